@@ -1,0 +1,183 @@
+"""Every way in which honed says no, as one tree.
+
+    HonedError
+    ├── UsageError                         the command line was wrong
+    ├── SpecError             spec_invalid
+    ├── DatasetError          dataset_invalid
+    ├── ModelError            model_invalid
+    ├── PrecisionError        precision_mismatch
+    ├── MaskError             mask_invalid
+    ├── MemoryShortError      memory_insufficient
+    ├── DiskShortError        disk_insufficient
+    ├── BackendError          backend_unavailable
+    ├── OutOfMemoryError      out_of_memory        transient
+    ├── DivergedError         diverged
+    ├── StalledError          stalled              transient
+    ├── RegressedError        regressed
+    ├── InterruptedRunError   interrupted          transient
+    ├── KilledError           killed               transient
+    ├── EnvironmentInvalidError environment_invalid
+    └── InternalError         error
+
+The code is stable and public; so is the exit status with which a worker ends. An error is a sentence for a person
+(what and where), and a hint (what to do).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HonedError(Exception):
+    """What went wrong, in one sentence; `hint` says what to do."""
+
+    code: ClassVar[str] = "error"
+    exit_status: ClassVar[int] = 70  #: EX_SOFTWARE
+    is_transient: ClassVar[bool] = False  #: worth another attempt from the last checkpoint
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def as_dict(self) -> dict[str, str]:
+        """As it stands in result files, entries and `--json`."""
+        return {"code": self.code, "message": self.message, "hint": self.hint}
+
+
+class UsageError(HonedError):
+    """A command was called with words that it does not take."""
+
+    code = "usage"
+    exit_status = 2
+
+
+class SpecError(HonedError):
+    """A job file that is not a job; each problem names its key and line."""
+
+    code = "spec_invalid"
+    exit_status = 78  #: EX_CONFIG
+
+
+class DatasetError(HonedError):
+    """A data set that is missing, does not parse, or has no row to train on."""
+
+    code = "dataset_invalid"
+    exit_status = 65  #: EX_DATAERR
+
+
+class ModelError(HonedError):
+    """A base model directory that is incomplete or cannot be read."""
+
+    code = "model_invalid"
+    exit_status = 66  #: EX_NOINPUT
+
+
+class PrecisionError(HonedError):
+    """What was loaded is not what was planned, and cannot be mended."""
+
+    code = "precision_mismatch"
+    exit_status = 80
+
+
+class MaskError(HonedError):
+    """The trained tokens are not the assistant's turns; the message shows them decoded."""
+
+    code = "mask_invalid"
+    exit_status = 81
+
+
+class MemoryShortError(HonedError):
+    """The job can never fit in the device's memory."""
+
+    code = "memory_insufficient"
+    exit_status = 82
+
+
+class DiskShortError(HonedError):
+    """No room for checkpoints or output."""
+
+    code = "disk_insufficient"
+    exit_status = 73  #: EX_CANTCREAT
+
+
+class BackendError(HonedError):
+    """The chosen backend cannot train this model here; the daemon falls back where the job allows it."""
+
+    code = "backend_unavailable"
+    exit_status = 69  #: EX_UNAVAILABLE
+
+
+class OutOfMemoryError(HonedError):
+    """The device's or the machine's memory ran out during the run."""
+
+    code = "out_of_memory"
+    exit_status = 83
+    is_transient = True
+
+
+class DivergedError(HonedError):
+    """The loss is not a number any more."""
+
+    code = "diverged"
+    exit_status = 84
+
+
+class StalledError(HonedError):
+    """No progress for too long."""
+
+    code = "stalled"
+    exit_status = 85
+    is_transient = True
+
+
+class RegressedError(HonedError):
+    """The model ended worse than it began, by the job's own guard."""
+
+    code = "regressed"
+    exit_status = 86
+
+
+class InterruptedRunError(HonedError):
+    """Stopped on request, with a checkpoint."""
+
+    code = "interrupted"
+    exit_status = 75  #: EX_TEMPFAIL
+    is_transient = True
+
+
+class KilledError(HonedError):
+    """The worker died without a word: a signal, or an exit without its result file."""
+
+    code = "killed"
+    exit_status = 87
+    is_transient = True
+
+
+class EnvironmentInvalidError(HonedError):
+    """This machine or its installation cannot run the job: versions, permissions, a missing package."""
+
+    code = "environment_invalid"
+    exit_status = 72  #: EX_OSFILE
+
+
+class InternalError(HonedError):
+    """An exception that nobody foresaw: a bug of ours or of a library."""
+
+    code = "error"
+    exit_status = 70  #: EX_SOFTWARE
+
+
+BY_CODE: dict[str, type[HonedError]] = {
+    error.code: error
+    for error in (
+        UsageError, SpecError, DatasetError, ModelError, PrecisionError, MaskError, MemoryShortError, DiskShortError,
+        BackendError, OutOfMemoryError, DivergedError, StalledError, RegressedError, InterruptedRunError, KilledError,
+        EnvironmentInvalidError, InternalError,
+    )
+}  # fmt: skip
+
+
+def from_dict(data: dict[str, str]) -> HonedError:
+    """The error that another process wrote down with `as_dict`; an unknown code is an internal error."""
+    return BY_CODE.get(data.get("code", ""), InternalError)(data.get("message", ""), hint=data.get("hint", ""))

@@ -1,0 +1,125 @@
+"""What the worker tells the daemon: lines of JSON, appended to `attempts/<n>/events.jsonl`.
+
+Each line is an object with `event` (its kind) and `time` (seconds since the epoch). The kinds and their keys:
+
+    started      pid, versions {package: version}, backend
+    stage        stage: prepare load audit data mask baseline train export
+    log          level (error warning info debug), message, code?      for the journal
+    data         num_train, num_eval, num_truncated, num_dropped, …     what became of the rows
+    example      segments [{text, trained}]                            the first example, masked
+    step         step, num_steps, epoch, loss, learning_rate?, grad_norm?, eta_sec?
+    evaluation   step, epoch, metrics {name: value}
+    predictions  step, epoch, num_failed, rows [{sample_index, prompt, ground_truth, prediction}]
+    checkpoint   step, path
+    resumed      step, path
+    fallback     from, to, reason
+    artifact     name (output_dir merged report), path
+    finished     outcome, step, metrics
+
+A reader skips kinds and keys that it does not know. A worker may die in the middle of a line, and a power cut may
+leave a tail of NULs: what does not parse is counted, not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Bytes. A longer line is not an event of ours; it is skipped, so that garbage cannot fill the daemon's memory.
+MAX_LINE_BYTES = 4 * 1024 * 1024
+#: Bytes read in one pass of the daemon's loop, so that a chatty worker cannot hold the loop.
+MAX_READ_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line from the worker."""
+
+    kind: str
+    time: float  #: seconds since the epoch
+    data: dict[str, Any]
+
+
+class EventWriter:
+    """The worker's end: each event is one `write` to a descriptor opened for appending."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._clock = clock
+        if os.fstat(self._fd).st_size:  # a line cut by a death before us must not swallow our first
+            os.write(self._fd, b"\n")
+
+    def emit(self, kind: str, **data: Any) -> None:
+        """Append one event. NaN and infinity are written as null, since JSON has no word for them."""
+        line = json.dumps(_finite({"event": kind, "time": self._clock(), **data}), ensure_ascii=False, default=str)
+        os.write(self._fd, line.encode(errors="replace") + b"\n")
+
+    def close(self) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass over the file found."""
+
+    events: list[Event]
+    offset: int  #: bytes; where the next pass begins
+    num_bad: int  #: lines that are not events
+
+
+def read(path: Path, offset: int) -> Reading:
+    """The whole lines after `offset`. A last line without its newline waits for the next pass."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(MAX_READ_BYTES)
+    except FileNotFoundError:
+        return Reading([], offset, 0)
+    end = data.rfind(b"\n") + 1
+    if end == 0:
+        # No end of line in all that we read: if it is longer than any event, it is garbage and we pass over it.
+        too_long = len(data) >= MAX_READ_BYTES
+        return Reading([], offset + len(data) if too_long else offset, int(too_long))
+    events, num_bad = [], 0
+    for line in data[:end].split(b"\n"):
+        if not line.strip():
+            continue
+        event = _parse(line)
+        if event is None:
+            num_bad += 1
+        else:
+            events.append(event)
+    return Reading(events, offset + end, num_bad)
+
+
+def _parse(line: bytes) -> Event | None:
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    kind, when = data.pop("event", None), data.pop("time", None)
+    if not isinstance(kind, str) or isinstance(when, bool) or not isinstance(when, int | float):
+        return None
+    return Event(kind, float(when), data)

@@ -1,0 +1,133 @@
+"""Where everything lies, below one prefix (`--root DIR`, or `HONED_ROOT`; `/` for the system's own instance).
+
+    etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
+    var/spool/honed/                               the spool, see spool.py
+    var/lib/honed/honed.db                         SQLite, derived from the rest
+    var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
+    run/honed/control.sock                         honectl's way in
+    var/cache/honed/                               the model cache (HF_HOME)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The paths of one instance."""
+
+    root: Path
+
+    @property
+    def config_path(self) -> Path:
+        return self.root / "etc/honed/honed.toml"
+
+    @property
+    def config_dropin_dir(self) -> Path:
+        return self.root / "etc/honed/honed.toml.d"
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.root / "var/spool/honed"
+
+    @property
+    def state_dir(self) -> Path:
+        return self.root / "var/lib/honed"
+
+    @property
+    def database_path(self) -> Path:
+        return self.state_dir / "honed.db"
+
+    @property
+    def jobs_dir(self) -> Path:
+        return self.state_dir / "jobs"
+
+    @property
+    def runtime_dir(self) -> Path:
+        return self.root / "run/honed"
+
+    @property
+    def control_path(self) -> Path:
+        return self.runtime_dir / "control.sock"
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.root / "var/cache/honed"
+
+    def job(self, job_id: int) -> JobLayout:
+        return JobLayout(self.jobs_dir / str(job_id))
+
+
+@dataclass(frozen=True)
+class JobLayout:
+    """One job's directory; it never moves.
+
+    spec.<suffix>              as dropped                                   (the daemon writes)
+    plan.json                  what was decided before any model is loaded  (the daemon writes)
+    checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
+    output/                    the default output_dir
+    report.html
+    attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
+    """
+
+    dir: Path
+
+    @property
+    def spec_path(self) -> Path:
+        """The spec as dropped; its suffix is its format. Raises FileNotFoundError where there is none."""
+        found = sorted(self.dir.glob("spec.*"))
+        if not found:
+            raise FileNotFoundError(self.dir / "spec.*")
+        return found[0]
+
+    @property
+    def plan_path(self) -> Path:
+        return self.dir / "plan.json"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.dir / "checkpoints"
+
+    @property
+    def output_dir(self) -> Path:
+        return self.dir / "output"
+
+    @property
+    def report_path(self) -> Path:
+        return self.dir / "report.html"
+
+    @property
+    def attempts_dir(self) -> Path:
+        return self.dir / "attempts"
+
+    def attempt(self, number: int) -> AttemptLayout:
+        return AttemptLayout(self.attempts_dir / str(number))
+
+
+@dataclass(frozen=True)
+class AttemptLayout:
+    """One attempt's directory: one worker start, or two with a fallback (then events go on in the same file)."""
+
+    dir: Path
+
+    @property
+    def events_path(self) -> Path:
+        """Append-only, one JSON object a line; see event.py."""
+        return self.dir / "events.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        """The worker's stdout and stderr."""
+        return self.dir / "worker.log"
+
+    @property
+    def result_path(self) -> Path:
+        """What the worker says of its end, written whole; absent if it died without a word."""
+        return self.dir / "result.json"
+
+    @property
+    def exit_path(self) -> Path:
+        """The worker's exit status, written whole by the shim that waited for it."""
+        return self.dir / "exit.json"
