@@ -1,4 +1,4 @@
-"""The administrator's configuration: `honed.toml`, then `honed.toml.d/*.toml` in the order of their names; later files win.
+"""The administrator's configuration: `honed.toml`, then `honed.toml.d/*.toml` by name; later files win.
 
 Parsed once, at start and at reload, into a `Config`; an unknown key or a wrong type is a `SpecError` that names file
 and key, and the configuration in force stays.
@@ -40,6 +40,8 @@ class JobsConfig(_Section):
     """Seconds that a worker which was asked to stop has for its checkpoint, before it is killed."""
     retry_delay_sec: Annotated[float, Field(ge=0)] = 30.0
     """Seconds before the second retry, doubled for each one after it; the first retry follows at once."""
+    stall_timeout_sec: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds without a word from a worker after which it is taken to hang: its stacks go to its log, and it is ended."""
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None

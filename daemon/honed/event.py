@@ -23,6 +23,7 @@ leave a tail of NULs: what does not parse is counted, not trusted.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class EventWriter:
 
 def _finite(value: Any) -> Any:
     match value:
-        case float() if value != value or value in (float("inf"), float("-inf")):
+        case float() if not math.isfinite(value):
             return None
         case dict():
             return {key: _finite(item) for key, item in value.items()}

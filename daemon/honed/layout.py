@@ -1,11 +1,11 @@
 """Where everything lies, below one prefix (`--root DIR`, or `HONED_ROOT`; `/` for the system's own instance).
 
-    etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
-    var/spool/honed/                               the spool, see spool.py
-    var/lib/honed/honed.db                         SQLite, derived from the rest
-    var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
-    run/honed/control.sock                         honectl's way in
-    var/cache/honed/                               the model cache (HF_HOME)
+etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
+var/spool/honed/                               the spool, see spool.py
+var/lib/honed/honed.db                         SQLite, derived from the rest
+var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
+run/honed/control.sock                         honectl's way in
+var/cache/honed/                               the model cache (HF_HOME)
 """
 
 from __future__ import annotations

@@ -1,0 +1,313 @@
+"""The jobs that run: starts their attempts, follows their events, and settles how they ended.
+
+    queued ── start ──► running ── event lines ──► database, log ── exit and result ──► outcome ──► another state
+
+What must survive a kill of the daemon is in the entry before it is done: a job lies in running/ before its worker
+starts, and says why it is to stop before its worker is asked to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from honed import error, event
+from honed.config import Config
+from honed.database import Database
+from honed.device import Device
+from honed.job import Attempt, Job, State, Stop
+from honed.layout import Layout
+from honed.outcome import Outcome, judge
+from honed.runner import Exit, Runner
+from honed.spool import Spool
+
+log = logging.getLogger(__name__)
+
+#: Seconds between progress lines of one job in the log.
+PROGRESS_LOG_INTERVAL_SEC = 30.0
+#: Seconds that a cancelled worker has to end by itself.
+CANCEL_TIMEOUT_SEC = 30.0
+#: Seconds between the dump of a hanging worker's stacks and its end.
+DUMP_SEC = 5.0
+LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
+
+
+@dataclass
+class Running:
+    """What the daemon knows of a running job beyond its entry; all of it can be lost."""
+
+    job: Job
+    offset: int
+    heard_at: float  #: monotonic seconds
+    progress: dict[str, Any] = field(default_factory=dict)
+    stage: str = "starting"
+    logged_at: float = 0.0
+    kill_at: float | None = None
+    is_stalled: bool = False
+
+
+class Attempts:
+    """The running jobs, by number. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        spool: Spool,
+        database: Database,
+        runner: Runner,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self.config = config
+        self._spool = spool
+        self._database = database
+        self._runner = runner
+        self._clock = clock
+        self.running: dict[int, Running] = {}
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def start(self, job: Job, device: Device, backend: str) -> None:
+        """Start a job's next attempt. It lies in running/ first: a crash after that is an attempt that vanished."""
+        number = job.attempts[-1].number + 1 if job.attempts else 1
+        attempt = Attempt(number, backend, time.time(), device=device.uuid or device.kind)
+        job = self._spool.move(
+            job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None
+        )
+        self._follow(job)
+        log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend)
+        self._launch(job, device.uuid)
+
+    def _launch(self, job: Job, gpu_uuid: str | None) -> None:
+        attempt = job.attempt
+        environment = {
+            "CUDA_VISIBLE_DEVICES": gpu_uuid or "",
+            "HF_HOME": os.environ.get("HF_HOME", str(self._layout.cache_dir)),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            "HONED_JOB": str(job.id),
+        }
+        try:
+            self._runner.start(
+                job.id, attempt.number, attempt.num_starts, backend=attempt.backend, environment=environment
+            )
+        except OSError as problem:
+            log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)  # noqa: TRY400
+            failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="honectl doctor")
+            self._settle(self.running[job.id], Outcome(failure.code, failure))
+
+    def adopt(self, job: Job) -> None:
+        """Take over a job that was running when the last daemon ended, whether its worker lives or not."""
+        self._follow(job)
+        self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts)
+        if job.stop is not None:
+            self._ask(self.running[job.id], job.stop)
+
+    def _follow(self, job: Job) -> None:
+        self._database.put_job(job)
+        offset = self._database.offset(job.id, job.attempt.number)
+        self.running[job.id] = Running(job, offset, heard_at=self._clock())
+
+    def devices_in_use(self) -> set[str]:
+        return {running.job.attempt.device or "" for running in self.running.values()}
+
+    # -- stop ---------------------------------------------------------------------------------------------------------
+
+    def stop(self, job_id: int, why: Stop) -> None:
+        """Ask a running job to stop; the reason is durable first. Cancel outranks hold, hold a shutdown."""
+        running = self.running[job_id]
+        rank = [Stop.SHUTDOWN, Stop.HOLD, Stop.CANCEL]
+        if running.job.stop is None or rank.index(why) > rank.index(running.job.stop):
+            running.job = self._spool.update(running.job, stop=why)
+            log.info("job %d (%s): asked to stop (%s)", job_id, running.job.name, why)
+            self._ask(running, why)
+
+    def _ask(self, running: Running, why: Stop) -> None:
+        self._runner.stop(running.job.id)
+        patience = CANCEL_TIMEOUT_SEC if why is Stop.CANCEL else self.config.jobs.stop_timeout_sec
+        running.kill_at = self._clock() + min(patience, self.config.jobs.stop_timeout_sec)
+
+    def enforce(self) -> None:
+        """Kill what was asked to stop and did not; end what hangs, its stacks dumped first."""
+        now = self._clock()
+        for running in self.running.values():
+            if running.kill_at is not None and now >= running.kill_at:
+                log.warning("job %d (%s): killed: it did not end by itself", running.job.id, running.job.name)
+                self._runner.kill(running.job.id)
+                running.kill_at = now + DUMP_SEC
+            elif running.kill_at is None and now - running.heard_at >= self.config.jobs.stall_timeout_sec:
+                log.warning(
+                    "job %d (%s): not a word for %.0f s; it hangs",
+                    running.job.id,
+                    running.job.name,
+                    now - running.heard_at,
+                )
+                running.is_stalled = True
+                running.kill_at = now + DUMP_SEC
+                if (pid := self._runner.pid(running.job.id)) is not None:
+                    os.kill(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
+
+    # -- follow -------------------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Read what the workers have told since the last pass."""
+        for running in self.running.values():
+            self._read_events(running)
+
+    def _read_events(self, running: Running) -> int:
+        path = self._layout.job(running.job.id).attempt(running.job.attempt.number).events_path
+        reading = event.read(path, running.offset)
+        if reading.offset == running.offset:
+            return 0
+        if reading.num_bad:
+            log.warning("job %d (%s): %d lines that are no events", running.job.id, running.job.name, reading.num_bad)
+        self._database.apply(running.job, reading)
+        num_bytes, running.offset = reading.offset - running.offset, reading.offset
+        running.heard_at = self._clock()
+        for item in reading.events:
+            self._tell(running, item)
+        return num_bytes
+
+    def _tell(self, running: Running, item: event.Event) -> None:
+        """Put one event into words for the log."""
+        job, data = running.job, item.data
+        match item.kind:
+            case "step":
+                running.progress = {key: data.get(key) for key in ("step", "num_steps", "epoch", "loss", "eta_sec")}
+                if self._clock() - running.logged_at >= PROGRESS_LOG_INTERVAL_SEC:
+                    running.logged_at = self._clock()
+                    log.info("job %d (%s): %s", job.id, job.name, progress_text(running.progress))
+            case "stage":
+                running.stage = str(data.get("stage"))
+            case "evaluation":
+                metrics = data.get("metrics")
+                figures = metrics.items() if isinstance(metrics, dict) else ()
+                shown = ", ".join(f"{name} {_figure(value)}" for name, value in figures if name.startswith("eval_loss"))
+                log.info("job %d (%s): step %s evaluated: %s", job.id, job.name, data.get("step"), shown or "no loss")
+            case "log":
+                level = LEVELS.get(str(data.get("level")), logging.INFO)
+                log.log(level, "job %d (%s): %s", job.id, job.name, data.get("message"))
+            case "checkpoint" | "resumed":
+                word = "checkpoint at" if item.kind == "checkpoint" else "goes on from"
+                log.info("job %d (%s): %s step %s", job.id, job.name, word, data.get("step"))
+            case "data":
+                counts = ", ".join(
+                    f"{key[4:].replace('_', ' ')} {value}" for key, value in data.items() if key[:4] == "num_"
+                )
+                log.info("job %d (%s): rows: %s", job.id, job.name, counts)
+            case "predictions":
+                num_rows = len(rows) if isinstance(rows := data.get("rows"), list) else 0
+                level = logging.WARNING if data.get("num_failed") else logging.INFO
+                log.log(level, "job %d (%s): step %s: %d predictions, %s failed",
+                        job.id, job.name, data.get("step"), num_rows, data.get("num_failed", 0))  # fmt: skip
+            case _:
+                log.debug("job %d (%s): %s", job.id, job.name, item.kind)
+
+    # -- reap ---------------------------------------------------------------------------------------------------------
+
+    def reap(self) -> list[Job]:
+        """Settle the jobs whose workers have ended. Returns them as they are now."""
+        settled = []
+        for running in list(self.running.values()):
+            ended = self._runner.poll(running.job.id)
+            if ended is not None and (job := self._reap(running, ended)) is not None:
+                settled.append(job)
+        return settled
+
+    def _reap(self, running: Running, ended: Exit) -> Job | None:
+        while self._read_events(running):
+            pass
+        result_path = self._layout.job(running.job.id).attempt(running.job.attempt.number).result_path
+        outcome = judge(result_path, ended)
+        if running.is_stalled and not outcome.is_success:
+            outcome = replace(
+                outcome, code="stalled", error=error.StalledError("no progress", hint="its stacks are in its log")
+            )
+        if self._falls_back(running, outcome):
+            return None
+        return self._settle(running, outcome)
+
+    def _falls_back(self, running: Running, outcome: Outcome) -> bool:
+        """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""
+        attempt, asked = running.job.attempt, running.job.stop
+        may = outcome.code == error.BackendError.code and attempt.backend == "unsloth" and attempt.num_starts == 1
+        if not may or asked is not None or self._backend_was_named(running.job):
+            return False
+        reason = outcome.error.message if outcome.error else ""
+        log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason)
+        running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
+        fallback = event.Event("fallback", time.time(), {"from": "unsloth", "to": "transformers", "reason": reason})
+        self._database.apply(running.job, event.Reading([fallback], running.offset, 0))
+        device = attempt.device
+        self._launch(running.job, device if device not in {"cpu", "mps"} else None)
+        return True
+
+    def _backend_was_named(self, job: Job) -> bool:
+        plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+        return bool(plan["spec"].get("backend") == "unsloth")
+
+    def _settle(self, running: Running, outcome: Outcome) -> Job:
+        """Write down how the attempt ended and move the job on."""
+        del self.running[running.job.id]
+        step = outcome.step if outcome.step is not None else int(running.progress.get("step") or 0)
+        job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step)
+        state, changes = destination(job, outcome)
+        job = self._spool.move(job, state, **changes)
+        self._database.put_job(job)
+        level = logging.INFO if outcome.is_success or state in {State.HELD, State.CANCELLED} else logging.WARNING
+        why = f": {outcome.error.message}" if outcome.error is not None else ""
+        log.log(level, "job %d (%s): attempt %d: %s%s; now %s",
+                job.id, job.name, job.attempt.number, outcome.code, why, state)  # fmt: skip
+        return job
+
+
+def destination(job: Job, outcome: Outcome) -> tuple[State, dict[str, Any]]:
+    """Where a job goes after an attempt, and what changes in its entry."""
+    problem = outcome.error.as_dict() if outcome.error is not None else None
+    if outcome.is_success:
+        return State.SUCCEEDED, {"outcome": outcome.code, "error": None, "stop": None}
+    match job.stop:
+        case Stop.CANCEL:
+            return State.CANCELLED, {"outcome": "cancelled", "error": None, "stop": None}
+        case Stop.HOLD if outcome.code in {"interrupted", "killed"}:
+            return State.HELD, {"outcome": "interrupted", "error": None, "stop": None}
+        case Stop.SHUTDOWN if outcome.code in {"interrupted", "killed"}:
+            return State.QUEUED, {"outcome": "interrupted", "error": None, "stop": None}
+        case None if outcome.code == "interrupted":
+            # Somebody stopped the worker behind honed's back: a person, so a person lets it go on.
+            return State.HELD, {"outcome": "interrupted", "error": problem, "stop": None}
+    num_failures = job.num_failures + 1
+    changes = {"outcome": outcome.code, "error": problem, "stop": None, "num_failures": num_failures}
+    if outcome.error is not None and outcome.error.is_transient and num_failures < job.max_attempts:
+        return State.HELD if job.stop is Stop.HOLD else State.QUEUED, changes
+    return State.FAILED, changes
+
+
+def progress_text(progress: dict[str, Any]) -> str:
+    """`step 120/500, loss 1.234, ETA 5 min`."""
+    parts = [f"step {progress.get('step')}/{progress.get('num_steps')}"]
+    if isinstance(loss := progress.get("loss"), int | float):
+        parts.append(f"loss {_figure(loss)}")
+    if isinstance(eta_sec := progress.get("eta_sec"), int | float):
+        parts.append(f"ETA {duration(eta_sec)}")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 40 s, 5 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

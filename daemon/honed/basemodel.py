@@ -1,0 +1,570 @@
+"""A base model on disk, looked at in milliseconds and without torch: its config, its weights' headers, its tokenizer.
+
+    config.json                                       what the model is
+    model.safetensors | model.safetensors.index.json  its weights, whole or in shards
+    tokenizer.json | tokenizer.model | …              its tokenizer
+    chat_template.jinja | tokenizer_config.json       its chat template, if it has one
+
+A safetensors file begins with 8 bytes, the length of a JSON header that names every tensor's dtype, shape and place,
+so a file that was cut short or is not one shows before any weight is read. No weight is ever read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from honed.error import ModelError
+
+#: Bytes; the safetensors library refuses longer headers too.
+MAX_HEADER_BYTES = 100_000_000
+#: Bytes; a config.json has a few thousand, a tokenizer_config.json with many added tokens a few million.
+MAX_CONFIG_BYTES = 64 * 1024 * 1024
+
+#: safetensors' word for a dtype, torch's word for it, and bits an element.
+DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 64),
+    "F32": ("float32", 32),
+    "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F4": ("float4_e2m1fn_x2", 4),
+    "I64": ("int64", 64),
+    "I32": ("int32", 32),
+    "I16": ("int16", 16),
+    "I8": ("int8", 8),
+    "U64": ("uint64", 64),
+    "U32": ("uint32", 32),
+    "U16": ("uint16", 16),
+    "U8": ("uint8", 8),
+    "BOOL": ("bool", 8),
+}
+BITS: dict[str, int] = dict(DTYPES.values())
+
+#: The dtypes in which a whole model may be stored and loaded.
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+#: Any one of these rows of files is a tokenizer.
+TOKENIZER_FILES = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("vocab.json", "merges.txt"),
+    ("spiece.model",),
+    ("vocab.txt",),
+    ("tekken.json",),
+)
+
+#: Keys of a config.json, or of one nested in it, that only a model with eyes or ears has.
+VISION_KEYS = (
+    "vision_config",
+    "visual",
+    "vision_tower",
+    "mm_vision_tower",
+    "vit_config",
+    "image_token_id",
+    "image_token_index",
+)
+AUDIO_KEYS = (
+    "audio_config",
+    "speech_config",
+    "audio_token_id",
+    "audio_token_index",
+    "audio_encoder_config",
+    "num_mel_bins",
+)
+
+#: Names of the helper tensors that bitsandbytes stores beside a quantized weight; they are no parameters.
+QUANTIZATION_STATE = re.compile(
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*|SCB|weight_format)$"
+)
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor as a safetensors header names it."""
+
+    name: str
+    dtype: str  #: torch's word
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.num_elements * BITS[self.dtype] + 7) // 8
+
+
+@dataclass(frozen=True)
+class BaseModelInfo:
+    """What is known of a base model before it is loaded."""
+
+    path: Path
+    model_type: str  #: the spec's where it names one, else config.json's
+    architectures: tuple[str, ...]
+    config: dict[str, Any]
+    num_parameters: int
+    stored_dtypes: dict[str, int]  #: parameters for each dtype, in torch's words
+    num_weight_bytes: int  #: as stored
+    tensors: tuple[Tensor, ...]  #: empty for pickled weights, whose contents cannot be known without running them
+    is_quantized: bool
+    quantization_method: str | None  #: bitsandbytes, gptq, awq, …
+    chat_template: str | None
+    has_vision: bool
+    has_audio: bool
+    is_pickled: bool
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    @property
+    def quantization(self) -> str | None:
+        """The bitsandbytes form in which the checkpoint is stored: 4bit, 8bit, or None."""
+        if self.quantization_method != "bitsandbytes":
+            return None
+        return "8bit" if (self.config.get("quantization_config") or {}).get("load_in_8bit") else "4bit"
+
+    @property
+    def stored_dtype(self) -> str:
+        """The floating dtype of most parameters; that of config.json where the weights do not say, else float32."""
+        floats = {dtype: count for dtype, count in self.stored_dtypes.items() if dtype in FLOAT_DTYPES}
+        if floats and not self.is_quantized:
+            return max(floats, key=lambda dtype: floats[dtype])
+        return _config_dtype(self.config) or (max(floats, key=lambda dtype: floats[dtype]) if floats else "float32")
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What is known of an adapter before it is loaded."""
+
+    path: Path
+    config: dict[str, Any]  #: adapter_config.json
+    num_parameters: int
+    num_bytes: int
+
+
+def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = False) -> BaseModelInfo:
+    """What lies in a checkpoint's directory. `model_type` wins over config.json's.
+
+    Raises ModelError, which names the file and the remedy, for whatever would keep the model from loading.
+    """
+    config = _config(path)
+    model_type = model_type or config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelError(
+            f"{path / 'config.json'}: no model_type, so nothing says which architecture this is",
+            hint="name it in the job file, as in `model_type: qwen3`, or add it to config.json",
+        )
+    _check_dtype(path, config)
+    tensors, num_weight_bytes, is_pickled = _weights(path, allow_pickle=allow_pickle)
+    _check_tokenizer(path)
+    method = _quantization_method(path, config)
+    has_vision, has_audio = _has_any(config, VISION_KEYS), _has_any(config, AUDIO_KEYS)
+    if (has_vision or has_audio) and not _exists(path, "preprocessor_config.json", "processor_config.json"):
+        raise ModelError(
+            f"{path}: a vision or audio model without preprocessor_config.json or processor_config.json",
+            hint="copy the processor's files from where the model came from",
+        )
+    stored_dtypes = _count(tensors)
+    if is_pickled:
+        dtype = _config_dtype(config) or "float32"
+        stored_dtypes = {dtype: num_weight_bytes * 8 // BITS[dtype]}
+    return BaseModelInfo(
+        path=path,
+        model_type=model_type,
+        architectures=_architectures(config),
+        config=config,
+        num_parameters=sum(stored_dtypes.values()) if is_pickled else _num_parameters(tensors, config),
+        stored_dtypes=stored_dtypes,
+        num_weight_bytes=num_weight_bytes,
+        tensors=tensors,
+        is_quantized=method is not None,
+        quantization_method=method,
+        chat_template=_chat_template(path, has_processor=has_vision or has_audio),
+        has_vision=has_vision,
+        has_audio=has_audio,
+        is_pickled=is_pickled,
+    )
+
+
+def inspect_adapter(path: Path) -> AdapterInfo:
+    """What lies in an adapter's directory. Raises ModelError for whatever would keep the adapter from loading."""
+    _check_dir(path, "adapter")
+    config = _json(path / "adapter_config.json", hint="an adapter is a directory that peft's save_pretrained wrote")
+    weights = path / "adapter_model.safetensors"
+    if not weights.exists() and (path / "adapter_model.bin").exists():
+        raise ModelError(
+            f"{path / 'adapter_model.bin'}: pickled weights are not loaded, since loading them runs what is in them",
+            hint="load the adapter with peft and save it again: save_pretrained writes adapter_model.safetensors",
+        )
+    tensors, num_bytes = read_header(weights, hint="the adapter is incomplete: copy it again")
+    return AdapterInfo(path, config, sum(tensor.num_elements for tensor in tensors), num_bytes)
+
+
+def resolve(
+    base_model: str,
+    *,
+    cache_dir: Path,
+    allow_hub: bool,
+    revision: str | None = None,
+    jobs: Mapping[str, Path] | None = None,
+) -> Path:
+    """The directory that `base_model` means: a path, a hub id in the local cache, or `job:NAME` among `jobs`.
+
+    `cache_dir` is an HF_HOME. Raises ModelError where there is no such directory.
+    """
+    if base_model.startswith("job:"):
+        return _resolve_job(base_model.removeprefix("job:"), jobs or {})
+    if base_model.startswith("/"):
+        return Path(base_model)
+    if HUB_ID.fullmatch(base_model) and ".." not in base_model:
+        return _resolve_hub_id(base_model, revision or "main", cache_dir, allow_hub=allow_hub)
+    raise ModelError(
+        f"base_model: {base_model!r} is neither a path, nor a hub id, nor job:NAME",
+        hint="a path begins with /; a hub id looks like Qwen/Qwen3-1.7B",
+    )
+
+
+def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
+    if name in jobs:
+        return jobs[name]
+    raise ModelError(
+        f"base_model: what job {name!r} makes is not there yet",
+        hint="drop this job again once that one has succeeded, or give the path of its output",
+    )
+
+
+def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: bool) -> Path:
+    if ".." in revision or revision.startswith("/"):
+        raise ModelError(f"revision: {revision!r} is not a revision", hint="a branch, a tag or a commit")
+    repository = cache_dir / "hub" / ("models--" + hub_id.replace("/", "--"))
+    try:
+        commit = (repository / "refs" / revision).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        commit = revision
+    snapshot = repository / "snapshots" / commit
+    if commit and snapshot.is_dir():
+        return snapshot
+    fetch = f"HF_HOME={cache_dir} hf download {hub_id}" + (f" --revision {revision}" if revision != "main" else "")
+    why = "" if allow_hub else "; jobs may not fetch from the hub here (policy.hub)"
+    raise ModelError(
+        f"base_model: {hub_id} at {revision} is not in the local cache {cache_dir}{why}",
+        hint=f"fetch it first, `{fetch}`, or name a directory",
+    )
+
+
+def read_header(path: Path, *, hint: str) -> tuple[tuple[Tensor, ...], int]:
+    """The tensors that a safetensors file names, and the file's size in bytes. Raises ModelError with `hint`.
+
+    The header is held against the file: each tensor as long as its shape says, none over another, all of them there.
+    """
+    with _open_regular(path, hint) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise ModelError(f"{path}: the file is empty", hint=hint)
+        if size < 8:
+            raise ModelError(f"{path}: {size} bytes are no safetensors file; it was cut short", hint=hint)
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ModelError(f"{path}: not a safetensors file: it gives its header {length} bytes", hint=hint)
+        if 8 + length > size:
+            raise ModelError(
+                f"{path}: cut short: its header should have {length} bytes, and the file has {size}", hint=hint
+            )
+        header = file.read(length)
+    return _parse_header(path, header, size - 8 - length, hint), size
+
+
+def _parse_header(path: Path, header: bytes, num_data_bytes: int, hint: str) -> tuple[Tensor, ...]:
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
+        places = sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: its safetensors header cannot be read ({_brief(error)})", hint=hint) from error
+    end = 0
+    for (begin, stop), name in places:
+        if begin != end or stop - begin != tensors[name].num_bytes:
+            raise ModelError(
+                f"{path}: the header's place for {name!r} does not fit its shape and neighbours", hint=hint
+            )
+        end = stop
+    if end > num_data_bytes:
+        raise ModelError(
+            f"{path}: cut short: its header names {end} bytes of weights, and the file has {num_data_bytes}", hint=hint
+        )
+    if end < num_data_bytes:
+        raise ModelError(f"{path}: {num_data_bytes - end} bytes more than its header names", hint=hint)
+    return tuple(tensors.values())
+
+
+def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
+    shape = tuple(entry["shape"])
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"shape {shape}")
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']}")
+    return Tensor(name, DTYPES[entry["dtype"]][0], shape)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    _check_dir(path, "base_model")
+    if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
+        raise ModelError(
+            f"{path}: an adapter (adapter_config.json, no config.json), not a base model",
+            hint="name it as `adapter:`, and the model it was trained on as `base_model:`",
+        )
+    return _json(path / "config.json", hint="a base model is a directory that save_pretrained wrote; copy it again")
+
+
+def _check_dir(path: Path, key: str) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelError(f"{key}: no such directory: {path}", hint="the path is the machine's that trains") from None
+    except OSError as error:
+        raise ModelError(f"{key}: {path}: {error.strerror}", hint="let the group honed-job read it") from error
+    if not stat.S_ISDIR(mode):
+        raise ModelError(f"{key}: {path} is a file", hint="name the directory with config.json in it")
+
+
+def _open_regular(path: Path, hint: str) -> BinaryIO:
+    """Open a file for reading; a pipe or a device, on which reading could wait for ever, is refused."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file", hint=hint) from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}", hint="let the group honed-job read it") from error
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ModelError(f"{path}: not a regular file", hint=hint)
+
+
+def _json(path: Path, *, hint: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    with _open_regular(path, hint) as file:
+        data = file.read(max_bytes + 1)
+    if not data.strip():
+        raise ModelError(f"{path}: the file is empty", hint=hint)
+    if len(data) > max_bytes:
+        raise ModelError(f"{path}: longer than {max_bytes} bytes", hint=hint)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON: {_brief(error)}", hint=hint) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: a JSON object was expected, and this is a {type(value).__name__}", hint=hint)
+    return value
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _check_dtype(path: Path, config: dict[str, Any]) -> None:
+    """transformers ends with `module 'torch' has no attribute 'bfloat61'` on a dtype that it does not know."""
+    for key, value in _dtype_entries(config):
+        if value is not None and not (isinstance(value, str) and value in BITS):
+            raise ModelError(
+                f"{path / 'config.json'}: {key}: {value!r} is not a dtype",
+                hint="correct it there; most models have bfloat16, float16 or float32",
+            )
+
+
+def _dtype_entries(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    keys: tuple[str, ...] = ("dtype", "torch_dtype")
+    found = [(key, config[key]) for key in keys if key in config]
+    for name, nested in config.items():
+        if name.endswith("_config") and name != "quantization_config" and isinstance(nested, dict):
+            found += [(f"{name}.{key}", nested[key]) for key in keys if key in nested]
+    return found
+
+
+def _config_dtype(config: dict[str, Any]) -> str | None:
+    return next((value for _, value in _dtype_entries(config) if value in FLOAT_DTYPES), None)
+
+
+def _weights(path: Path, *, allow_pickle: bool) -> tuple[tuple[Tensor, ...], int, bool]:
+    """The tensors, their bytes, and whether they are pickled; looked for in transformers' own order."""
+    index_path = path / "model.safetensors.index.json"
+    again = "the download or the copy is incomplete: fetch this file again"
+    if _is_there(path / "model.safetensors"):
+        tensors, num_bytes = read_header(path / "model.safetensors", hint=again)
+        return _checked(path / "model.safetensors", tensors), num_bytes, False
+    if _is_there(index_path):
+        tensors, num_bytes = _shards(index_path, again)
+        return _checked(index_path, tensors), num_bytes, False
+    pickles = [file for file in sorted(path.glob("*.bin")) if file.name.startswith(("pytorch_model", "model"))]
+    if pickles and allow_pickle:
+        return (), sum(file.stat().st_size for file in pickles), True
+    if pickles:
+        raise ModelError(
+            f"{pickles[0]}: pickled weights are not loaded, since loading them runs what is in them",
+            hint="convert them: load the model where you trust it, and save_pretrained it as safetensors; "
+            "or the administrator sets policy.pickle",
+        )
+    raise ModelError(f"{path}: no weights: neither model.safetensors nor {index_path.name}", hint=_other_weights(path))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the name is there, be it a link into nowhere, which deserves its own message."""
+    return path.exists() or path.is_symlink()
+
+
+def _other_weights(path: Path) -> str:
+    if any(path.glob("*.gguf")):
+        return "GGUF is for inference; take the checkpoint it was made from"
+    found = next(iter(sorted(path.glob("*.safetensors"))), None)
+    if found is not None:
+        return f"there is {found.name}, but not the index that says what is in it: copy {path.name} again, whole"
+    return "the download or the copy is incomplete: fetch the model again"
+
+
+def _checked(path: Path, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not any(tensor.num_elements for tensor in tensors):
+        raise ModelError(f"{path}: names no weights at all", hint="fetch the model again")
+    return tensors
+
+
+def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
+    weight_map = _json(index_path, hint=hint).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index_path}: no weight_map that names a shard for each tensor", hint=hint)
+    tensors: dict[str, Tensor] = {}
+    num_bytes = 0
+    for shard in sorted(set(weight_map.values())):
+        if "/" in shard or shard in (".", ".."):
+            raise ModelError(f"{index_path}: shard {shard!r} lies outside the directory", hint="shards are plain names")
+        if not (index_path.parent / shard).exists():
+            raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing", hint=hint)
+        found, size = read_header(index_path.parent / shard, hint=hint)
+        tensors |= {tensor.name: tensor for tensor in found}
+        num_bytes += size
+    missing = sorted(set(weight_map) - set(tensors))
+    if missing:
+        shard = weight_map[missing[0]]
+        raise ModelError(f"{index_path.parent / shard}: {missing[0]!r} is not in it, as the index says", hint=hint)
+    return tuple(tensors.values()), num_bytes
+
+
+def _count(tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if not QUANTIZATION_STATE.search(tensor.name):
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.num_elements
+    return counts
+
+
+def _num_parameters(tensors: tuple[Tensor, ...], config: dict[str, Any]) -> int:
+    """bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
+    quantization = config.get("quantization_config") or {}
+    packed = 2 if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit") else 1
+    counts = _count(tensors)
+    return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in counts.items())
+
+
+def _quantization_method(path: Path, config: dict[str, Any]) -> str | None:
+    entry = config.get("quantization_config") or config.get("compression_config")
+    if entry is None:
+        return None
+    method = entry.get("quant_method") if isinstance(entry, dict) else None
+    if isinstance(method, str):
+        return method
+    if isinstance(entry, dict) and (entry.get("load_in_4bit") or entry.get("load_in_8bit")):
+        return "bitsandbytes"
+    raise ModelError(
+        f"{path / 'config.json'}: quantization_config names no quant_method",
+        hint="add it (bitsandbytes, gptq, awq, …), or take the unquantized checkpoint",
+    )
+
+
+def _architectures(config: dict[str, Any]) -> tuple[str, ...]:
+    found = config.get("architectures")
+    return tuple(str(name) for name in found) if isinstance(found, list) else ()
+
+
+def _has_any(config: dict[str, Any], keys: tuple[str, ...]) -> bool:
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    return any(level.get(key) is not None for level in (config, *nested) for key in keys)
+
+
+def _exists(path: Path, *names: str) -> bool:
+    return any((path / name).exists() for name in names)
+
+
+def _check_tokenizer(path: Path) -> None:
+    files = next((row for row in TOKENIZER_FILES if all((path / name).exists() for name in row)), None)
+    if files is None and any(path.glob("*.tiktoken")):
+        return
+    if files is None:
+        raise ModelError(
+            f"{path}: no tokenizer: neither tokenizer.json, nor tokenizer.model, nor vocab.json with merges.txt",
+            hint="copy the tokenizer's files from where the model came from",
+        )
+    for name in files:
+        with _open_regular(path / name, "copy the tokenizer again") as file:
+            _check_tail(path / name, file)
+
+
+def _check_tail(path: Path, file: BinaryIO) -> None:
+    """That a tokenizer's file is whole, as far as its end tells: to parse 30 MB of tokenizer.json takes a second."""
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise ModelError(f"{path}: the file is empty", hint="copy the tokenizer again")
+    file.seek(max(0, size - 64))
+    if path.suffix == ".json" and not file.read().rstrip().endswith(b"}"):
+        raise ModelError(f"{path}: cut short: it does not end as JSON does", hint="copy the tokenizer again")
+
+
+def _chat_template(path: Path, *, has_processor: bool) -> str | None:
+    """The template that the tokenizer will have, in transformers' own order.
+
+    chat_template.json is read by processors alone: a text model's tokenizer passes over it.
+    """
+    readers: list[tuple[str, Callable[[Path], str | None]]] = [
+        ("chat_template.jinja", _template_text),
+        ("tokenizer_config.json", _template_entry),
+    ]
+    if has_processor:
+        readers.append(("chat_template.json", _template_entry))
+    for name, read in readers:
+        template = read(path / name) if (path / name).exists() else None
+        if template:
+            return template
+    return None
+
+
+def _template_text(path: Path) -> str | None:
+    try:
+        with _open_regular(path, "copy the tokenizer again") as file:
+            return file.read(MAX_CONFIG_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8: {error}", hint="copy the tokenizer again") from error
+
+
+def _template_entry(path: Path) -> str | None:
+    """A string, or a list of named ones of which `default` counts."""
+    match _json(path, hint="copy the tokenizer again").get("chat_template"):
+        case str() as template:
+            return template
+        case list() as named:
+            by_name = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
+            default = by_name.get("default")
+            return default if isinstance(default, str) else None
+        case _:
+            return None

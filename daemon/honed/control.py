@@ -1,0 +1,191 @@
+"""The control socket: honectl's way in. One JSON object a line, answered by one; no request can hold the loop.
+
+    {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint}}
+
+Who asks is known from the socket (SO_PEERCRED), never from the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, UsageError
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 64 * 1024
+MAX_CONNECTIONS = 64
+#: Seconds that honectl waits for an answer.
+TIMEOUT_SEC = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question, and who asks."""
+
+    verb: str
+    arguments: dict[str, Any]
+    uid: int
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    uid: int
+    received: bytes = b""
+    to_send: bytes = field(default=b"")
+
+
+class Server:
+    """Listens, reads whole lines, and hands each to `answer`."""
+
+    def __init__(self, path: Path, selector: selectors.BaseSelector, answer: Callable[[Request], Any]) -> None:
+        self._path = path
+        self._selector = selector
+        self._answer = answer
+        self._connections: dict[int, _Connection] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        path.unlink(missing_ok=True)
+        with _short(path) as address:
+            self._socket.bind(address)
+        path.chmod(0o666)
+        self._socket.listen(MAX_CONNECTIONS)
+        selector.register(self._socket, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        self._selector.unregister(self._socket)
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            peer, _ = self._socket.accept()
+            if len(self._connections) >= MAX_CONNECTIONS:
+                peer.close()
+                return
+            peer.setblocking(False)
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            connection = _Connection(peer, struct.unpack("3i", credentials)[1])
+            self._connections[peer.fileno()] = connection
+            self._selector.register(peer, selectors.EVENT_READ, lambda events: self._serve(connection, events))
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._receive(connection)
+            if connection.to_send:
+                sent = connection.socket.send(connection.to_send)
+                connection.to_send = connection.to_send[sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(connection)
+            return
+        if connection.socket.fileno() >= 0:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.to_send else 0)
+            self._selector.modify(connection.socket, wanted, lambda events: self._serve(connection, events))
+
+    def _receive(self, connection: _Connection) -> None:
+        data = connection.socket.recv(65536)
+        connection.received += data
+        while b"\n" in connection.received:
+            line, connection.received = connection.received.split(b"\n", 1)
+            connection.to_send += json.dumps(self._respond(line, connection.uid)).encode() + b"\n"
+        if not data or len(connection.received) > MAX_REQUEST_BYTES:
+            self._close(connection)
+
+    def _respond(self, line: bytes, uid: int) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
+                raise UsageError("a request is an object with a verb")
+            return {"ok": True, "result": self._answer(Request(request.pop("verb"), request, uid))}
+        except HonedError as error:
+            return {"ok": False, "error": error.as_dict()}
+        except (ValueError, RecursionError) as error:
+            return {"ok": False, "error": UsageError(f"not a request: {error}").as_dict()}
+        except Exception as error:
+            log.exception("control: request failed")
+            return {"ok": False, "error": InternalError(f"{type(error).__name__}: {error}").as_dict()}
+
+    def _close(self, connection: _Connection) -> None:
+        fd = connection.socket.fileno()
+        if fd >= 0:
+            self._selector.unregister(connection.socket)
+            self._connections.pop(fd, None)
+            connection.socket.close()
+
+
+class Client:
+    """honectl's end. Raises EnvironmentInvalidError where no daemon answers, and the daemon's own errors."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def is_up(self) -> bool:
+        with contextlib.suppress(OSError), self._connect():
+            return True
+        return False
+
+    def _connect(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(TIMEOUT_SEC)
+        try:
+            with _short(self._path) as address:
+                peer.connect(address)
+        except OSError:
+            peer.close()
+            raise
+        return peer
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        try:
+            with self._connect() as peer, peer.makefile("rwb") as stream:
+                stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+                stream.flush()
+                line = stream.readline()
+        except OSError as error:
+            raise EnvironmentInvalidError(
+                f"honed does not answer at {self._path}: {error.strerror or error}",
+                hint="start it: systemctl start honed, or honed --root DIR",
+            ) from error
+        if not line:
+            raise EnvironmentInvalidError("honed closed the connection", hint="see its log")
+        answer = json.loads(line)
+        if answer.get("ok"):
+            return answer["result"]
+        raise _remote(answer.get("error") or {})
+
+
+def _remote(data: dict[str, str]) -> HonedError:
+    if data.get("code") == UsageError.code:
+        return UsageError(data.get("message", ""), hint=data.get("hint", ""))
+    error = HonedError(data.get("message", ""), hint=data.get("hint", ""))
+    error.code = data.get("code", "error")  # type: ignore[misc]
+    return error
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Any:
+    """An address for a socket whose path may be longer than the 107 bytes that the kernel takes."""
+    if len(os.fsencode(path)) <= 107:  # sun_path
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,473 @@
+"""honed: watches the spool and runs what is dropped into it, one job per free device.
+
+The loop is a list of named steps, each of which does what can be done now and waits for nothing:
+
+    obey signals · settle what ended · follow events · take arrivals · start what can · end what must · report
+
+Signals, arrivals, the preflight helper and the control socket only wake it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from honed import __version__, config, control, device, durable, event, query
+from honed import log as logs
+from honed.acceptance import Acceptance
+from honed.attempts import Attempts, progress_text
+from honed.config import Config
+from honed.database import Database
+from honed.device import Device
+from honed.error import EnvironmentInvalidError, HonedError, UsageError
+from honed.job import Job, State, Stop
+from honed.layout import Layout
+from honed.notify import Notifier
+from honed.preflight import PreflightClient
+from honed.runner import ProcessRunner, Runner
+from honed.spool import Spool
+from honed.watcher import Watcher
+
+log = logging.getLogger("honed")
+
+#: Seconds for which a free device waits for arrivals that are still being taken, so that of many files dropped at once
+#: the most urgent one starts first.
+ARRIVAL_GRACE_SEC = 10.0
+#: Seconds between looks at the GPUs while a job waits for one that others hold.
+DEVICE_PROBE_INTERVAL_SEC = 2.0
+#: Passes that fail one after another before honed gives up and leaves the rest to its restart.
+MAX_BROKEN_TURNS = 10
+#: Seconds asked of systemd at a time while workers write their checkpoints.
+STOP_EXTENSION_SEC = 30.0
+
+
+class Daemon:
+    """One instance. Time, the look at the devices and the runner come in, so that a test can hand in its own."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        *,
+        runner: Runner | None = None,
+        probe: Callable[[list[int] | None], list[Device]] = device.probe,
+        clock: Callable[[], float] = time.monotonic,
+        drain: bool = False,
+    ) -> None:
+        for path in (layout.state_dir, layout.runtime_dir, layout.cache_dir, layout.jobs_dir):
+            durable.make_dir(path)
+        self._layout = layout
+        self._config = config
+        self._probe = probe
+        self._clock = clock
+        self._drain = drain
+        self._signals: set[int] = set()
+        self._is_stopping = False
+        self._num_broken_turns = 0
+        self._rescan_at = 0.0
+        self._waits_since: float | None = None
+        self._not_before: dict[int, float] = {}
+        self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
+        self._devices: list[Device] = []
+        self._spool = Spool(layout)
+        self._queue: dict[int, Job] = {}  # queued and held
+        self._notifier = Notifier()
+        self._selector = selectors.DefaultSelector()
+        self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read_fd, selectors.EVENT_READ, self._drain_wake)
+        self._watcher = Watcher(self._spool.incoming_dir, settle_sec=config.spool.settle_sec, wake=self.wake)
+        self._client = PreflightClient(layout, self._selector_changed)
+        self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished)
+        self._database = Database(layout.database_path)
+        self._attempts = Attempts(
+            layout, config, self._spool, self._database, runner or ProcessRunner(layout), clock=clock
+        )
+        self._server = control.Server(layout.control_path, self._selector, self._answer)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
+        self._catch_signals()
+        self._recover()
+        self._notifier.ready()
+        log.info("honed %s ready: %s", __version__, self._status())
+        try:
+            while not self._is_over():
+                self._survive(self._turn)
+        finally:
+            self._close()
+        log.info("honed ends: %s", self._status())
+        return 0
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(self._patience()):
+            key.data(events)
+        self._obey_signals()
+        self._settle()
+        self._attempts.follow()
+        self._take_arrivals()
+        self._start_next()
+        self._attempts.enforce()
+        self._report()
+
+    def _survive(self, turn: Callable[[], None]) -> None:
+        """One pass; what nobody foresaw is logged and the next pass tried, until nothing but failures comes."""
+        try:
+            turn()
+        except Exception:
+            self._num_broken_turns += 1
+            log.exception("a pass of the loop failed")
+            if self._num_broken_turns >= MAX_BROKEN_TURNS:
+                raise
+            time.sleep(1.0)
+        else:
+            self._num_broken_turns = 0
+
+    def wake(self) -> None:
+        """Make the loop go round now; safe from any thread and from signal handlers."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write_fd, b".")
+
+    def _drain_wake(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while len(os.read(self._wake_read_fd, 4096)) == 4096:
+                pass
+        self._rescan_at = 0.0
+
+    def _selector_changed(self, old_fd: int | None, new_fd: int | None) -> None:
+        """The preflight helper was started or is gone."""
+        if old_fd is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(old_fd)
+        if new_fd is not None:
+            self._selector.register(new_fd, selectors.EVENT_READ, lambda _events: None)
+
+    def _patience(self) -> float:
+        """Seconds that the loop may sleep when nothing wakes it."""
+        now = self._clock()
+        waits = [self._rescan_at - now]
+        if self._attempts.running:
+            waits.append(self._config.jobs.poll_interval_sec)
+        if self._acceptance.num_unsettled:
+            waits.append(min(0.1, self._config.spool.settle_sec))
+        if self._acceptance.is_busy or self._waits_since is not None:
+            waits.append(1.0)
+        waits += [when - now for when in self._not_before.values()]
+        if self._notifier.watchdog_interval_sec is not None:
+            waits.append(self._notifier.watchdog_interval_sec / 2)
+        return max(0.0, min(waits))
+
+    def _is_over(self) -> bool:
+        if self._attempts.running:
+            return False
+        if self._is_stopping:
+            return True
+        is_idle = not self._acceptance.is_busy and not any(job.state is State.QUEUED for job in self._queue.values())
+        return self._drain and is_idle
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        self._spool.recover()
+        for state in (State.QUEUED, State.HELD):
+            self._queue |= {job.id: job for job in self._spool.jobs(state)}
+        if self._database.is_new:
+            self._rebuild()
+        for job in self._queue.values():
+            self._database.put_job(job)
+        for job in list(self._spool.jobs(State.RUNNING)):
+            self._attempts.adopt(job)
+        self._watcher.start()
+        self._acceptance.scan()
+
+    def _rebuild(self) -> None:
+        """Make the database again from the entries and the workers' own event files."""
+        for job in [job for state in State for job in self._spool.jobs(state)]:
+            self._database.put_job(job)
+            for index, attempt in enumerate(job.attempts):
+                path = self._layout.job(job.id).attempt(attempt.number).events_path
+                then, offset = replace(job, attempts=job.attempts[: index + 1]), -1
+                reading = event.read(path, 0)
+                while reading.offset != offset:
+                    self._database.apply(then, reading)
+                    offset = reading.offset
+                    reading = event.read(path, offset)
+
+    def _close(self) -> None:
+        self._server.close()
+        self._watcher.stop()
+        self._client.close()
+        self._database.close()
+        self._spool.close()
+        self._selector.close()
+
+    def _catch_signals(self) -> None:
+        def note(number: int, _frame: object) -> None:
+            self._signals.add(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, note)
+        signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
+
+    def _obey_signals(self) -> None:
+        signals, self._signals = self._signals, set()
+        if signals & {signal.SIGTERM, signal.SIGINT} and not self._is_stopping:
+            self._is_stopping = True
+            self._notifier.stopping()
+            log.info("asked to stop; %d running jobs are asked for a checkpoint", len(self._attempts.running))
+            for job_id in list(self._attempts.running):
+                self._attempts.stop(job_id, Stop.SHUTDOWN)
+        if signal.SIGHUP in signals:
+            self._reload()
+
+    def _reload(self) -> None:
+        self._notifier.reloading()
+        try:
+            self._config = config.load(self._layout)
+        except HonedError as error:
+            log.error("the configuration is wrong and the old one stays: %s", error.message)  # noqa: TRY400
+            self._notifier.status(f"configuration not reloaded: {error.message}")
+        else:
+            self._acceptance.config = self._attempts.config = self._config
+            self._watcher.settle_sec = self._config.spool.settle_sec
+            log.info("configuration reloaded")
+        self._notifier.ready()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        for job in self._attempts.reap():
+            if job.state in {State.QUEUED, State.HELD}:
+                self._queue[job.id] = job
+            if job.state is State.QUEUED and job.num_failures > 1:
+                # The first retry follows at once; each one after it waits twice as long as the one before.
+                delay = self._config.jobs.retry_delay_sec * 2 ** (job.num_failures - 2)
+                self._not_before[job.id] = self._clock() + delay
+                log.info("job %d (%s): tried again in %.0f s", job.id, job.name, delay)
+
+    def _take_arrivals(self) -> None:
+        for job in self._acceptance.settle():
+            self._queue[job.id] = job
+            self._database.put_job(job)
+        if self._is_stopping:
+            return
+        now = self._clock()
+        if now >= self._rescan_at or self._acceptance.num_unsettled:
+            self._rescan_at = now + self._config.spool.rescan_interval_sec
+            self._watcher.rearm()
+            self._acceptance.scan()
+
+    def _start_next(self) -> None:
+        if self._is_stopping or self._spool.is_paused:
+            return
+        while (job := self._next()) is not None and self._has_slot():
+            if self._must_wait_for_arrivals():
+                return
+            free = self._free_device(job)
+            if free is None:
+                return
+            self._waits_since = None
+            del self._queue[job.id]
+            self._not_before.pop(job.id, None)
+            self._attempts.start(job, free, self._backend(job))
+
+    def _next(self) -> Job | None:
+        """The most urgent job that may start: highest priority, then first come."""
+        now = self._clock()
+        ready = [job for job in self._queue.values() if job.state is State.QUEUED]
+        ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
+        for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
+            if not job.depends_on or self._dependencies_are_met(job):
+                return job
+        return None
+
+    def _dependencies_are_met(self, job: Job) -> bool:
+        for reference in job.depends_on:
+            found = self._find_any(reference)
+            if found is not None and found.state in {State.FAILED, State.CANCELLED}:
+                problem = EnvironmentInvalidError(
+                    f"it depends on job {found.id} ({found.name}), which {found.state}",
+                    hint=f"honectl requeue {found.id}, then honectl release {job.id}; or honectl cancel {job.id}",
+                )
+                log.warning("job %d (%s): held: %s", job.id, job.name, problem.message)
+                self._queue[job.id] = self._spool.move(job, State.HELD, error=problem.as_dict())
+                self._database.put_job(self._queue[job.id])
+                return False
+            if found is None or found.state is not State.SUCCEEDED:
+                return False
+        return True
+
+    def _find_any(self, reference: str) -> Job | None:
+        """The job of that number, else the newest of that name."""
+        if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
+            return job
+        named = [job for state in State for job in self._spool.jobs(state) if job.name == reference]
+        return max(named, key=lambda job: job.id, default=None)
+
+    def _has_slot(self) -> bool:
+        limit = self._config.jobs.max_running
+        return limit is None or len(self._attempts.running) < limit
+
+    def _must_wait_for_arrivals(self) -> bool:
+        now = self._clock()
+        if not self._acceptance.is_busy:
+            return False
+        self._waits_since = self._waits_since if self._waits_since is not None else now
+        return now - self._waits_since < ARRIVAL_GRACE_SEC
+
+    def _free_device(self, job: Job) -> Device | None:
+        """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds."""
+        now = self._clock()
+        if now - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC or self._attempts.running:
+            self._devices, self._probed_at = self._probe(self._config.device.gpus), now
+        in_use = self._attempts.devices_in_use()
+        wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
+        for found in self._devices if wants_gpu else [_cpu(self._devices)]:
+            is_free = found.kind != "cuda" or device.is_free(found, self._config.device.busy_bytes)
+            if (found.uuid or found.kind) not in in_use and is_free and (found.kind == "cuda") == wants_gpu:
+                return found
+        if self._waits_since is None and wants_gpu:
+            log.info("job %d (%s): waits for a GPU: all are in use", job.id, job.name)
+        self._waits_since = self._waits_since if self._waits_since is not None else now
+        return None
+
+    def _backend(self, job: Job) -> str:
+        plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+        name: str = plan["backend"]["name"]
+        if job.attempts and job.attempts[-1].num_starts > 1:
+            name = job.attempts[-1].backend  # it fell back before; it would again
+        return name
+
+    def _report(self) -> None:
+        self._notifier.status(self._status())
+        self._notifier.watchdog()
+        if self._is_stopping and self._attempts.running:
+            self._notifier.extend_timeout(STOP_EXTENSION_SEC)
+
+    def _status(self) -> str:
+        """One line that a person wants to read."""
+        running = [
+            f"{item.job.name} ({item.job.id}) {progress_text(item.progress) if item.progress else item.stage}"
+            for item in self._attempts.running.values()
+        ]
+        num_queued = sum(job.state is State.QUEUED for job in self._queue.values())
+        parts = [f"running {', '.join(running)}" if running else "idle", f"{num_queued} queued"]
+        num_held = len(self._queue) - num_queued
+        parts += [f"{num_held} held"] if num_held else []
+        parts += ["paused"] if self._spool.is_paused else []
+        parts += ["stopping"] if self._is_stopping else []
+        return "; ".join(parts)
+
+    # -- what honectl asks --------------------------------------------------------------------------------------------
+
+    def _unfinished(self) -> Iterable[Job]:
+        yield from self._queue.values()
+        yield from (item.job for item in self._attempts.running.values())
+
+    def _answer(self, request: control.Request) -> Any:
+        verb, reference = request.verb, str(request.arguments.get("id", ""))
+        match verb:
+            case str() if verb in query.READING_VERBS:
+                return query.READING_VERBS[verb](self._spool, self._layout, reference)
+            case "status":
+                return {"status": self._status(), "pid": os.getpid(), "version": __version__,
+                        "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused}  # fmt: skip
+            case "pause" | "resume":
+                self._require_owner(request, os.getuid())
+                self._spool.pause(verb == "pause")
+                self.wake()
+                return self._status()
+            case "cancel" | "hold" | "release" | "requeue":
+                job = query.find(self._spool, reference)
+                self._require_owner(request, job.uid)
+                changed = self._change(verb, job, from_start=bool(request.arguments.get("from_start")))
+                self.wake()
+                return query.summary(changed, {})
+            case _:
+                raise UsageError(f"no verb {verb!r}")
+
+    @staticmethod
+    def _require_owner(request: control.Request, uid: int) -> None:
+        if request.uid not in {0, os.getuid(), uid}:
+            raise EnvironmentInvalidError(
+                "permission denied: it is another user's", hint="its owner, root and honed's own user may"
+            )
+
+    def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
+        if job.id in self._attempts.running and verb in {"cancel", "hold"}:
+            self._attempts.stop(job.id, Stop(verb))
+            return self._attempts.running[job.id].job
+        changed = change(self._spool, self._layout, verb, job, from_start=from_start)
+        self._queue.pop(job.id, None)
+        if changed.state in {State.QUEUED, State.HELD}:
+            self._queue[job.id] = changed
+        if verb in {"release", "requeue"}:
+            self._not_before.pop(job.id, None)
+        self._database.put_job(changed)
+        log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state)
+        return changed
+
+
+def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: bool = False) -> Job:
+    """Do what a person asks of a job that is not running. Raises UsageError where its state does not allow it."""
+    match verb, job.state:
+        case "cancel", State.QUEUED | State.HELD:
+            return spool.move(job, State.CANCELLED, outcome="cancelled")
+        case "hold", State.QUEUED:
+            return spool.move(job, State.HELD)
+        case "release", State.HELD:
+            return spool.move(job, State.QUEUED, error=None)
+        case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
+            if from_start or job.state is State.SUCCEEDED:
+                shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
+            return spool.move(job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None)
+        case _:
+            allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
+                       "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip
+            raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")
+
+
+def _cpu(devices: list[Device]) -> Device:
+    return next((found for found in devices if found.kind != "cuda"), None) or device.cpu()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `honed` command."""
+    parser = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
+    parser.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")),
+                        help="put the whole instance below this directory (default: $HONED_ROOT or /)")  # fmt: skip
+    parser.add_argument("--drain", action="store_true", help="end once nothing is left to do")
+    parser.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
+    parser.add_argument("--version", action="version", version=f"honed {__version__}")
+    options = parser.parse_args(arguments)
+    logs.set_up(verbose=options.verbose)
+    return start(Layout(options.root.absolute()), drain=options.drain)
+
+
+def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
+    """Run one instance. Returns the exit status: 0, or what keeps systemd from starting it again in vain."""
+    try:
+        return Daemon(layout, config.load(layout), drain=drain, **parts).run()
+    except HonedError as error:
+        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
+        return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
+    except PermissionError as error:
+        log.critical("%s: %s (run as honed's user, or give --root DIR)", error.filename, error.strerror)
+        return 77  # EX_NOPERM
+
+
+if __name__ == "__main__":
+    sys.exit(main())

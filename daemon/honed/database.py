@@ -1,0 +1,233 @@
+"""honed.db: what other tools read. Derived from the spool and the jobs' directories; it can be deleted at any time.
+
+    jobs                   one row a job: where it is, and its progress
+    metrics                one row a figure: loss, learning_rate, grad_norm, eval_loss, …
+    training_predictions   what the model wrote for a held-out example, and the truth
+    events                 the rest of what workers told
+    offsets                how far each attempt's events.jsonl was read
+
+An attempt's events and its offset change in one transaction, so a line counts once, however often the daemon dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from honed.event import Event, Reading
+from honed.job import Job
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, state TEXT NOT NULL, outcome TEXT, priority INTEGER NOT NULL,
+    submitted_at TEXT NOT NULL, progress TEXT NOT NULL DEFAULT '{}');
+CREATE TABLE IF NOT EXISTS metrics (
+    job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, step INTEGER NOT NULL, epoch REAL, name TEXT NOT NULL,
+    value REAL, created_at TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS metrics_by_job ON metrics (job_id, name, step);
+CREATE TABLE IF NOT EXISTS training_predictions (
+    job_id INTEGER NOT NULL, user_id TEXT NOT NULL, epoch REAL, step INTEGER NOT NULL, sample_index INTEGER NOT NULL,
+    prompt TEXT, ground_truth TEXT, prediction TEXT, created_at TEXT NOT NULL,
+    PRIMARY KEY (job_id, step, sample_index));
+CREATE TABLE IF NOT EXISTS events (
+    job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL,
+    created_at TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_by_job ON events (job_id);
+CREATE TABLE IF NOT EXISTS offsets (
+    job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, offset INTEGER NOT NULL, num_bad INTEGER NOT NULL,
+    PRIMARY KEY (job_id, attempt));
+"""
+#: Figures of a `step` event that become metrics.
+STEP_METRICS = ("loss", "learning_rate", "grad_norm")
+PROGRESS_KEYS = ("step", "num_steps", "epoch", "loss", "eta_sec")
+
+
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch as ISO 8601 in UTC, as all `created_at` are."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+class Database:
+    """One connection. `is_new`: there was no database, or a damaged one, and its rows must be made again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_new = not path.exists()
+        try:
+            self._db = self._open()
+        except sqlite3.DatabaseError as error:
+            aside = path.with_name(path.name + ".damaged")
+            log.error("%s: %s; set aside as %s and made again", path, error, aside.name)  # noqa: TRY400
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            path.rename(aside)
+            self.is_new = True
+            self._db = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=10)
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            _check(db)
+            db.executescript(SCHEMA)
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def close(self) -> None:
+        self._db.close()
+
+    def put_job(self, job: Job) -> None:
+        """Set a job's row to what its entry says; its progress stays."""
+        self._db.execute(
+            "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state, outcome = excluded.outcome,"
+            " priority = excluded.priority",
+            (job.id, job.name, job.state, job.outcome, job.priority, timestamp(job.submitted_at)),
+        )
+
+    def offset(self, job_id: int, attempt: int) -> int:
+        """Bytes of an attempt's events that have been counted."""
+        row = self._db.execute(
+            "SELECT offset FROM offsets WHERE job_id = ? AND attempt = ?", (job_id, attempt)
+        ).fetchone()
+        return row[0] if row else 0
+
+    def apply(self, job: Job, reading: Reading) -> None:
+        """Count a reading of the latest attempt's events, once."""
+        attempt = job.attempt.number
+        with self._transaction():
+            for event in reading.events:
+                self._apply_event(job, attempt, event)
+            self._db.execute(
+                "INSERT INTO offsets VALUES (?, ?, ?, ?) ON CONFLICT (job_id, attempt)"
+                " DO UPDATE SET offset = excluded.offset, num_bad = num_bad + excluded.num_bad",
+                (job.id, attempt, reading.offset, reading.num_bad),
+            )
+
+    def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
+        data, when = event.data, timestamp(event.time)
+        step, epoch = _integer(data.get("step")), _number(data.get("epoch"))
+        match event.kind:
+            case "step":
+                self._add_metrics(job.id, attempt, step, epoch, {name: data.get(name) for name in STEP_METRICS}, when)
+                progress = {key: _number(data.get(key)) for key in PROGRESS_KEYS}
+                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (json.dumps(progress), job.id))
+            case "evaluation":
+                metrics = data.get("metrics")
+                self._add_metrics(job.id, attempt, step, epoch, metrics if isinstance(metrics, dict) else {}, when)
+            case "predictions":
+                rows = data.get("rows")
+                self._add_predictions(job, step, epoch, rows if isinstance(rows, list) else [], when)
+            case _:
+                self._db.execute(
+                    "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
+                    (job.id, attempt, event.kind, json.dumps(data, ensure_ascii=False), when),
+                )
+
+    def _add_metrics(
+        self, job_id: int, attempt: int, step: int, epoch: float | None, metrics: dict[str, Any], when: str
+    ) -> None:
+        rows = [(job_id, attempt, step, epoch, str(name), _number(value), when) for name, value in metrics.items()]
+        self._db.executemany(
+            "INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", [row for row in rows if row[5] is not None]
+        )
+
+    def _add_predictions(self, job: Job, step: int, epoch: float | None, rows: Iterable[Any], when: str) -> None:
+        self._db.executemany(
+            "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (job.id, str(job.uid), epoch, step, _integer(row.get("sample_index")),
+                 _text(row.get("prompt")), _text(row.get("ground_truth")), _text(row.get("prediction")), when)
+                for row in rows if isinstance(row, dict)
+            ],
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Any:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _check(db: sqlite3.Connection) -> None:
+    """Raises DatabaseError where the file is damaged."""
+    if (word := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+        raise sqlite3.DatabaseError(word)
+
+
+class Reader:
+    """Reads a database that a daemon may be writing; what is not there reads as empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10) if path.exists() else None
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+
+    def progress(self) -> dict[int, dict[str, Any]]:
+        """Of each job that has any: step, num_steps, epoch, loss, eta_sec."""
+        return {
+            row[0]: json.loads(row[1]) for row in self._rows("SELECT id, progress FROM jobs WHERE progress <> '{}'")
+        }
+
+    def latest_metrics(self, job_id: int) -> dict[str, float]:
+        """The last value of each figure."""
+        rows = self._rows("SELECT name, value FROM metrics WHERE job_id = ? ORDER BY attempt, step, rowid", job_id)
+        return dict(rows)
+
+    def metrics(self, job_id: int, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one figure, in the order in which they came."""
+        sql = "SELECT step, value FROM metrics WHERE job_id = ? AND name = ? ORDER BY attempt, step, rowid"
+        return list(self._rows(sql, job_id, name))
+
+    def predictions(self, job_id: int) -> list[dict[str, Any]]:
+        keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
+        sql = f"SELECT {', '.join(keys)} FROM training_predictions WHERE job_id = ? ORDER BY step, sample_index"
+        return [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id)]
+
+    def events(self, job_id: int) -> list[dict[str, Any]]:
+        sql = "SELECT attempt, kind, data, created_at FROM events WHERE job_id = ? ORDER BY rowid"
+        return [
+            {"attempt": attempt, "event": kind, "created_at": when, **json.loads(data)}
+            for attempt, kind, data, when in self._rows(sql, job_id)
+        ]
+
+    def _rows(self, sql: str, *arguments: Any) -> list[Any]:
+        if self._db is None:
+            return []
+        try:
+            return self._db.execute(sql, arguments).fetchall()
+        except sqlite3.OperationalError:  # made this moment, and its tables are not there yet
+            return []
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _integer(value: Any) -> int:
+    """SQLite's integers have 64 bits; a garbled step is step 0."""
+    number = _number(value)
+    return int(number) if number is not None and abs(number) < 2**62 else 0
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value).encode(errors="replace").decode()

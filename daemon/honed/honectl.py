@@ -1,0 +1,609 @@
+"""honectl: hands jobs to honed, and tells what became of them.
+
+Reads through the control socket, and from the files when honed is down; changes go through the socket, or, when honed
+is down, to the spool itself under its lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from honed import __version__, config, event, query
+from honed import spool as spools
+from honed.control import Client
+from honed.error import EnvironmentInvalidError, HonedError, UsageError
+from honed.job import State
+from honed.layout import Layout
+from honed.spool import Spool
+
+FINAL_STATES = {"succeeded", "failed", "cancelled"}
+#: Seconds between looks while following something.
+FOLLOW_INTERVAL_SEC = 0.3
+#: Seconds that `submit` waits for honed's verdict on a file.
+VERDICT_TIMEOUT_SEC = 90.0
+
+
+class Instance:
+    """One honed, running or not."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._client = Client(layout.control_path)
+
+    @property
+    def is_up(self) -> bool:
+        return self._client.is_up
+
+    def _spool(self, *, lock: bool = False) -> Spool:
+        if not self.layout.spool_dir.is_dir():
+            raise EnvironmentInvalidError(
+                f"{self.layout.spool_dir}: there is no spool", hint="start honed once, or give its --root DIR"
+            )
+        return Spool(self.layout, lock=lock)
+
+    def read(self, verb: str, reference: str = "") -> Any:
+        """Ask the daemon, or read the files where it is down."""
+        if self.is_up:
+            return self._client.ask(verb, id=reference)
+        return query.READING_VERBS[verb](self._spool(), self.layout, reference)
+
+    def change(self, verb: str, reference: str, **arguments: Any) -> Any:
+        """Change a job, through the daemon or, where it is down, in the spool itself."""
+        if self.is_up:
+            return self._client.ask(verb, id=reference, **arguments)
+        from honed.daemon import change  # noqa: PLC0415 - only here is the daemon's code needed
+
+        spool = self._spool(lock=True)
+        try:
+            return query.summary(change(spool, self.layout, verb, query.find(spool, reference), **arguments), {})
+        finally:
+            spool.close()
+
+    def pause(self, paused: bool) -> None:
+        if self.is_up:
+            self._client.ask("pause" if paused else "resume")
+        else:
+            self._spool().pause(paused)
+
+
+# -- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def submit(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    for path in options.files:
+        check_one(instance, path)
+    incoming_dir = instance.layout.spool_dir / "incoming"
+    if not incoming_dir.is_dir():
+        raise EnvironmentInvalidError(
+            f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
+        )
+    status, answers = 0, []
+    for path in options.files:
+        since = time.time() - 1.0
+        name = spools.drop(incoming_dir, path, hold=options.hold)
+        answers.append(_verdict(instance, name, since) if instance.is_up else {"file": str(path), "id": None})
+        _say_verdict(path, answers[-1], as_json=options.json)
+        status |= answers[-1].get("state") == "rejected"
+    if options.json:
+        terminal.console.print_json(json.dumps(answers))
+    if options.wait:
+        if not instance.is_up:
+            raise EnvironmentInvalidError(
+                "honed is not running, so there is nothing to wait for", hint="start it first"
+            )
+        for answer in answers:
+            if answer["id"] is not None:
+                status |= follow_until_final(instance, str(answer["id"]), quiet=options.json)
+    return int(status)
+
+
+def _verdict(instance: Instance, name: str, since: float) -> dict[str, Any]:
+    """What honed made of a file just dropped."""
+    reason_path = instance.layout.spool_dir / "rejected" / f"{name}.reason"
+    deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
+    while time.monotonic() < deadline:
+        for job in instance.read("list"):
+            if job["source"] == name and job["submitted_at"] >= query.timestamp(since):
+                return dict(job)
+        if reason_path.exists() and reason_path.stat().st_mtime >= since:
+            return {"id": None, "state": "rejected", "reason": reason_path.read_text()}
+        time.sleep(0.05)
+    return {"id": None, "state": None}
+
+
+def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
+    from honed import terminal  # noqa: PLC0415
+
+    if as_json:
+        return
+    if verdict["id"] is not None:
+        terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
+    elif verdict.get("state") == "rejected":
+        terminal.say(f"{path}: refused\n{verdict['reason']}", style="red")
+    else:
+        terminal.say(f"{path}: dropped; honed takes it when it runs")
+
+
+def check_one(instance: Instance, path: Path) -> Any:
+    """All that honed would check before it accepts a job file. Raises what it would refuse it with."""
+    from honed import preflight  # noqa: PLC0415
+
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    return preflight.check(path, layout=instance.layout, config=config.load(instance.layout))
+
+
+def check(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    answers = []
+    for path in options.files:
+        try:
+            verdict = check_one(instance, path)
+        except HonedError as error:
+            answers.append({"file": str(path), "ok": False, "error": error.as_dict(), "warnings": []})
+        else:
+            answers.append({"file": str(path), "ok": True, "error": None, "warnings": list(verdict.warnings)})
+    if options.json:
+        terminal.console.print_json(json.dumps(answers))
+        return int(not all(answer["ok"] for answer in answers))
+    for answer in answers:
+        if answer["ok"]:
+            terminal.say(f"{answer['file']}: ok", style="green")
+        else:
+            _say_error(answer["error"], prefix=f"{answer['file']}: ")
+        for warning in answer["warnings"]:
+            terminal.say(f"  warning: {warning}", style="yellow")
+    return int(not all(answer["ok"] for answer in answers))
+
+
+def plan(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    verdict = check_one(instance, options.file)
+    made = verdict.plan.as_dict()
+    if options.json:
+        terminal.console.print_json(json.dumps(made))
+        return 0
+    terminal.say(f"backend: {made['backend']['name']}", style="bold")
+    for reason in made["backend"]["reasons"]:
+        terminal.say(f"  {reason}")
+    precision = made["precision"]
+    for key, why in precision["reasons"].items():
+        terminal.say(f"{key}: {precision.get(key)}", style="bold")
+        terminal.say(f"  {why}")
+    memory = [[key.removesuffix("_bytes"), f"{value / 2**20:,.1f} MiB"] for key, value in made["memory"].items()
+              if key.endswith("_bytes") and value is not None]  # fmt: skip
+    terminal.table(["memory (estimate)", ""], memory, right=[""])
+    parameters = made["checkpoint"]
+    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in parameters["stored_dtypes"].items())
+    terminal.say(f"checkpoint: {parameters['num_parameters']:,} parameters ({stored})")
+    for warning in made["warnings"]:
+        terminal.say(f"warning: {warning}", style="yellow")
+    return 0
+
+
+def preview(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    check_one(instance, options.file)
+    command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
+    environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+    if done.returncode:
+        return done.returncode
+    if options.json:
+        sys.stdout.buffer.write(done.stdout)
+        return 0
+    for row in json.loads(done.stdout):
+        share = row["num_trained"] / row["num_tokens"] if row["num_tokens"] else 0
+        terminal.say(
+            f"row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%})", style="bold"
+        )
+        terminal.console.print(terminal.segments(row["segments"]))
+        terminal.say()
+    return 0
+
+
+def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    jobs = instance.read("list")
+    if options.state:
+        jobs = [job for job in jobs if job["state"] in options.state]
+    if options.json:
+        terminal.console.print_json(json.dumps(jobs))
+        return 0
+    rows = [
+        [job["id"], terminal.plain(job["name"], limit=40), job["state"], job["outcome"] or "", job["priority"],
+         *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
+        for job in jobs
+    ]  # fmt: skip
+    columns = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
+    terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
+    return 0
+
+
+def show(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    job = instance.read("show", options.id)
+    if options.json:
+        terminal.console.print_json(json.dumps(job))
+        return 0
+    step, loss, eta = terminal.progress_cells(job["progress"])
+    terminal.say(
+        f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
+    )
+    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]], ["step", step],
+             ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
+             if isinstance(value, int | float)), *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
+    terminal.table(["", " "], [fact for fact in facts if fact[1] not in {None, ""}])
+    if job["error"]:
+        terminal.say()
+        _say_error(job["error"])
+    if job["attempts"]:
+        keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
+        terminal.say()
+        terminal.table(["attempt", *keys[1:]], [[attempt[key] for key in keys] for attempt in job["attempts"]])
+    for item in job["events"]:
+        if item["event"] == "fallback":
+            terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
+    return 0
+
+
+def logs(instance: Instance, options: argparse.Namespace) -> int:
+    """The attempts' own words, from the first on."""
+    job = instance.read("show", options.id)
+    files = instance.layout.job(job["id"])
+    offsets: dict[int, int] = {}
+    while True:
+        for attempt in job["attempts"]:
+            number = attempt["number"]
+            if number not in offsets:
+                print(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}")
+            read = _read_raw if options.raw else _read_told
+            offsets[number] = read(files.attempt(number), offsets.get(number, 0))
+        sys.stdout.flush()
+        if not options.follow or job["state"] in FINAL_STATES:
+            return 0
+        time.sleep(FOLLOW_INTERVAL_SEC)
+        job = instance.read("show", options.id)
+
+
+def _read_raw(attempt: Any, offset: int) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    try:
+        with attempt.log_path.open("rb") as file:
+            file.seek(offset)
+            data: bytes = file.read()
+    except FileNotFoundError:
+        return offset
+    end = data.rfind(b"\n") + 1
+    for line in data[:end].decode(errors="replace").splitlines():
+        print(terminal.plain(line))
+    return offset + end
+
+
+def _read_told(attempt: Any, offset: int) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    reading = event.read(attempt.events_path, offset)
+    while reading.offset != offset:
+        for item in reading.events:
+            when = time.strftime("%H:%M:%S", time.localtime(item.time))
+            print(f"{when} {terminal.plain(_told(item))}")
+        offset = reading.offset
+        reading = event.read(attempt.events_path, offset)
+    return offset
+
+
+def _told(item: event.Event) -> str:
+    match item.kind:
+        case "log":
+            return f"{item.data.get('level')}: {item.data.get('message')}"
+        case "predictions":
+            return f"predictions: step {item.data.get('step')}, {item.data.get('num_failed', 0)} failed"
+        case "example":
+            parts = item.data.get("segments") or []
+            return "example: " + "".join(f"⟦{part['text']}⟧" if part["trained"] else part["text"] for part in parts)
+        case _:
+            return f"{item.kind}: " + ", ".join(f"{key} {_short(value)}" for key, value in item.data.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def watch(instance: Instance, options: argparse.Namespace) -> int:
+    if options.id:
+        return follow_until_final(instance, options.id)
+    from rich.live import Live  # noqa: PLC0415
+
+    from honed import terminal  # noqa: PLC0415
+
+    if not terminal.console.is_terminal:
+        return _watch_lines(instance)
+    with Live(console=terminal.console, auto_refresh=False) as live:
+        while True:
+            live.update(_overview(instance), refresh=True)
+            time.sleep(1.0)
+
+
+def _overview(instance: Instance) -> Any:
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    from honed import terminal  # noqa: PLC0415
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
+        drawn.add_column(column)
+    for job in instance.read("list")[:30]:
+        course = (
+            terminal.sparkline([loss for _, loss in instance.read("losses", str(job["id"]))]) if job["progress"] else ""
+        )
+        cells = [
+            job["id"],
+            terminal.plain(job["name"], limit=32),
+            job["state"],
+            *terminal.progress_cells(job["progress"]),
+            course,
+        ]
+        drawn.add_row(*(Text(terminal.plain(cell), style=terminal.STATE_STYLES.get(str(cell), "")) for cell in cells))
+    return drawn
+
+
+def _watch_lines(instance: Instance) -> int:
+    """In a pipe: a line for each thing that changed, until everything is over."""
+    from honed import terminal  # noqa: PLC0415
+
+    seen: dict[int, tuple[Any, ...]] = {}
+    while True:
+        jobs = instance.read("list")
+        for job in jobs:
+            now = (job["state"], job["progress"]["step"])
+            if seen.get(job["id"]) != now:
+                seen[job["id"]] = now
+                terminal.say(_line(job))
+        if all(job["state"] in FINAL_STATES or job["state"] == "held" for job in jobs):
+            return 0
+        time.sleep(1.0)
+
+
+def _line(job: dict[str, Any]) -> str:
+    from honed import terminal  # noqa: PLC0415
+
+    step, loss, eta = terminal.progress_cells(job["progress"])
+    parts = [f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
+    return ", ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
+
+
+def follow_until_final(instance: Instance, reference: str, *, quiet: bool = False) -> int:
+    """Show a job's progress until it is over. Returns 0 if it succeeded, else 1."""
+    from honed import terminal  # noqa: PLC0415
+
+    if quiet or not terminal.console.is_terminal:
+        return _follow_lines(instance, reference, quiet=quiet)
+    with terminal.progress_bar() as bar:
+        task = bar.add_task("", total=None, figures="")
+        for job in _states(instance, reference):
+            step, loss, eta = terminal.progress_cells(job["progress"])
+            figures = "  ".join(filter(None, [step, f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]))
+            name = f"{terminal.plain(job['name'], limit=32)} {job['state']}"
+            bar.update(task, description=name, figures=figures,
+                       total=job["progress"]["num_steps"], completed=job["progress"]["step"] or 0)  # fmt: skip
+    _say_end(job)
+    return int(job["state"] != "succeeded")
+
+
+def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    last, said_at = None, 0.0
+    for job in _states(instance, reference):
+        now = (job["state"], job["progress"]["step"])
+        is_due = last is None or job["state"] != last[0] or time.monotonic() - said_at >= 1.0
+        if now != last and is_due and not quiet:
+            terminal.say(_line(job))
+            said_at, last = time.monotonic(), now
+    if not quiet:
+        _say_end(job)
+    return int(job["state"] != "succeeded")
+
+
+def _states(instance: Instance, reference: str) -> Iterator[dict[str, Any]]:
+    """A job's `show`, again and again, until it is over."""
+    while True:
+        job = instance.read("show", reference)
+        yield job
+        if job["state"] in FINAL_STATES or job["state"] == "held":
+            return
+        time.sleep(FOLLOW_INTERVAL_SEC)
+
+
+def _say_end(job: dict[str, Any]) -> None:
+    from honed import terminal  # noqa: PLC0415
+
+    style = terminal.STATE_STYLES.get(job["state"], "")
+    terminal.say(f"job {job['id']} ({job['name']}): {job['state']}", style=style)
+    if job["state"] == "succeeded":
+        terminal.say(f"  {job['artifacts']['output_dir']}")
+    elif job["error"]:
+        _say_error(job["error"], prefix="  ")
+
+
+def change(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
+    changed = [instance.change(options.verb, reference, **arguments) for reference in options.ids]
+    if options.json:
+        terminal.console.print_json(json.dumps(changed))
+        return 0
+    for job in changed:
+        is_asked = job["state"] == State.RUNNING
+        terminal.say(f"job {job['id']} ({job['name']}): " + ("asked to stop" if is_asked else job["state"]))
+    return 0
+
+
+def pause(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    instance.pause(options.verb == "pause")
+    terminal.say(
+        "no more jobs are started; running ones go on" if options.verb == "pause" else "jobs are started again"
+    )
+    return 0
+
+
+def predictions(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+
+    rows = instance.read("predictions", options.id)
+    if options.sample is not None:
+        rows = [row for row in rows if row["sample_index"] == options.sample]
+    if options.json:
+        terminal.console.print_json(json.dumps(rows))
+        return 0
+    if not rows:
+        terminal.say("no predictions yet")
+        return 0
+    for index in sorted({row["sample_index"] for row in rows}):
+        mine = [row for row in rows if row["sample_index"] == index]
+        terminal.say(f"#{index} {mine[0]['prompt']}", style="bold")
+        terminal.say(f"  truth     {mine[0]['ground_truth']}", style="cyan")
+        for row in mine:
+            is_right = (row["prediction"] or "").strip() == (row["ground_truth"] or "").strip()
+            terminal.say(f"  step {row['step']:<5}{row['prediction']}", style="green" if is_right else "")
+    return 0
+
+
+def doctor(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal  # noqa: PLC0415
+    from honed.doctor import examine  # noqa: PLC0415
+
+    found = [finding.as_dict() for finding in examine(instance.layout, config.load(instance.layout))]
+    if options.json:
+        terminal.console.print_json(json.dumps(found))
+    else:
+        terminal.table(["check", "status", "detail", "hint"],
+                       [[item["check"], item["status"], item["detail"], item["hint"]] for item in found])  # fmt: skip
+    return int(any(item["status"] == "error" for item in found))
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def _say_error(error: dict[str, str], *, prefix: str = "") -> None:
+    from honed import terminal  # noqa: PLC0415
+
+    terminal.say(f"{prefix}{error['code']}: {error['message']}", style="red")
+    if error.get("hint"):
+        terminal.say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="honectl",
+        description="Hand jobs to honed, and see what becomes of them.",
+        epilog="ID is a job's number, or its name where that is unambiguous. "
+        "Exit status: 0, 1 for the answer no, 2 for usage, sysexits for the rest.",
+    )
+    root = Path(os.environ.get("HONED_ROOT", "/"))
+    parser.add_argument(
+        "--root", type=Path, default=root, help="the instance below this directory (default: $HONED_ROOT or /)"
+    )
+    parser.add_argument("--version", action="version", version=f"honectl {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(name: str, run: Callable[[Instance, argparse.Namespace], int], words: str, *, as_json: bool = True) -> Any:
+        verb = verbs.add_parser(name, help=words, description=words)
+        verb.set_defaults(run=run)
+        verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        if as_json:
+            verb.add_argument("--json", action="store_true", help="print JSON")
+        return verb
+
+    verb = add("submit", submit, "check job files, then drop them into the spool")
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    verb.add_argument("--hold", action="store_true", help="accept it, and start it only when it is released")
+    verb.add_argument(
+        "--wait", action="store_true", help="show its progress until it is over; exit 1 unless it succeeded"
+    )
+    verb = add("check", check, "check job files as honed would before it accepts them")
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    add("plan", plan, "what would be done and why; no model is loaded").add_argument("file", type=Path, metavar="FILE")
+    verb = add("preview", preview, "rows exactly as they will be trained on, masked and trained text told apart")
+    verb.add_argument("file", type=Path, metavar="FILE")
+    verb.add_argument("--rows", type=int, default=3, help="how many (default: %(default)s)")
+    verb = add("list", list_jobs, "all jobs and their progress")
+    verb.add_argument(
+        "--state", action="append", choices=[state.value for state in State], help="only these; may be repeated"
+    )
+    add("show", show, "all that is known of one job").add_argument("id", metavar="ID")
+    verb = add("logs", logs, "what a job's attempts told", as_json=False)
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
+    verb.add_argument("--raw", action="store_true", help="the worker's own output, its libraries' chatter included")
+    verb = add("watch", watch, "live progress of all jobs, or of one", as_json=False)
+    verb.add_argument("id", metavar="ID", nargs="?")
+    for name, words in (
+        ("cancel", "end a job for good"),
+        ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
+        ("release", "let a held job go on"),
+        ("requeue", "queue a finished job again, from its last checkpoint if it has one"),
+    ):
+        verb = add(name, change, words)
+        verb.add_argument("ids", nargs="+", metavar="ID")
+        if name == "requeue":
+            verb.add_argument("--from-start", action="store_true", help="forget its checkpoints")
+    add("pause", pause, "start no more jobs; running ones go on", as_json=False)
+    add("resume", pause, "start jobs again", as_json=False)
+    verb = add("predictions", predictions, "what the model wrote for held-out examples, step by step, beside the truth")
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument("--sample", type=int, help="only this example")
+    add("doctor", doctor, "is this machine fit: versions, GPU, disk, permissions")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `honectl` command."""
+    from honed import terminal  # noqa: PLC0415
+
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(Instance(Layout(options.root.absolute())), options)
+    except HonedError as error:
+        if getattr(options, "json", False):
+            terminal.console.print_json(json.dumps({"error": error.as_dict()}))
+        else:
+            for line in [f"honectl: {error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
+                print(terminal.plain(line), file=sys.stderr)
+        return _status(error)
+    except PermissionError as error:
+        print(f"honectl: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 77  # EX_NOPERM
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 130
+    return status
+
+
+def _status(error: HonedError) -> int:
+    """Refusals of a job file are the answer no."""
+    return 2 if isinstance(error, UsageError) else 1 if error.exit_status in {65, 66, 73, 78, 80, 82} else 69
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What is installed beside honed, read from packages' metadata: nothing is imported, so it takes milliseconds.
+
+The windows are those of pyproject.toml, in which the training stack and Unsloth fit together.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+#: What a worker cannot do without, and the versions it was tried with.
+WINDOWS: dict[str, str] = {
+    "torch": ">=2.6,<2.15",
+    "transformers": ">=5.2,<=5.17",
+    "trl": ">=1.9,<1.15",
+    "datasets": ">=4.6,<5",
+    "peft": ">=0.19,<0.22",
+    "accelerate": ">=1.13,<1.16",
+    "jinja2": ">=3.1.4,<4",
+}
+#: What some jobs need.
+OPTIONAL_WINDOWS: dict[str, str] = {
+    "bitsandbytes": ">=0.49,<0.51",
+    "unsloth": ">=2026.10.4",
+    "unsloth_zoo": ">=2026.10.4",
+}
+
+#: Versions that are known to fail, each with what goes wrong.
+BROKEN: tuple[tuple[str, str, str], ...] = (
+    (
+        "transformers",
+        "==4.57.2",
+        "cannot load a model from a local directory: 'dict' object has no attribute 'model_type' "
+        "(huggingface/transformers#42369)",
+    ),
+    ("transformers", "<5", "has other names for what honed passes to the trainer"),
+    ("trl", "<1", "has other names for what honed passes to the trainer"),
+)
+#: The same, but only beside Unsloth, which refuses them.
+BROKEN_BESIDE_UNSLOTH: tuple[tuple[str, str, str], ...] = (
+    ("transformers", ">5.17", "is newer than Unsloth takes"),
+    ("trl", ">1.15", "is newer than Unsloth takes"),
+    ("datasets", ">=5", "is newer than Unsloth takes"),
+    *(("datasets", f"=={version}", "is refused by Unsloth") for version in ("4.0.*", "4.1.0", "4.4.*", "4.5.0")),
+    *(("transformers", f"=={version}", "is refused by Unsloth") for version in ("5.0.0", "5.1.0")),
+)
+
+#: Names under which an experiment tracker's `report_to` name is installed, where it is another.
+TRACKER_PACKAGES = {"comet_ml": "comet-ml", "azure_ml": "azureml-mlflow", "dvclive": "dvclive"}
+
+#: Other names for an architecture, met in the field, which transformers does not know.
+MODEL_TYPE_ALIASES = {
+    "code_llama": "llama",
+    "codellama": "llama",
+    "llama2": "llama",
+    "llama3": "llama",
+    "vicuna": "llama",
+    "yi": "llama",
+    "qwen": "qwen2",
+    "qwen2.5": "qwen2",
+    "qwen2_5": "qwen2",
+    "phi4": "phi3",
+    "zephyr": "mistral",
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Versions of the packages that matter; None for one that is not there."""
+
+    versions: dict[str, str | None]
+    importable: frozenset[str]  #: those whose module is found beside their metadata
+
+    def has(self, name: str) -> bool:
+        return self.versions.get(name) is not None and name in self.importable
+
+
+def look() -> Installed:
+    """What is installed in this interpreter's environment."""
+    names = [*WINDOWS, *OPTIONAL_WINDOWS, "flash_attn", "torchvision"]
+    versions = {name: version(name) for name in names}
+    return Installed(versions, frozenset(name for name in names if importlib.util.find_spec(name) is not None))
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def fits(found: str, window: str) -> bool:
+    """Whether a version lies in a window such as `>=5.2,<=5.17`; pre-releases and local tags count as their release."""
+    return all(_fits_bound(found, bound.strip()) for bound in window.split(","))
+
+
+def _fits_bound(found: str, bound: str) -> bool:
+    match = re.fullmatch(r"(>=|<=|==|!=|<|>)\s*([\d.]+?)(\.\*)?", bound)
+    assert match is not None, f"not a version bound: {bound}"
+    limit, exact = _places(match[2]), _places(found)
+    if match[3]:
+        exact = exact[: len(limit)]
+    width = max(len(limit), len(exact))
+    short, limit = (places + (0,) * (width - len(places)) for places in (exact, limit))
+    match match[1]:
+        case ">=":
+            return short >= limit
+        case "<=":
+            return short <= limit
+        case "<":
+            return short < limit
+        case ">":
+            return short > limit
+        case "!=":
+            return short != limit
+        case _:
+            return short == limit
+
+
+def _places(text: str) -> tuple[int, ...]:
+    """The release numbers of a version: `2.13.0+cpu` is (2, 13, 0)."""
+    release = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(place) for place in release[0].split(".")) if release else ()
+
+
+@cache
+def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
+    """The model types that the installed transformers knows, and those among them that are causal language models.
+
+    Read from its source, since importing it takes a second. Both empty where the source is not as expected: then
+    nothing is known, and nothing may be refused.
+    """
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return frozenset(), frozenset()
+    auto = Path(package.origin).parent / "models" / "auto"
+    try:
+        configs = (auto / "configuration_auto.py").read_text() + (auto / "auto_mappings.py").read_text()
+        models = (auto / "modeling_auto.py").read_text()
+    except OSError:
+        return frozenset(), frozenset()
+    known = re.findall(r'"([\w.-]+)"[:,]\s*"\w+Config"', configs)
+    block = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", models, re.MULTILINE | re.DOTALL)
+    causal = re.findall(r'\("([\w.-]+)", "', block[0]) if block else []
+    return frozenset([*known, *causal]), frozenset(causal)

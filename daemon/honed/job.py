@@ -1,0 +1,120 @@
+"""One accepted spec and its life: an immutable value; change makes a new one.
+
+A job's state is not in it: it is the directory in which its entry lies (see spool.py). What else must outlive the
+daemon is here and nowhere else: the database can be deleted and is made again from these entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class State(StrEnum):
+    """Where a job's entry lies."""
+
+    QUEUED = "queued"  #: waits for its turn
+    HELD = "held"  #: waits for a person
+    RUNNING = "running"  #: has an attempt; its worker may be starting, training or ending
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"  #: it will not be tried again, unless somebody requeues it
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in {State.SUCCEEDED, State.FAILED, State.CANCELLED}
+
+
+#: Every move that there is; anything else is a bug of ours.
+MOVES: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.HELD, State.CANCELLED, State.FAILED}),
+    State.HELD: frozenset({State.QUEUED, State.CANCELLED}),
+    State.RUNNING: frozenset({State.QUEUED, State.HELD, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    State.SUCCEEDED: frozenset({State.QUEUED}),
+    State.FAILED: frozenset({State.QUEUED}),
+    State.CANCELLED: frozenset({State.QUEUED}),
+}
+
+
+class Stop(StrEnum):
+    """Why a running job was asked to stop, and so where it goes when it has."""
+
+    CANCEL = "cancel"  #: to cancelled
+    HOLD = "hold"  #: to held
+    SHUTDOWN = "shutdown"  #: to queued: honed or the machine goes down
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One numbered try: one worker start, or two with a fallback."""
+
+    number: int
+    backend: str
+    started_at: float  #: seconds since the epoch
+    num_starts: int = 1  #: 2 once the backend fell back
+    ended_at: float | None = None
+    outcome: str | None = None
+    step: int = 0  #: the last step that it told of
+    device: str | None = None  #: what it ran on: a GPU's uuid, or cpu
+
+
+@dataclass(frozen=True)
+class Job:
+    """An entry. Equality is by value; `revision` grows with each change, so that of two copies the newer is known."""
+
+    id: int
+    name: str
+    submitted_at: float  #: seconds since the epoch, when it was accepted
+    source: str  #: the dropped file's name
+    uid: int  #: who dropped it, as the file system says
+    output_dir: str
+    priority: int = 0
+    max_attempts: int = 3
+    num_gpus: int = 1
+    depends_on: tuple[str, ...] = ()
+    revision: int = 1
+    attempts: tuple[Attempt, ...] = ()
+    num_failures: int = 0  #: attempts that count against max_attempts: a clean stop does not
+    stop: Stop | None = None
+    outcome: str | None = None
+    error: dict[str, str] | None = None  #: code, message, hint
+    state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: where the entry was found
+
+    @property
+    def attempt(self) -> Attempt:
+        """The latest attempt. Raises IndexError where there is none."""
+        return self.attempts[-1]
+
+    def with_attempt(self, **changes: Any) -> Job:
+        """The same job, its latest attempt changed."""
+        return dataclasses.replace(
+            self, attempts=(*self.attempts[:-1], dataclasses.replace(self.attempts[-1], **changes))
+        )
+
+    def to_json(self) -> bytes:
+        data = dataclasses.asdict(self)
+        del data["state"]
+        return (json.dumps(data, ensure_ascii=False, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, state: State) -> Job:
+        """Read an entry; keys of a later honed are passed over. Raises ValueError where it is not one."""
+        raw = json.loads(data)
+        if not isinstance(raw, dict) or not isinstance(raw.get("id"), int):
+            raise ValueError("not a job entry")
+        try:
+            known = _known(cls, raw)
+            known["attempts"] = tuple(Attempt(**_known(Attempt, item)) for item in raw.get("attempts", ()))
+            known["depends_on"] = tuple(raw.get("depends_on", ()))
+            known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
+            return cls(**{**known, "state": state})
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a job entry: {error}") from error
+
+
+def _known(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {key: value for key, value in raw.items() if key in names}

@@ -1,0 +1,89 @@
+"""How an attempt ended, from the two witnesses: the worker's result file and its process's exit.
+
+What the worker explains is believed; success needs both, a result that says so and exit status 0. A worker that died
+without a word (a signal, an exit without its result) is `killed`, and tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honed import error
+from honed.runner import Exit
+
+SUCCEEDED = "succeeded"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`code` is `succeeded` or the code of an error."""
+
+    code: str
+    error: error.HonedError | None = None
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    artifacts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_success(self) -> bool:
+        return self.code == SUCCEEDED
+
+
+def judge(result_path: Path, ended: Exit) -> Outcome:
+    """Read the worker's result and weigh it against its exit."""
+    result = _read(result_path)
+    if result is None:
+        return _of(_died(ended))
+    facts = {
+        "step": result["step"] if isinstance(result.get("step"), int) else None,
+        "metrics": result.get("metrics") or {},
+        "artifacts": {key: value for key, value in (result.get("artifacts") or {}).items() if value},
+    }
+    if result.get("outcome") == SUCCEEDED:
+        if ended.status == 0:
+            return Outcome(SUCCEEDED, **facts)
+        return _of(_died(ended), **facts)
+    reported = result.get("error")
+    if not isinstance(reported, dict):
+        reported = error.InternalError("the worker failed and did not say why").as_dict()
+    return _of(error.from_dict(reported), **facts)
+
+
+def _of(problem: error.HonedError, **facts: Any) -> Outcome:
+    return Outcome(problem.code, problem, **facts)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        result = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
+
+
+def _died(ended: Exit) -> error.HonedError:
+    match ended:
+        case Exit(signal=int(number)):
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            hint = (
+                "SIGKILL often is the kernel's out-of-memory killer: see `journalctl -k`"
+                if number == signal.SIGKILL
+                else ""
+            )
+            return error.KilledError(f"the worker was killed by {name}", hint=hint)
+        case Exit(status=0):
+            return error.KilledError(
+                "the worker exited with status 0 but left no result", hint="see its log: honectl logs"
+            )
+        case Exit(status=int(status)):
+            return error.KilledError(
+                f"the worker exited with status {status} and left no result", hint="see its log: honectl logs"
+            )
+        case _:
+            return error.KilledError(
+                "the worker vanished, and nobody saw how", hint="the machine went down, or its shim was killed"
+            )

@@ -1,0 +1,657 @@
+"""Everything about a job that can be known before its model is loaded, checked without torch.
+
+    spec ── base model ── adapter ── data sets ── chat template ── packages ── plan ── output directory ── disk
+
+`check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
+that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
+can stall or bloat the daemon. `PreflightClient` is the daemon's end: it never waits, and it kills a helper that does
+not answer in time. One line of JSON a request, one a stage entered, one an answer:
+
+    > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
+    < {"id": 7, "stage": "datasets"}
+    < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […]}
+    < {"id": 7, "ok": false, "error": {"code", "message", "hint"}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from honed import basemodel, dataset, device, installed, plan, precision, spec
+from honed.basemodel import BaseModelInfo
+from honed.config import Config
+from honed.device import Device
+from honed.error import (
+    DatasetError,
+    DiskShortError,
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    ModelError,
+    SpecError,
+)
+from honed.installed import Installed
+from honed.layout import Layout
+from honed.plan import Plan
+from honed.spec import DatasetSpec, JobSpec
+
+#: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
+MAX_HELPER_BYTES = 8 * 1024**3
+#: Bytes; an answer holds a spec and a plan.
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+#: Helpers that one job file may cost; after the second it is refused.
+MAX_HELPERS_PER_REQUEST = 2
+#: Bytes of a chat template that is read.
+MAX_TEMPLATE_BYTES = 1024 * 1024
+#: Checkpoints that are counted with where save_total_limit says nothing.
+DEFAULT_NUM_CHECKPOINTS = 3
+#: The file in an output directory that says whose it is.
+MANIFEST_NAME = "honed.json"
+
+#: Called with the name of each stage as it is entered.
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A job that may run."""
+
+    spec: JobSpec
+    plan: Plan
+    output_dir: Path
+    warnings: list[str]
+
+
+def check(
+    spec_path: Path,
+    *,
+    layout: Layout,
+    config: Config,
+    device: Device | None = None,
+    job_id: int | None = None,
+    jobs: Mapping[str, Path] | None = None,
+    progress: Progress = lambda _stage: None,
+) -> Verdict:
+    """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
+
+    `device` is the one that the job is planned for, by default the first of this machine. `jobs` has what other jobs
+    make, for `base_model: job:NAME`. An exception that nobody foresaw is an InternalError, its traceback on stderr.
+    """
+    try:
+        return _check(spec_path, layout, config, device, job_id, jobs or {}, progress)
+    except HonedError:
+        raise
+    except MemoryError as error:
+        raise DatasetError(
+            "a file that the job names needs more memory to be looked at than the check may have",
+            hint="rows on lines of their own (.jsonl) and .parquet are read piece by piece",
+        ) from error
+    except OSError as error:
+        raise EnvironmentInvalidError(
+            f"{error.filename or spec_path}: {error.strerror}", hint="can the group honed-job read it?"
+        ) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise unforeseen(error) from error
+
+
+def _check(
+    spec_path: Path,
+    layout: Layout,
+    config: Config,
+    device: Device | None,
+    job_id: int | None,
+    jobs: Mapping[str, Path],
+    progress: Progress,
+) -> Verdict:
+    progress("spec")
+    job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
+    _check_policy(job_spec, config)
+    progress("base model")
+    model = _inspect_model(job_spec, layout, config, jobs)
+    progress("adapter")
+    adapter = basemodel.inspect_adapter(Path(job_spec.adapter)) if job_spec.adapter else None
+    progress("chat template")
+    has_chat_template = _check_chat_template(job_spec, model)
+    progress("datasets")
+    warnings = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    progress("packages")
+    here = installed.look()
+    planned_for = _device(job_spec, config, device)
+    _check_packages(job_spec, model, planned_for, here)
+    warnings += _outside_window(here)
+    progress("plan")
+    made = plan.make(job_spec, model, planned_for, config=config, installed=here, adapter=adapter)
+    progress("output directory")
+    output_dir = _output_dir(job_spec, layout, job_id)
+    progress("disk")
+    _check_disk(job_spec, made, layout, output_dir)
+    return Verdict(job_spec, made, output_dir, [*made.warnings, *warnings])
+
+
+def _device(job_spec: JobSpec, config: Config, given: Device | None) -> Device:
+    if job_spec.resources.gpus == 0:
+        return device.cpu()
+    return given or device.probe(config.device.gpus)[0]
+
+
+def _check_policy(job_spec: JobSpec, config: Config) -> None:
+    if job_spec.trust_remote_code and not config.policy.trust_remote_code:
+        raise SpecError(
+            "trust_remote_code: code that comes with a model may not run here",
+            hint="leave it out, or the administrator sets policy.trust_remote_code in honed.toml",
+        )
+
+
+# --- Base model -------------------------------------------------------------------------------------------------------
+
+
+def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> BaseModelInfo:
+    path = basemodel.resolve(
+        job_spec.base_model,
+        cache_dir=layout.cache_dir,
+        allow_hub=config.policy.hub,
+        revision=job_spec.revision,
+        jobs=jobs,
+    )
+    model = basemodel.inspect(path, model_type=job_spec.model_type, allow_pickle=config.policy.pickle)
+    _check_trainable(job_spec, model)
+    return model
+
+
+def _check_trainable(job_spec: JobSpec, model: BaseModelInfo) -> None:
+    """Whether this version trains models of this kind: the one place for that."""
+    where = model.path / "config.json"
+    if model.has_vision or model.has_audio:
+        raise ModelError(f"{where}: vision and audio models are not trained by this version", hint="take a text model")
+    known, causal = installed.known_model_types()
+    model_type = model.model_type
+    if model_type not in known:
+        model_type = installed.MODEL_TYPE_ALIASES.get(model_type, model_type)
+    if model_type in causal or not known:
+        return
+    if "auto_map" in model.config:
+        _check_own_code(job_spec, model)
+    elif model_type in known:
+        raise ModelError(
+            f"{where}: {model_type} is not a model that continues text (a causal language model)",
+            hint="sft trains those: llama, qwen3, mistral, gemma2 and the like",
+        )
+    else:
+        raise ModelError(
+            f"{where}: transformers {installed.version('transformers')} does not know the model_type {model_type!r}",
+            hint="if it is another name for one that it knows, say so in the job file, as in `model_type: llama`",
+        )
+
+
+def _check_own_code(job_spec: JobSpec, model: BaseModelInfo) -> None:
+    if not job_spec.trust_remote_code:
+        raise ModelError(
+            f"{model.path / 'config.json'}: {model.model_type} comes with code of its own (auto_map)",
+            hint="trust_remote_code: true runs it, where the administrator allows that",
+        )
+
+
+# --- Data sets and templates ------------------------------------------------------------------------------------------
+
+
+def _check_chat_template(job_spec: JobSpec, model: BaseModelInfo) -> bool:
+    """Whether there is a template. Raises SpecError or ModelError for one that does not compile."""
+    if job_spec.chat_template is not None:
+        _compile_template(
+            _read_template(Path(job_spec.chat_template)), f"chat_template: {job_spec.chat_template}", SpecError
+        )
+        return True
+    if model.chat_template is not None:
+        _compile_template(model.chat_template, f"{model.path}: the chat template", ModelError)
+    return model.has_chat_template
+
+
+def _read_template(path: Path) -> str:
+    if not path.is_file():  # nor a pipe, on which reading would wait for ever
+        raise SpecError(f"chat_template: no such file: {path}", hint="name a file with a Jinja chat template")
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE_BYTES)
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"chat_template: {path}: {error}", hint="it is UTF-8, and the group honed-job can read it"
+        ) from error
+    if not text.strip():
+        raise SpecError(f"chat_template: {path} is empty", hint="name a file with a Jinja chat template")
+    return text
+
+
+def _compile_template(text: str, where: str, kind: type[HonedError]) -> None:
+    """Parse it with transformers' own `{% generation %}`; where jinja2 is missing, the packages' check tells."""
+    try:
+        import jinja2.ext  # noqa: PLC0415  (it belongs to the worker's packages)
+        import jinja2.nodes  # noqa: PLC0415
+        import jinja2.sandbox  # noqa: PLC0415
+    except ImportError:
+        return
+
+    class Generation(jinja2.ext.Extension):  # type: ignore[misc]
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own form)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(
+                line
+            )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[Generation, jinja2.ext.loopcontrols])
+    try:
+        environment.compile(text)
+    except (jinja2.TemplateError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        at = f", line {line}" if line else ""
+        raise kind(
+            f"{where}{at}: not a Jinja template: {error}", hint="correct it, or name another as chat_template:"
+        ) from error
+
+
+def _check_datasets(job_spec: JobSpec, *, has_chat_template: bool) -> list[str]:
+    """What is wrong with some rows, as warnings. Raises DatasetError, which names the key of the data set."""
+    warnings = []
+    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        for number, each in enumerate(datasets):
+            warnings += _check_dataset(f"{key}.{number}", each, has_chat_template=has_chat_template)
+    return warnings
+
+
+def _check_dataset(key: str, each: DatasetSpec, *, has_chat_template: bool) -> list[str]:
+    try:
+        found = dataset.inspect(each)
+        if not has_chat_template and _needs_template(found, each):
+            raise DatasetError(
+                f"{each.path}: rows of {found.format} are rendered by a chat template, and the base model has none",
+                hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
+            )
+    except DatasetError as error:
+        raise DatasetError(f"{key}: {error.message}", hint=error.hint) from error
+    return [f"{key}: {bad}" for bad in found.bad]
+
+
+def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
+    for row in found.rows:
+        with contextlib.suppress(DatasetError):
+            example = dataset.convert(row, found.format, columns=each.columns, has_chat_template=False)
+            return example.kind == "messages"
+    return found.format in ("messages", "sharegpt")
+
+
+# --- Packages ---------------------------------------------------------------------------------------------------------
+
+
+def _check_packages(job_spec: JobSpec, model: BaseModelInfo, planned_for: Device, here: Installed) -> None:
+    """Raises EnvironmentInvalidError for a package that the job needs and that is missing or known to fail."""
+    needed = [*installed.WINDOWS]
+    if job_spec.quantization != "none" or model.quantization:
+        needed.append("bitsandbytes")
+    if missing := [name for name in needed if here.versions[name] is None]:
+        raise EnvironmentInvalidError(
+            f"not installed beside honed: {', '.join(missing)}", hint="pip install 'honed[train]'; see honectl doctor"
+        )
+    for name, window, why in installed.BROKEN:
+        found = here.versions[name]
+        if found is not None and installed.fits(found, window):
+            raise EnvironmentInvalidError(
+                f"{name} {found} {why}", hint=f"pip install '{name}{installed.WINDOWS[name]}'"
+            )
+    torch = here.versions["torch"] or ""
+    if planned_for.kind == "cuda" and torch.endswith("+cpu"):
+        raise EnvironmentInvalidError(
+            f"torch {torch} was built without CUDA, and the job is planned for {planned_for.name}",
+            hint="install torch from the ordinary index, or write resources: {gpus: 0}",
+        )
+    for tracker in job_spec.report_to:
+        if installed.version(tracker) is None:
+            raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {tracker}")
+
+
+def _outside_window(here: Installed) -> list[str]:
+    return [
+        f"{name} {here.versions[name]} is outside what honed was tried with ({window})"
+        for name, window in {**installed.WINDOWS, **installed.OPTIONAL_WINDOWS}.items()
+        if (found := here.versions[name]) is not None and not installed.fits(found, window)
+    ]
+
+
+# --- Output and disk --------------------------------------------------------------------------------------------------
+
+
+def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None) -> Path:
+    if job_spec.output_dir is None:
+        return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
+    path = Path(job_spec.output_dir)
+    if any(
+        path == ours or path in ours.parents or ours in path.parents for ours in (layout.spool_dir, layout.state_dir)
+    ):
+        raise SpecError(
+            f"output_dir: {path} is honed's own", hint="leave it out: a job has a directory there by itself"
+        )
+    try:
+        _check_output_dir(path, layout, job_id)
+    except OSError as error:
+        raise SpecError(f"output_dir: {path}: {error.strerror}", hint="name a directory that can be made") from error
+    return path
+
+
+def _check_output_dir(path: Path, layout: Layout, job_id: int | None) -> None:
+    existing = nearest_existing(path)
+    if not existing.is_dir():
+        raise SpecError(f"output_dir: {existing} is a file, not a directory", hint="name a directory that can be made")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SpecError(
+            f"output_dir: {existing} cannot be written by {_user()}",
+            hint="let the group honed-job write it, or leave output_dir out",
+        )
+    if existing != path:
+        return
+    found = next((entry.name for entry in sorted(path.iterdir())), None)
+    if found is not None and not _is_own_output(path, layout, job_id):
+        raise SpecError(
+            f"output_dir: {path} is not empty (there is {found}), and nothing is overwritten",
+            hint="name a new directory, or empty this one",
+        )
+
+
+def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
+    """Whether the manifest in an output directory is this very job's, of this very instance."""
+    try:
+        manifest = json.loads((path / MANIFEST_NAME).read_bytes())
+        owner = (manifest["job"]["id"], manifest["instance"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return job_id is not None and owner == (job_id, str(layout.root))
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the first above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _user() -> str:
+    return f"user {os.geteuid()}"
+
+
+def _check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
+    """Hold what the job will write against the free disk. Raises DiskShortError."""
+    memory = made.memory
+    trained = memory.weights_bytes if precision.is_full(job_spec) else memory.adapter_bytes
+    num_checkpoints = job_spec.training.save_total_limit or DEFAULT_NUM_CHECKPOINTS
+    merged = made.model.num_parameters * 2 if job_spec.save_merged != "none" else 0
+    needs: dict[int, tuple[Path, int]] = {}
+    checkpoints = num_checkpoints * (trained + memory.optimizer_bytes)
+    for path, num_bytes in ((layout.jobs_dir, checkpoints), (output_dir, trained + merged)):
+        existing = nearest_existing(path)
+        number = existing.stat().st_dev
+        needs[number] = (existing, num_bytes + needs.get(number, (existing, 0))[1])
+    for existing, num_bytes in needs.values():
+        free = shutil.disk_usage(existing).free
+        if num_bytes > free:
+            raise DiskShortError(
+                f"{existing}: checkpoints and output take about {plan.gib(num_bytes)}, and {plan.gib(free)} are free",
+                hint="free some, set training.save_total_limit, or write elsewhere with output_dir",
+            )
+
+
+# --- The helper -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer requests, one a line, until stdin ends. Only answers go to stdout; a bad request costs itself alone."""
+    parser = argparse.ArgumentParser(prog="honed.preflight")
+    parser.add_argument("--root", type=Path, default=Path("/"))
+    layout = Layout(parser.parse_args().root)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_HELPER_BYTES, MAX_HELPER_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints must not pass for an answer
+    for line in sys.stdin.buffer:
+        _say(answers, _answer(line, layout, answers))
+
+
+def _say(answers: IO[bytes], value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value).encode() + b"\n")
+
+
+def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
+    request_id = None
+    try:
+        request = json.loads(line)
+        request_id = request["id"]
+        verdict = check(
+            Path(request["spec_path"]),
+            layout=layout,
+            config=Config.model_validate(request["config"]),
+            device=Device.from_dict(request["device"]) if request.get("device") else None,
+            job_id=request_id,
+            jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
+            progress=lambda stage: _say(answers, {"id": request_id, "stage": stage}),
+        )
+    except HonedError as error:
+        return {"id": request_id, "ok": False, "error": error.as_dict()}
+    except Exception as error:  # noqa: BLE001  (the helper's main loop: this job file fails, the helper lives)
+        traceback.print_exc()
+        return {"id": request_id, "ok": False, "error": unforeseen(error).as_dict()}
+    return {
+        "id": request_id,
+        "ok": True,
+        "spec": verdict.spec.model_dump(mode="json"),
+        "plan": verdict.plan.as_dict() | {"warnings": verdict.warnings},
+        "output_dir": str(verdict.output_dir),
+        "warnings": verdict.warnings,
+    }
+
+
+def unforeseen(error: Exception) -> InternalError:
+    """An exception that is no HonedError, as one."""
+    return InternalError(
+        f"the check failed in a way that nobody foresaw: {type(error).__name__}: {error}",
+        hint="the log has the traceback: journalctl -u honed",
+    )
+
+
+# --- The daemon's end -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Request:
+    id: int
+    line: bytes
+    timeout_sec: float
+    deadline: float = 0.0  #: by the client's clock, from when it was sent
+    stage: str = "start"
+    num_helpers: int = 0  #: that it was sent to
+
+
+class PreflightClient:
+    """Hands requests to the helper, one at a time and in order, and never waits for it.
+
+    `helper_changed` is called with the old and the new descriptor to watch for reading (None: there is none), so that
+    the caller's selector can follow: the helper is started with the first request, and again after a death.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        helper_changed: Callable[[int | None, int | None], None] = lambda _old, _new: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        command: list[str] | None = None,
+    ) -> None:
+        self._command = command or [sys.executable, "-P", "-m", "honed.preflight", "--root", str(layout.root)]
+        self._helper_changed = helper_changed
+        self._clock = clock
+        self._waiting: deque[_Request] = deque()
+        self._current: _Request | None = None
+        self._helper: subprocess.Popen[bytes] | None = None
+        self._corpses: list[subprocess.Popen[bytes]] = []  #: killed; one in an unanswered system call may linger
+        self._buffer = b""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `poll` must be called at the latest, by the client's clock."""
+        return self._current.deadline if self._current else None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._current is not None or bool(self._waiting)
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable with an answer; -1 while there is no helper."""
+        return self._helper.stdout.fileno() if self._helper and self._helper.stdout else -1
+
+    def submit(
+        self,
+        job_id: int,
+        spec_path: Path,
+        config: Config,
+        device: Device | None = None,
+        jobs: Mapping[str, Path] | None = None,
+    ) -> None:
+        """Ask for a job file to be checked; `poll` has the answer."""
+        request = {
+            "id": job_id,
+            "spec_path": str(spec_path),
+            "config": config.model_dump(mode="json"),
+            "device": device.as_dict() if device else None,
+            "jobs": {name: str(path) for name, path in (jobs or {}).items()},
+        }
+        line = json.dumps(request).encode() + b"\n"
+        self._waiting.append(_Request(job_id, line, config.spool.preflight_timeout_sec))
+        self._send_next()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The answers that have come since the last call, in the helper's own words; see the module's top."""
+        self._corpses = [corpse for corpse in self._corpses if corpse.poll() is None]
+        answers = []
+        for line, is_dead in iter(self._read_line, None):
+            answers += self._revive() if is_dead else self._take(line)
+        if self._current is not None and self._clock() >= self._current.deadline:
+            answers.append(self._give_up(self._current))
+        self._send_next()
+        return answers
+
+    def close(self) -> None:
+        """End the helper, whatever it is at."""
+        self._drop_helper()
+        for corpse in self._corpses:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                corpse.wait(timeout=1.0)
+
+    def _send_next(self) -> None:
+        while self._current is None and self._waiting:
+            self._current = self._waiting.popleft()
+            self._current.deadline = self._clock() + self._current.timeout_sec
+            self._send(self._current)
+
+    def _send(self, request: _Request) -> None:
+        """A helper that is dead already is found so by the next read."""
+        if self._helper is None:
+            self._start_helper()
+        assert self._helper is not None
+        assert self._helper.stdin is not None
+        request.num_helpers += 1
+        with contextlib.suppress(BrokenPipeError):
+            self._helper.stdin.write(request.line)
+
+    def _start_helper(self) -> None:
+        self._helper = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert self._helper.stdout is not None
+        os.set_blocking(self._helper.stdout.fileno(), False)
+        self._helper_changed(None, self._helper.stdout.fileno())
+
+    def _drop_helper(self) -> None:
+        """Kill the helper without waiting for its end."""
+        if self._helper is None:
+            return
+        helper, self._helper, self._buffer = self._helper, None, b""
+        assert helper.stdout is not None
+        assert helper.stdin is not None
+        self._helper_changed(helper.stdout.fileno(), None)
+        helper.kill()
+        helper.stdin.close()
+        helper.stdout.close()
+        self._corpses.append(helper)
+
+    def _read_line(self) -> tuple[bytes, bool] | None:
+        """One line, or the news that the helper is dead; None where there is no more to read for now."""
+        while self._helper is not None:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                return line, False
+            data = self._helper.stdout.read(65536) if self._helper.stdout else b""
+            if data is None:
+                return None
+            if not data or len(self._buffer) > MAX_ANSWER_BYTES:
+                return b"", True
+            self._buffer += data
+        return None
+
+    def _take(self, line: bytes) -> list[dict[str, Any]]:
+        request = self._current
+        try:
+            answer = json.loads(line)
+            is_ours = request is not None and answer["id"] == request.id
+        except (ValueError, KeyError, TypeError):
+            is_ours = False
+        if not is_ours or request is None:
+            return self._revive()  # a helper that talks nonsense is none
+        if "stage" in answer:
+            request.stage = answer["stage"]
+            return []
+        self._current = None
+        self._send_next()
+        return [answer]
+
+    def _revive(self) -> list[dict[str, Any]]:
+        """After the helper's death: once more with a new one, or the end of a request that has killed two."""
+        self._drop_helper()
+        if self._current is None:
+            return []
+        if self._current.num_helpers < MAX_HELPERS_PER_REQUEST:
+            self._send(self._current)
+            return []
+        request, self._current = self._current, None
+        error = EnvironmentInvalidError(
+            f"could not be checked: the checking process died {request.num_helpers} times, at: {request.stage}",
+            hint="see the journal; a file that the job names may be damaged",
+        )
+        return [{"id": request.id, "ok": False, "error": error.as_dict()}]
+
+    def _give_up(self, request: _Request) -> dict[str, Any]:
+        self._drop_helper()
+        self._current = None
+        error = EnvironmentInvalidError(
+            f"could not be checked within {request.timeout_sec:g} s: it was at: {request.stage}",
+            hint="is a file that the job names on a slow or dead file system, or a pipe?",
+        )
+        return {"id": request.id, "ok": False, "error": error.as_dict()}
+
+
+if __name__ == "__main__":
+    main()

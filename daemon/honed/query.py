@@ -1,0 +1,148 @@
+"""What honed says of its jobs, in the shapes of `--json`: read from the spool and the database, by the daemon for its
+control socket and by honectl itself when honed is down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from honed.database import Reader, timestamp
+from honed.error import UsageError
+from honed.job import Attempt, Job, State
+from honed.layout import Layout
+from honed.spool import Spool
+
+
+def find(spool: Spool, reference: str) -> Job:
+    """A job by its number, or by its name where that is unambiguous. Raises UsageError, which lists the candidates."""
+    if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
+        return job
+    named = [job for state in State for job in spool.jobs(state) if job.name == reference]
+    if not named:
+        raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
+    active = [job for job in named if not job.state.is_final]
+    match active or named:
+        case [job]:
+            return job
+        case several:
+            numbers = ", ".join(str(job.id) for job in several)
+            raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"say which by its number: {numbers}")
+
+
+def list_jobs(spool: Spool, layout: Layout, _reference: str = "") -> list[dict[str, Any]]:
+    """Every job: running first, then the queue in its order, then the rest, newest first."""
+    reader = Reader(layout.database_path)
+    try:
+        progress = reader.progress()
+    finally:
+        reader.close()
+    order = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
+    jobs = {job.id: job for state in State for job in spool.jobs(state)}
+    ranked = sorted(
+        jobs.values(),
+        key=lambda job: (order.get(job.state, 3), *((-job.priority, job.id) if job.state in order else (-job.id, 0))),
+    )
+    return [summary(job, progress.get(job.id, {})) for job in ranked]
+
+
+def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
+    """One row of `list --json`."""
+    keys = ("step", "num_steps", "epoch", "loss", "eta_sec")
+    return {
+        "id": job.id,
+        "name": job.name,
+        "state": job.state.value,
+        "outcome": job.outcome,
+        "priority": job.priority,
+        "submitted_at": timestamp(job.submitted_at),
+        "uid": job.uid,
+        "source": job.source,
+        "progress": {key: progress.get(key) for key in keys},
+    }
+
+
+def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
+    """All that is known of one job."""
+    job = find(spool, reference)
+    files = layout.job(job.id)
+    reader = Reader(layout.database_path)
+    try:
+        progress, metrics = reader.progress().get(job.id, {}), reader.latest_metrics(job.id)
+        events = [
+            event for event in reader.events(job.id) if event["event"] in {"data", "fallback", "artifact", "resumed"}
+        ]
+    finally:
+        reader.close()
+    plan = _read_json(files.plan_path)
+    spec = plan.pop("spec", {})
+    result = _read_json(files.attempt(job.attempt.number).result_path) if job.attempts else {}
+    artifacts = result.get("artifacts") or {}
+    report = str(files.report_path) if files.report_path.exists() else None
+    return {
+        **summary(job, progress),
+        "spec": spec,
+        "plan": plan,
+        "attempts": [_attempt(attempt) for attempt in job.attempts],
+        "error": job.error,
+        "artifacts": {
+            "output_dir": artifacts.get("output_dir") or job.output_dir,
+            "report": report,
+            "merged": artifacts.get("merged"),
+        },
+        "metrics": {**metrics, **(result.get("metrics") or {})},
+        "depends_on": list(job.depends_on),
+        "job_dir": str(files.dir),
+        "events": events,
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "backend": attempt.backend,
+        "started_at": timestamp(attempt.started_at),
+        "ended_at": timestamp(attempt.ended_at) if attempt.ended_at is not None else None,
+        "outcome": attempt.outcome,
+        "step": attempt.step,
+        "num_starts": attempt.num_starts,
+        "device": attempt.device,
+    }
+
+
+def predictions(spool: Spool, layout: Layout, reference: str) -> list[dict[str, Any]]:
+    """What the model wrote for each held-out example, by step."""
+    job = find(spool, reference)
+    reader = Reader(layout.database_path)
+    try:
+        return reader.predictions(job.id)
+    finally:
+        reader.close()
+
+
+def losses(spool: Spool, layout: Layout, reference: str) -> list[tuple[int, float]]:
+    """(step, loss) of one job, as it told them."""
+    job = find(spool, reference)
+    reader = Reader(layout.database_path)
+    try:
+        return reader.metrics(job.id, "loss")
+    finally:
+        reader.close()
+
+
+#: The reading verbs: what the daemon answers, and what honectl reads for itself when honed is down.
+READING_VERBS: dict[str, Callable[[Spool, Layout, str], Any]] = {
+    "list": list_jobs,
+    "show": show,
+    "predictions": predictions,
+    "losses": losses,
+}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

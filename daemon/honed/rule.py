@@ -1,0 +1,202 @@
+"""What values of a spec must say together. A rule names the keys it reads, and is silent where one is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from honed.problem import KeyPath, Problem, dotted
+from honed.refusal import line_of
+
+if TYPE_CHECKING:
+    from honed.spec import DatasetSpec, JobSpec
+
+#: Path of the key that is told, what is wrong, what to do.
+Finding = tuple[KeyPath, str, str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    reads: tuple[KeyPath, ...]
+    find: Callable[[JobSpec], Iterator[Finding]]
+
+
+def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
+    """What does not fit together, but for the rules that read one of the paths `except_of`."""
+    if spec.kind == "merge":
+        found: list[Finding] = [(("kind",), "merge jobs are not built yet", "only sft")]
+    else:
+        kept = [rule for rule in RULES if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
+        found = [finding for rule in kept for finding in rule.find(spec)]
+    return [Problem(dotted(path), line_of(path, lines), message, hint) for path, message, hint in found]
+
+
+def _overlap(read: KeyPath, refused: KeyPath) -> bool:
+    return all(x in (y, ANY) for x, y in zip(read, refused, strict=False))
+
+
+def _has_eval(spec: JobSpec) -> bool:
+    return bool(spec.eval_datasets) or spec.eval_split is not None
+
+
+_HOLD_OUT = "add eval_split: 0.05, or eval_datasets"
+_EVALUATE = "set training.eval_strategy to steps or epoch"
+
+
+def _datasets(spec: JobSpec) -> Iterator[Finding]:
+    if not spec.datasets:
+        yield ("datasets",), "missing: a job needs at least one data set", "datasets: [{path: /srv/data/rows.jsonl}]"
+
+
+def _fractions(spec: JobSpec) -> Iterator[Finding]:
+    sections: tuple[tuple[str, list[DatasetSpec]], ...] = (
+        ("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets),
+    )  # fmt: skip
+    for name, datasets in sections:
+        bare = [index for index, dataset in enumerate(datasets) if dataset.fraction is None]
+        if bare and len(bare) < len(datasets):
+            yield (name, bare[0]), "fraction is missing here, others have one", "give it for all data sets or none"
+
+
+def _held_out(spec: JobSpec) -> Iterator[Finding]:
+    if spec.eval_split is not None and spec.eval_datasets:
+        yield ("eval_split",), "eval_datasets are given too", "keep one of the two"
+
+
+def _quantization(spec: JobSpec) -> Iterator[Finding]:
+    if spec.quantization != "none" and spec.lora is None and spec.adapter is None:
+        yield (
+            ("quantization",), f"{spec.quantization} weights cannot be trained, only an adapter on them can",
+            "add a lora: section, or write none",
+        )  # fmt: skip
+
+
+def _adapter(spec: JobSpec) -> Iterator[Finding]:
+    if spec.lora is not None and spec.adapter is not None:
+        yield ("lora",), "adapter is given too, and brings its own LoRA settings", "keep one of the two"
+
+
+def _merged(spec: JobSpec) -> Iterator[Finding]:
+    if spec.save_merged != "none" and spec.lora is None and spec.adapter is None:
+        yield (
+            ("save_merged",), "there is no adapter to merge: full fine-tuning writes a whole checkpoint anyway",
+            "leave it out, or add a lora: section",
+        )  # fmt: skip
+
+
+def _evaluation(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.eval_strategy != "no" and not _has_eval(spec):
+        yield ("training", "eval_strategy"), "there is nothing to evaluate on", _HOLD_OUT
+
+
+def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.eval_strategy != "no":
+        return
+    training = spec.training
+    needy: tuple[tuple[KeyPath, bool], ...] = (
+        (("early_stopping_patience",), spec.early_stopping_patience is not None),
+        (("training", "load_best_model_at_end"), training.load_best_model_at_end),
+        (("training", "save_strategy"), training.save_strategy == "best"),
+        (("training", "lr_scheduler_type"), training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
+    )
+    for path, is_set in needy:
+        if is_set:
+            yield (
+                path,
+                "needs evaluations during training",
+                _EVALUATE if _has_eval(spec) else f"{_EVALUATE}, {_HOLD_OUT}",
+            )
+
+
+def _guard(spec: JobSpec) -> Iterator[Finding]:
+    if spec.guard is not None and not _has_eval(spec):
+        yield ("guard",), "there is nothing held out to measure on", _HOLD_OUT
+
+
+def _best(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if not training.load_best_model_at_end or training.eval_strategy == "no" or training.save_strategy == "best":
+        return
+    path: KeyPath = ("training", "load_best_model_at_end")
+    if training.save_strategy != training.eval_strategy:
+        yield (
+            path, f"save_strategy is {training.save_strategy}, eval_strategy {training.eval_strategy}",
+            "make the two the same, or save_strategy: best",
+        )  # fmt: skip
+    elif training.save_strategy == "steps":
+        evaluated = training.eval_steps or training.logging_steps
+        if (training.save_steps < 1) != (evaluated < 1) or not _divides(evaluated, training.save_steps):
+            yield path, f"save_steps {training.save_steps:g} is no multiple of eval_steps {evaluated:g}", "make it one"
+
+
+def _divides(small: float, large: float) -> bool:
+    ratio = large / small
+    return abs(ratio - round(ratio)) < 1e-6
+
+
+def _packing(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if training.packing and training.max_length is None:
+        yield ("training", "packing"), "needs max_length: it is the length that is packed to", "set max_length"
+    if training.padding_free and not training.packing and training.max_length is not None:
+        yield (
+            ("training", "padding_free"),
+            "cannot cut at max_length without packing",
+            "packing: true, or max_length: null",
+        )
+
+
+def _loaders(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if training.dataloader_num_workers:
+        return
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+        if getattr(training, name):
+            yield ("training", name), "needs dataloader_num_workers of at least 1", ""
+
+
+def _liger(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.use_liger_kernel and spec.training.loss_type == "chunked_nll":
+        yield ("training", "loss_type"), "chunked_nll and use_liger_kernel exclude each other", "write nll"
+
+
+def _notify(spec: JobSpec) -> Iterator[Finding]:
+    if spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None:
+        yield ("notify",), "says not whom to tell", "add webhook or mail"
+
+
+def _training(*names: str) -> tuple[KeyPath, ...]:
+    return tuple(("training", name) for name in names)
+
+
+#: In what a rule reads: every item of a list.
+ANY = "*"
+_EVAL_KEYS: tuple[KeyPath, ...] = (("eval_split",), ("eval_datasets",))
+RULES = (
+    Rule((("datasets",), ("kind",)), _datasets),
+    Rule((("datasets", ANY, "fraction"), ("eval_datasets", ANY, "fraction")), _fractions),
+    Rule(_EVAL_KEYS, _held_out),
+    Rule((("quantization",), ("lora",), ("adapter",)), _quantization),
+    Rule((("lora",), ("adapter",)), _adapter),
+    Rule((("save_merged",), ("lora",), ("adapter",)), _merged),
+    Rule((*_EVAL_KEYS, *_training("eval_strategy")), _evaluation),
+    Rule(
+        (*_training("eval_strategy", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"),
+         ("early_stopping_patience",)),
+        _needs_evaluation,
+    ),
+    Rule((*_EVAL_KEYS, ("guard",)), _guard),
+    Rule(
+        _training(
+            "load_best_model_at_end", "save_strategy", "eval_strategy", "save_steps", "eval_steps", "logging_steps"
+        ),
+        _best,
+    ),
+    Rule(_training("packing", "max_length", "padding_free"), _packing),
+    Rule(
+        _training("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"), _loaders
+    ),
+    Rule(_training("use_liger_kernel", "loss_type"), _liger),
+    Rule((("notify",),), _notify),
+)  # fmt: skip

@@ -1,0 +1,358 @@
+"""The job spec: what a user drops, as types. `load` reads a file into a `JobSpec`, or says all that is wrong with it.
+
+Keys keep the spelling of the library that owns them (transformers, trl, peft). docs/job-spec.md is made from here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from honed import document, refusal, rule
+from honed.field import (
+    AbsolutePath,
+    Count,
+    Expected,
+    Flag,
+    Seconds,
+    Section,
+    Share,
+    Texts,
+    any_of,
+    form,
+    is_texts,
+    refuse,
+)
+from honed.problem import InvalidSpecError, KeyPath, Problem, fault, shown
+from honed.training import TrainingSpec
+
+__all__ = [
+    "DatasetSpec", "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "NotifySpec", "PredictionSpec", "Problem",
+    "ResourceSpec", "RetrySpec", "TrainingSpec", "load", "loads", "validate",
+]  # fmt: skip
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_JOB = re.compile(r"job:\S.*")
+
+
+def _name(value: str) -> str:
+    if not value.isprintable() or "/" in value or value != value.strip() or not 1 <= len(value) <= 100:
+        raise ValueError
+    if value.isdecimal():
+        refuse(f"a name of digits alone would be taken for a job's number, got {shown(value)}", "add a letter")
+    return value
+
+
+def _base_model(value: str) -> str:
+    if value.startswith(("./", "../", "~")):
+        refuse(f"paths are absolute, got {shown(value)}", "begin with /")
+    if not (value.startswith("/") or _HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
+        raise ValueError
+    return value
+
+
+def _adapter(value: Any) -> Any:
+    if value in ("lora", "qlora", "peft"):
+        refuse(f"the directory of an adapter to go on from, got {shown(value)}", "for a new one write a lora: section")
+    return value
+
+
+def _target_modules(value: str | list[str]) -> str | list[str]:
+    if isinstance(value, str) and "," in value:
+        refuse(f"several modules are a list, got {shown(value)}", "write [q_proj, v_proj]")
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error:
+            refuse(f"expected all-linear, a list of words or a regular expression, got {shown(value)}")
+    return value
+
+
+def _one_gpu(value: int) -> int:
+    if value > 1:
+        refuse(f"a job has at most one GPU for now, got {value}", "write gpus: 1")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """`tensorboard` for `[tensorboard]`, and `none` for nothing, as in SFTConfig."""
+    if isinstance(value, str):
+        return [] if value == "none" else [value]
+    return value
+
+
+def _job_ids(value: Any) -> Any:
+    """Job numbers may be written as numbers."""
+    if isinstance(value, list):
+        return [str(item) if isinstance(item, int) and not isinstance(item, bool) else item for item in value]
+    return value
+
+
+def _webhook(value: str) -> str:
+    if re.match(r"https?://[^/]*@", value):
+        refuse("an address with a password in it", "secrets never stand in a spec")
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        raise ValueError
+    return value
+
+
+_LORA_INIT = re.compile(r"gaussian|olora|orthogonal|pissa(_niter_[0-9]+)?")
+_MODULES = Expected("all-linear, a regular expression, or a list of words")
+Metric = Annotated[str, form(r"[A-Za-z][\w./-]*"), Expected("the name of a metric")]
+Ending = Literal["succeeded", "failed", "cancelled"]
+Text = Annotated[str, form(r"[\s\S]*\S[\s\S]*"), Expected("text")]
+
+
+class LoraSpec(Section):
+    """`lora:`, in peft's own names. Left out, and without `adapter`, the job is full fine-tuning."""
+
+    r: Annotated[int, Ge(1), Le(4096)] = 16
+    """Rank of the adapter's matrices."""
+    lora_alpha: Count = 32
+    """The adapter counts `lora_alpha / r` times."""
+    lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout before the adapter."""
+    target_modules: Annotated[
+        str | list[str], any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        AfterValidator(_target_modules), _MODULES,
+    ] = "all-linear"  # fmt: skip
+    """The modules that get an adapter."""
+    exclude_modules: Annotated[
+        str | list[str], any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        AfterValidator(_target_modules), Expected("a regular expression, or a list of words"),
+    ] | None = None  # fmt: skip
+    """The modules that get none."""
+    modules_to_save: Texts | None = None
+    """Modules that are trained whole, beside the adapter."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained."""
+    use_rslora: Flag = False
+    """Whether the adapter counts `lora_alpha / sqrt(r)` times."""
+    use_dora: Flag = False
+    """Whether weights are split into magnitude and direction."""
+    init_lora_weights: Annotated[
+        bool | str,
+        any_of(
+            lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)),
+            bool, str,
+        ),
+        Expected("true, false, gaussian, olora, orthogonal, pissa or pissa_niter_<number>"),
+    ] = True  # fmt: skip
+    """How the adapter begins."""
+    layers_to_transform: list[Annotated[int, Ge(0)]] | None = None
+    """Numbers of the layers that get an adapter; null takes all."""
+    rank_pattern: dict[str, Count] | None = None
+    """Modules with a rank of their own."""
+    alpha_pattern: dict[str, Count] | None = None
+    """Modules with a `lora_alpha` of their own."""
+
+
+class DatasetSpec(Section):
+    """One of `datasets:` or `eval_datasets:`."""
+
+    path: AbsolutePath
+    """A .jsonl, .json, .csv or .parquet file, or a directory of them."""
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
+    """How a row is built; `auto` goes by its columns."""
+    fraction: Annotated[float, Gt(0)] | None = None
+    """Share of the mixture, as in TRL: normalised, no row drawn twice. For all data sets or none."""
+    split: Text | None = None
+    """Of a directory with several splits, the one that is read."""
+    max_rows: Count | None = None
+    """Rows that are read at most."""
+    media_dir: AbsolutePath | None = None
+    """The directory that paths of images, audio and video in the rows start from; null takes the data file's."""
+    columns: dict[str, Text] | None = None
+    """Columns with other names, as `our name: their column`."""
+
+
+class PredictionSpec(Section):
+    """`predictions:` on held-out examples, before, during and after training."""
+
+    sample_frequency: Annotated[
+        Literal["eval", "epoch", "off"] | int,
+        any_of(lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1, int, str),
+        Expected("one of eval, epoch, off, or a whole number of steps"),
+    ] = "eval"
+    """When predictions are made, apart from the start and the end; `off` makes none at all."""
+    num_samples: Count = 5
+    """Examples that are followed."""
+    max_new_tokens: Count = 64
+    """Tokens that the model may write."""
+    prompts: Texts | None = None
+    """Prompts of one's own, in place of held-out examples."""
+
+
+class ResourceSpec(Section):
+    """`resources:` of the machine."""
+
+    gpus: Annotated[int, Ge(0), AfterValidator(_one_gpu), Expected("0 or 1")] = 1
+    """GPUs of the job; 0 trains on the CPU."""
+
+
+class RetrySpec(Section):
+    """`retry:` after a death or a lack of memory."""
+
+    max_attempts: Annotated[int, Ge(1), Le(100)] = 3
+    """Attempts in all, each from the last checkpoint. A clean stop uses up none."""
+
+
+class GuardSpec(Section):
+    """`guard:` a model that ends worse than it began is not called a success."""
+
+    metric: Metric
+    """The metric on predictions that is watched, such as exact_match."""
+    max_drop: Annotated[float, Ge(0)] = 0.0
+    """How far it may fall below its value before training."""
+    num_samples: Count = 100
+    """Held-out examples that it is measured on."""
+
+
+class NotifySpec(Section):
+    """`notify:` who is told of the job's end."""
+
+    webhook: Annotated[str, AfterValidator(_webhook), Expected("an http or https address")] | None = None
+    """An address that gets a POST."""
+    mail: Annotated[str, form(r"[^\s@]+@[^\s@]+"), Expected("a mail address")] | None = None
+    """A mail address."""
+    states: list[Ending] = Field(default=["succeeded", "failed"])
+    """The ends that are told."""
+
+
+class JobSpec(Section):
+    """A job. Only `base_model` and `datasets` must be there."""
+
+    name: (
+        Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
+    ) = None
+    """A name for people; honectl takes it where it is unambiguous."""
+    kind: Literal["sft", "merge"] = "sft"
+    """What is done: supervised fine-tuning; `merge` is not built yet."""
+    priority: Annotated[int, Ge(-1_000_000), Le(1_000_000)] = 0
+    """Higher runs first; equal: first come."""
+    base_model: Annotated[
+        str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME")
+    ]
+    """What training starts from: a directory, a hub id, or what another job makes (`job:NAME`)."""
+    model_type: Annotated[str, form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")] | None = None
+    """The model's type, only where the checkpoint's config.json lacks it or has an alias."""
+    revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: Flag = False
+    """Whether code that comes with the model may run; only where the administrator allows it."""
+    chat_template: AbsolutePath | None = None
+    """A file with a chat template, for a base model without one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template takes, in training and predictions alike."""
+    adapter: Annotated[AbsolutePath, BeforeValidator(_adapter)] | None = None
+    """An adapter's directory, from which training goes on."""
+    backend: Literal["auto", "unsloth", "transformers"] = "auto"
+    """What loads the model; `auto` falls back to transformers, a backend asked for by name does not."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision; `auto` takes what the checkpoint stores, if the device can."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Quantization of the base model, under an adapter."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """The attention's implementation."""
+    lora: LoraSpec | None = None
+    """Train an adapter. Left out: full fine-tuning."""
+    datasets: list[DatasetSpec] = Field(default_factory=list)
+    """What is trained on."""
+    eval_datasets: list[DatasetSpec] = Field(default_factory=list)
+    """What is held out; or `eval_split`."""
+    eval_split: Share | None = None
+    """The share of the training data that is held out."""
+    training: TrainingSpec = TrainingSpec()
+    """SFTConfig's own names."""
+    predictions: PredictionSpec = PredictionSpec()
+    """What the model writes for held-out examples."""
+    output_dir: AbsolutePath | None = None
+    """Where the result goes; by default `jobs/<id>/output`."""
+    save_merged: Literal["none", "bfloat16", "float16"] = "none"
+    """A merged checkpoint beside the adapter, in this precision."""
+    resources: ResourceSpec = ResourceSpec()
+    """What the job needs."""
+    retry: RetrySpec = RetrySpec()
+    """How often it is tried."""
+    depends_on: Annotated[
+        list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")
+    ] = Field(default_factory=list)  # fmt: skip
+    """Jobs that must have succeeded first."""
+    time_limit_sec: Seconds | None = None
+    """Seconds that the job may run in all."""
+    save_interval_sec: Seconds | None = 600.0
+    """Seconds between checkpoints, beside `save_steps`; null goes by steps alone."""
+    early_stopping_patience: Count | None = None
+    """Evaluations without improvement after which training ends."""
+    guard: GuardSpec | None = None
+    """A metric that must not fall."""
+    report_to: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_listed),
+        Expected("a list of tensorboard, wandb, mlflow, trackio"),
+    ] = Field(default_factory=list)  # fmt: skip
+    """Who else gets the figures."""
+    notify: NotifySpec | None = None
+    """Who is told of the end."""
+
+
+def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
+    """Read a job file. Raises SpecError, whose message has every problem on a line of its own (`.problems`)."""
+    return loads(_read(path, max_bytes), path.suffix, max_bytes=max_bytes)
+
+
+def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
+    """Read a job file's content; the suffix says its format. Raises SpecError, as `load`."""
+    parsed = document.parse(data, suffix, max_bytes=max_bytes)
+    return validate(parsed.data, parsed.lines)
+
+
+def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -> JobSpec:
+    """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together."""
+    lines = lines or {}
+    try:
+        spec = JobSpec.model_validate(data)
+    except ValidationError as error:
+        found = refusal.refusals(error, data, JobSpec)
+        problems = [item.problem(lines) for item in found]
+        # What is right may still not fit together; a rule that reads a refused key keeps quiet.
+        if (mended := _mended(data, found)) is not None:
+            touched = [path for item in found for path in item.touched]
+            problems += rule.problems(mended, lines, except_of=touched)
+    else:
+        problems = rule.problems(spec, lines, except_of=[])
+    if problems:
+        raise InvalidSpecError(sorted(problems, key=lambda problem: problem.line or 0))
+    return spec
+
+
+def _mended(data: dict[str, Any], found: list[refusal.Refusal]) -> JobSpec | None:
+    try:
+        return JobSpec.model_validate(refusal.without(data, found))
+    except ValidationError:
+        return None
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """A regular file's content. Neither follows a link nor waits for a FIFO's other end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        what = "is a symbolic link" if path.is_symlink() else f"cannot be read: {(error.strerror or '').lower()}"
+        raise fault(f"{path.name} {what}", hint="a job file is a regular file") from error
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise fault(f"{path.name} is {_kind(status.st_mode)}", hint="a job file is a regular file")
+        return file.read(max_bytes + 1)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")

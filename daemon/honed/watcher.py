@@ -1,0 +1,160 @@
+"""Watches incoming/ and says which arrivals are whole.
+
+inotify (through watchdog) only wakes the loop and gives hints: it loses events in an overflow without telling. The
+scan is the truth. A file is whole when it was renamed in, or was closed and then lay still for a moment, or lay still
+for `settle_sec` with no writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from watchdog.events import FileClosedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a closed file must lie still: a shell's `>` and `>>` close and open again.
+CLOSED_SETTLE_SEC = 0.25
+
+
+@dataclass(frozen=True)
+class _Sighting:
+    """A file's identity and extent, and when it was first seen so (monotonic seconds)."""
+
+    key: tuple[int, int, int]
+    since: float
+
+
+class Watcher:
+    """One directory, watched. `wake` is called from another thread: it may only write to a pipe."""
+
+    def __init__(self, directory: Path, *, settle_sec: float, wake: Callable[[], None]) -> None:
+        self._directory = directory
+        self.settle_sec = settle_sec
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._closed: set[str] = set()
+        self._moved: set[str] = set()
+        self._sightings: dict[str, _Sighting] = {}
+        self._observer: Observer | None = None  # type: ignore[valid-type]
+        self._inode: tuple[int, int] | None = None
+
+    @property
+    def is_watching(self) -> bool:
+        return self._observer is not None and self._observer.is_alive()  # type: ignore[attr-defined]
+
+    def start(self) -> None:
+        """Watch, or say why not: then the rescan carries on alone."""
+        self._inode = self._identity()
+        observer = Observer()
+        try:
+            observer.schedule(_Hints(self), str(self._directory))
+            observer.start()
+        except OSError as error:
+            log.warning("%s: cannot be watched (%s); it is scanned instead", self._directory, error.strerror or error)
+            return
+        self._observer = observer
+
+    def stop(self) -> None:
+        if self._observer is not None:
+            self._observer.stop()  # type: ignore[attr-defined]
+            self._observer = None
+
+    def rearm(self) -> None:
+        """Watch again where the directory was replaced, which inotify does not tell."""
+        if self._inode != self._identity():
+            log.warning("%s was replaced; watching it again", self._directory)
+            self.stop()
+            self.start()
+
+    def _identity(self) -> tuple[int, int] | None:
+        with contextlib.suppress(FileNotFoundError):
+            info = self._directory.stat()
+            return info.st_dev, info.st_ino
+        return None
+
+    def hint(self, event: FileSystemEvent) -> None:
+        """One event, in watchdog's thread."""
+        with self._lock:
+            match event:
+                case FileMovedEvent():
+                    self._moved.add(Path(os.fsdecode(event.dest_path)).name)
+                case FileClosedEvent():
+                    self._closed.add(Path(os.fsdecode(event.src_path)).name)
+                case FileSystemEvent(event_type="created" | "modified" | "deleted"):
+                    name = Path(os.fsdecode(event.src_path)).name
+                    self._closed.discard(name)
+                    if event.event_type == "deleted":
+                        self._moved.discard(name)
+                case _:
+                    return
+        self._wake()
+
+    def forget(self, name: str) -> None:
+        """The arrival is gone from the directory."""
+        self._sightings.pop(name, None)
+        with self._lock:
+            self._closed.discard(name)
+            self._moved.discard(name)
+
+    def keep(self, names: set[str]) -> None:
+        """Forget all arrivals but these, so that nothing is remembered for ever."""
+        for name in [name for name in self._sightings if name not in names]:
+            self.forget(name)
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether nobody is still writing this arrival, as far as can be known."""
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISREG(info.st_mode):
+            return True  # it will be refused; there is nothing to wait for
+        with self._lock:
+            was_moved, was_closed = path.name in self._moved, path.name in self._closed
+        if was_moved:
+            return True
+        key, now = (info.st_ino, info.st_size, info.st_mtime_ns), time.monotonic()
+        seen = self._sightings.get(path.name)
+        if seen is None or seen.key != key:
+            seen = self._sightings[path.name] = _Sighting(key, now)
+        wanted = CLOSED_SETTLE_SEC if was_closed else self.settle_sec
+        lies_still = now - seen.since >= wanted or time.time() - info.st_mtime >= max(wanted, self.settle_sec)
+        return lies_still and not _has_writer(path)
+
+
+class _Hints(FileSystemEventHandler):
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def dispatch(self, event: FileSystemEvent) -> None:
+        self._watcher.hint(event)
+
+
+def _has_writer(path: Path) -> bool:
+    """Whether a process holds the file open for writing; False where we may not ask (another's file)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    else:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,46 @@
+"""`python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]`: the process around a run."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+
+from honed.worker.stop import Stop
+
+#: Set before any library is imported; what the daemon or the administrator has set stays.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # a job's worker never calls out
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "warning",
+    "TQDM_DISABLE": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+def main() -> int:
+    """Train one job. The exit status is 0 for success alone; see error.py for the others."""
+    parser = argparse.ArgumentParser(prog="python -m honed.worker", description=__doc__)
+    parser.add_argument("job_dir", type=Path)
+    parser.add_argument("attempt", type=int)
+    parser.add_argument("--backend", choices=["transformers", "unsloth"], help="instead of the plan's")
+    arguments = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    stop = Stop()
+    signal.signal(signal.SIGTERM, stop.on_signal)
+    signal.signal(signal.SIGINT, stop.on_signal)
+    faulthandler.enable()  # the daemon sends SIGABRT to a worker that hangs: its stacks go to worker.log
+
+    from honed.worker.run import run
+
+    return run(arguments.job_dir.resolve(), arguments.attempt, backend=arguments.backend, stop=stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

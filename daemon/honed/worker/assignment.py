@@ -1,0 +1,54 @@
+"""What a worker is asked to do: plan.json, read once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.error import InternalError
+from honed.layout import AttemptLayout, JobLayout
+from honed.precision import Precision
+from honed.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One attempt at one job."""
+
+    job_id: int
+    name: str
+    spec: JobSpec
+    base_model_path: Path
+    output_dir: Path
+    backend: str
+    precision: Precision
+    plan: dict[str, Any]  #: all of plan.json, for the output's manifest
+    layout: JobLayout
+    attempt: AttemptLayout
+
+    @property
+    def seed(self) -> int:
+        return int(self.spec.training.as_kwargs().get("seed", 42))
+
+
+def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignment:
+    """The assignment in `job_dir`; `backend` takes the place of the plan's."""
+    layout = JobLayout(job_dir)
+    try:
+        plan = json.loads(layout.plan_path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InternalError(f"{layout.plan_path}: {error}") from error
+    return Assignment(
+        job_id=plan["job"]["id"],
+        name=plan["job"].get("name") or f"job {plan['job']['id']}",
+        spec=JobSpec.model_validate(plan["spec"]),
+        base_model_path=Path(plan["base_model_path"]),
+        output_dir=Path(plan["output_dir"]),
+        backend=backend or plan["backend"]["name"],
+        precision=Precision(**plan["precision"]),
+        plan=plan,
+        layout=layout,
+        attempt=layout.attempt(attempt),
+    )

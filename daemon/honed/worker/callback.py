@@ -1,0 +1,109 @@
+"""The run as it happens: steps, evaluations and predictions as events, and the looks at the clock and the stop flag."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
+
+from honed.error import DivergedError
+from honed.event import EventWriter
+from honed.worker.checkpoint import Progress
+from honed.worker.stop import Stop
+
+#: Losses in a row that are not a number, after which the run has diverged.
+MAX_BAD_LOSSES = 2
+
+
+class RunCallback(TrainerCallback):
+    """Reports to the daemon. Predicts before it reports an evaluation, so that one cut short is not half told."""
+
+    def __init__(
+        self,
+        *,
+        events: EventWriter,
+        stop: Stop,
+        progress: Progress,
+        predict: Callable[[Any, Any], None],
+        sample_frequency: str | int,
+        save_interval_sec: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._events = events
+        self._stop = stop
+        self._progress = progress
+        self._predict = predict
+        self._frequency = sample_frequency
+        self._save_interval_sec = save_interval_sec
+        self._clock = clock
+        self._saved_at = clock()
+        self._began: tuple[float, int] = (clock(), 0)
+        self._num_bad_losses = 0
+        self._is_save_deferred = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = (self._clock(), state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        self._events.emit(
+            "step", step=state.global_step, num_steps=state.max_steps, epoch=state.epoch, eta_sec=self._eta_sec(state),
+            **{name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "mean_token_accuracy") if name in logs},
+        )  # fmt: skip
+        if math.isfinite(logs["loss"]):
+            self._num_bad_losses = 0
+            return
+        self._num_bad_losses += 1
+        control.should_save = False  # the last good checkpoint is the one before
+        if self._num_bad_losses >= MAX_BAD_LOSSES:
+            raise DivergedError(
+                f"the loss is {logs['loss']} at step {state.global_step}, {MAX_BAD_LOSSES} times in a row",
+                hint="a lower learning_rate, more warmup_steps, or another dtype: float16 overflows in some families",
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        interval = self._save_interval_sec
+        if interval is not None and self._clock() - self._saved_at >= interval:
+            control.should_save = True
+        # A checkpoint of an epoch's last step comes after the epoch's evaluation, or a resume would never make it.
+        if is_epoch_end(state) and args.eval_strategy == IntervalStrategy.EPOCH:
+            self._is_save_deferred, control.should_save = control.should_save, False
+        if isinstance(self._frequency, int) and state.global_step % self._frequency == 0:
+            self._predict(model, state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        control.should_save = control.should_save or self._is_save_deferred
+        self._is_save_deferred = False
+        if self._frequency == "epoch":
+            self._predict(model, state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved_at = self._clock()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop.check()
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, model: Any = None, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if self._frequency == "eval":
+            self._predict(model, state)
+        figures = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        epoch = figures.pop("epoch", state.epoch)
+        self._events.emit("evaluation", step=state.global_step, epoch=epoch, metrics=figures)
+
+    def _eta_sec(self, state: Any) -> float | None:
+        began, step = self._began
+        if state.global_step <= step:
+            return None
+        return (self._clock() - began) / (state.global_step - step) * (state.max_steps - state.global_step)
+
+
+def is_epoch_end(state: Any) -> bool:
+    """Whether the step just done is the last of an epoch, or of the run."""
+    return bool(state.epoch == int(state.epoch)) or state.global_step >= state.max_steps

@@ -1,0 +1,63 @@
+"""The check before the first step: real batches, as the trainer will see them, held against the rows they came from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from honed.chat import IGNORED, ChatFormat, trained_share
+from honed.error import MaskError
+from honed.event import EventWriter
+from honed.worker.data import Rows
+from honed.worker.prediction import random_state_kept
+
+#: Batches that are looked at: enough to meet each kind of row of a mixture, little beside a step.
+NUM_BATCHES = 8
+
+
+def check(trainer: Any, rows: Rows, chat: ChatFormat, events: EventWriter) -> None:
+    """Raises MaskError, with decoded evidence, unless what is trained on is what the rows' assistants say."""
+    with random_state_kept():
+        batches = list(itertools.islice(iter(trainer.get_train_dataloader()), NUM_BATCHES))
+    for batch in batches:
+        for input_ids, labels in examples(batch):
+            _check_example(input_ids, labels, rows, chat)
+    _hint(batches, rows, events)
+
+
+def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """The examples of a batch, padding taken off and packing taken apart."""
+    if "attention_mask" in batch:
+        for ids, labels, seen in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+            yield ids[seen.bool()].tolist(), labels[seen.bool()].tolist()
+            if bool((labels[~seen.bool()] != IGNORED).any()):
+                raise MaskError("padding is trained on", hint="this is a bug of honed or of a library: please report it")
+        return
+    ids, labels, positions = (batch[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
+    starts = [n for n, position in enumerate(positions) if position == 0]
+    for start, end in itertools.pairwise([*starts, len(ids)]):
+        yield ids[start:end], labels[start:end]
+
+
+def _check_example(input_ids: list[int], labels: list[int], rows: Rows, chat: ChatFormat) -> None:
+    place = rows.place(input_ids)
+    if place is None:  # a packing that splits rows: the pieces are nobody's whole turn
+        return
+    # The first token is nobody's prediction; a packing masks it for its own reasons.
+    labels = [rows.dataset[place]["labels"][0], *labels[1:]]
+    chat.check_trained(input_ids, labels, rows.examples[place], is_truncated=rows.truncated[place])
+
+
+def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> None:
+    if all(example.kind == "text" for example in rows.examples):
+        return
+    share = max(trained_share(batch["labels"].tolist()) for batch in batches)
+    if share > 0.5:
+        events.emit(
+            "log",
+            level="warning",
+            code="mask_share",
+            message=f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, "
+            "suspicious otherwise; see honectl preview",
+        )

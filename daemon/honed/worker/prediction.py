@@ -1,0 +1,180 @@
+"""What the model writes for held-out examples: before training, on the way, and at the end.
+
+Greedy, in batches padded on the left, without autocast, and without a trace in the run: mode, cache, and the random
+state of Python, NumPy and torch are put back, so that the losses are those of a run without predictions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from honed.chat import ChatFormat
+from honed.dataset import Example
+from honed.worker.stop import Stop
+
+#: Prompts in one batch.
+BATCH_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the model is asked, and what it should say."""
+
+    prompt: str
+    input_ids: list[int]
+    ground_truth: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One round of predictions; None for one that failed."""
+
+    texts: list[str | None]
+
+    @property
+    def num_failed(self) -> int:
+        return sum(text is None for text in self.texts)
+
+
+def choose(examples: Sequence[Example], chat: ChatFormat, *, num_samples: int, seed: int) -> list[Question]:
+    """The same examples for the whole life of a job, whatever attempt it is."""
+    places = sorted(random.Random(seed).sample(range(len(examples)), min(num_samples, len(examples))))
+    return [Question(*chat.prompt(examples[place])) for place in places]
+
+
+def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:
+    """The job's own prompts: a user's message where there is a chat template, else plain text."""
+    questions = []
+    for text in prompts:
+        if chat.tokenizer.chat_template:
+            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "?"}]
+            example = Example("messages", messages=messages)
+        else:
+            example = Example("prompt_completion", prompt=text, completion="?")
+        prompt, input_ids, _ = chat.prompt(example)
+        questions.append(Question(prompt, input_ids, ""))
+    return questions
+
+
+class Predictor:
+    """Asks the model its questions. The first failure is told through `warn`, with what is known of the dtypes."""
+
+    def __init__(
+        self, chat: ChatFormat, *, max_new_tokens: int, stop: Stop, warn: Callable[[str], None]
+    ) -> None:
+        self._tokenizer = chat.tokenizer
+        self._stop_ids = chat.stop_token_ids
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+        self._warn = warn
+        self._has_warned = False
+
+    def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
+        """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop."""
+        import torch
+
+        texts: list[str | None] = []
+        with undisturbed(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+            for start in range(0, len(questions), BATCH_SIZE):
+                self._stop.check()
+                texts += self._ask_batch(model, questions[start : start + BATCH_SIZE])
+        return Answers(texts)
+
+    def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
+        try:
+            return self._generate(model, questions)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the run
+            self._tell(model, error)
+        if len(questions) == 1:
+            return [None]
+        return [answer for question in questions for answer in self._ask_batch(model, [question])]
+
+    def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
+        import torch
+        from transformers import GenerationConfig
+
+        room = _room(model, self._max_new_tokens)
+        rows = [question.input_ids[-room:] for question in questions]
+        width = max(map(len, rows))
+        pad_id = self._tokenizer.pad_token_id
+        input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        config = GenerationConfig(
+            max_new_tokens=self._max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            pad_token_id=pad_id,
+            bos_token_id=self._tokenizer.bos_token_id,
+            eos_token_id=self._stop_ids or None,
+        )
+        output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+        return [self._decode(row) for row in output[:, width:].tolist()]
+
+    def _decode(self, ids: list[int]) -> str:
+        end = next((n for n, token in enumerate(ids) if token in self._stop_ids), len(ids))
+        return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+
+    def _tell(self, model: Any, error: Exception) -> None:
+        import torch
+
+        if self._has_warned:
+            return
+        self._has_warned = True
+        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+        autocast = torch.is_autocast_enabled(model.device.type)
+        self._warn(
+            f"a prediction failed: {type(error).__name__}: {error} (model {', '.join(dtypes)} on {model.device}; "
+            f"input_ids torch.int64; autocast {'on' if autocast else 'off'})"
+        )
+
+
+def _room(model: Any, max_new_tokens: int) -> int:
+    """Tokens that a prompt may have: positions are learned, and end, in some families."""
+    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 20
+    return max(int(limit) - max_new_tokens, 1)
+
+
+@contextlib.contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """The model in eval mode with its own forward; afterwards everything as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    use_cache = getattr(model.config, "use_cache", None)
+    # accelerate's autocast is not a context that could be left: it is inside the forward that it has put in the place
+    # of the model's own.
+    wrapped = model.__dict__.get("forward") if "_original_forward" in model.__dict__ else None
+    with random_state_kept():
+        try:
+            model.eval()
+            if wrapped is not None:
+                model.forward = model._original_forward
+            yield
+        finally:
+            if wrapped is not None:
+                model.forward = wrapped
+            if use_cache is not None:
+                model.config.use_cache = use_cache
+            for module, training in modes:
+                module.training = training
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The random state of Python, NumPy and torch, put back afterwards."""
+    import numpy as np
+    import torch
+
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.random.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,279 @@
+"""One attempt at one job, read top to bottom: prepare, load, audit, data, mask, baseline, train, export, result.
+
+Nothing here imports the training stack before the backend is chosen.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from honed import durable, installed
+from honed.chat import ChatFormat
+from honed.error import (
+    DiskShortError,
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    InterruptedRunError,
+    KilledError,
+    OutOfMemoryError,
+    RegressedError,
+)
+from honed.event import EventWriter
+from honed.worker import assignment as assignments
+from honed.worker import audit, checkpoint, load, mask, prediction
+from honed.worker.assignment import Assignment
+from honed.worker.stop import Stop
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
+
+
+def run(job_dir: Path, attempt: int, *, backend: str | None = None, stop: Stop | None = None) -> int:
+    """Try the job once. Leaves events and, once everything else is durable, result.json; returns the exit status."""
+    layout = assignments.JobLayout(job_dir).attempt(attempt)
+    durable.make_dir(layout.dir)
+    events = EventWriter(layout.events_path)
+    story = _Story(events, stop or Stop())
+    error: HonedError | None = None
+    try:
+        story.tell(assignments.read(job_dir, attempt, backend=backend))
+    except Exception as problem:  # noqa: BLE001 - every end of a worker is told
+        traceback.print_exc()
+        error = explain(problem)
+    match error:
+        case None:
+            outcome = "succeeded"
+        case InterruptedRunError():
+            outcome = "interrupted"
+        case _:
+            outcome = "failed"
+            events.emit("log", level="error", code=error.code, message=error.message)
+    events.emit("finished", outcome=outcome, step=story.step, metrics=story.metrics)
+    events.close()
+    durable.write_json(
+        layout.result_path,
+        {
+            "outcome": outcome,
+            "step": story.step,
+            "metrics": {name: value for name, value in story.metrics.items() if math.isfinite(value)},
+            "artifacts": story.artifacts,
+            "error": error.as_dict() if error else None,
+        },
+    )
+    return error.exit_status if error else 0
+
+
+def explain(problem: Exception) -> HonedError:
+    """The error that this is, in honed's words."""
+    text = f"{type(problem).__name__}: {problem}"
+    match problem:
+        case HonedError():
+            return problem
+        case MemoryError():
+            return OutOfMemoryError(text, hint=_MEMORY_HINT)
+        case RuntimeError() if type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem):
+            return OutOfMemoryError(text.splitlines()[0], hint=_MEMORY_HINT)
+        case ImportError():
+            return EnvironmentInvalidError(text, hint="see `honectl doctor`")
+        case OSError() if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DiskShortError(text, hint="make room; honectl requeue goes on from the last checkpoint")
+        case PermissionError():
+            return EnvironmentInvalidError(text, hint="let the worker's user read or write there")
+        case _:
+            return InternalError(text, hint="see worker.log for the traceback")
+
+
+_MEMORY_HINT = "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length"
+
+
+class _Story:
+    """What is known of the run so far, for its result."""
+
+    def __init__(self, events: EventWriter, stop: Stop) -> None:
+        self._events = events
+        self._stop = stop
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.artifacts: dict[str, str] = {}
+
+    def tell(self, job: Assignment) -> None:
+        """The whole story; each stage begins with a look at the stop flag."""
+        started = time.time()
+        events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
+        events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
+
+        # Prepare: what an earlier attempt left, then the libraries, in the order that the backend needs.
+        self._stage("prepare")
+        durable.make_dir(job.layout.checkpoints_dir)
+        resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir)
+        for path in set_aside:
+            self._log("warning", f"{path.stem} was not whole and is set aside as {path.name}")
+        progress = resumed.progress if resumed else checkpoint.Progress()
+        backend = load.choose(job.backend)
+        backend.import_libraries()
+
+        self._stage("load")
+        loaded = load.load(backend, job)
+        from honed.worker import trainer as trainers  # the libraries are there only now
+        from honed.worker.callback import RunCallback
+
+        self._stage("audit")
+        found = audit.check(loaded.model, precision)
+        self._log("info", f"loaded: {found}; {_training_precision(job)}")
+
+        self._stage("data")
+        from honed.worker import data as datas
+
+        chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
+        data = datas.build(job, chat, stop)
+        events.emit("data", **data.counts)
+        if data.train.num_dropped:
+            self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
+        questions, guarded = self._questions(job, data, chat)
+        predictor = prediction.Predictor(
+            chat, max_new_tokens=spec.predictions.max_new_tokens, stop=stop, warn=lambda text: self._log("warning", text)
+        )
+
+        def predict(model: Any, state: Any) -> None:
+            if progress.predicted_step == state.global_step or spec.predictions.sample_frequency == "off":
+                return
+            self._predict(predictor, model, questions, step=state.global_step, epoch=state.epoch or 0.0)
+            progress.predicted_step = state.global_step
+
+        trainer = trainers.Trainer(
+            assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress,
+            resumed_step=resumed.step if resumed else None,
+            args=trainers.arguments(job, has_eval=data.held_out is not None),
+            callback=RunCallback(
+                events=events, stop=stop, progress=progress, predict=predict,
+                sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
+            ),
+        )  # fmt: skip
+        audit.check(trainer.model, precision)
+        audit.check_arguments(trainer.args, precision)
+
+        self._stage("mask")
+        events.emit("example", segments=data.train.first_segments)
+        mask.check(trainer, data.train, chat, events)
+
+        self._stage("baseline")
+        if resumed is None:
+            predict(trainer.model, trainer.state)
+            if guarded:
+                progress.guard_before = _exact_match(predictor.ask(trainer.model, guarded), guarded)
+
+        self._stage("train")
+        if resumed is not None:
+            self.step = resumed.step
+            events.emit("resumed", step=resumed.step, path=str(resumed.path))
+        try:
+            trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
+            is_last = not trainer.args.load_best_model_at_end or trainer.state.best_global_step == trainer.state.global_step
+            if is_last:  # else the best model is back, which was asked at its own evaluation
+                predict(trainer.model, trainer.state)
+            after = _exact_match(predictor.ask(trainer.model, guarded), guarded) if guarded else None
+            stop.check()
+        except (InterruptedRunError, KilledError):
+            trainer.save()
+            raise
+        finally:
+            self.step = max(self.step, trainer.state.global_step)
+            self.metrics |= _metrics(trainer.state, progress)
+        if after is not None:
+            self._guard(job, progress.guard_before, after)
+
+        self._stage("export")
+        from honed.worker import export
+
+        facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics}
+        self.artifacts = export.export(job, trainer.model, loaded.tokenizer, facts)
+        for name, place in self.artifacts.items():
+            events.emit("artifact", name=name, path=place)
+        if self._regression is not None:
+            raise self._regression
+
+    _regression: RegressedError | None = None
+
+    def _stage(self, name: str) -> None:
+        self._stop.check()
+        self._events.emit("stage", stage=name)
+
+    def _log(self, level: str, message: str) -> None:
+        self._events.emit("log", level=level, message=message)
+
+    def _questions(self, job: Assignment, data: Any, chat: ChatFormat) -> tuple[list[Any], list[Any]]:
+        """What the model is asked on the way, and what the guard asks."""
+        spec, held_out = job.spec, data.held_out
+        examples = held_out.examples if held_out else data.train.examples
+        guarded = []
+        if spec.guard:
+            guarded = prediction.choose(examples, chat, num_samples=spec.guard.num_samples, seed=job.seed)
+        if spec.predictions.sample_frequency == "off":
+            return [], guarded
+        if spec.predictions.prompts:
+            return prediction.from_prompts(spec.predictions.prompts, chat), guarded
+        if not held_out:
+            self._log("warning", "no rows are held out: predictions are made on rows that are trained on")
+        return prediction.choose(examples, chat, num_samples=spec.predictions.num_samples, seed=job.seed), guarded
+
+    def _predict(self, predictor: Any, model: Any, questions: list[Any], *, step: int, epoch: float) -> None:
+        answers = predictor.ask(model, questions)
+        rows = [
+            {"sample_index": n, "prompt": question.prompt, "ground_truth": question.ground_truth, "prediction": text}
+            for n, (question, text) in enumerate(zip(questions, answers.texts, strict=True))
+            if text is not None
+        ]
+        self._events.emit("predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows)
+
+    def _guard(self, job: Assignment, before: float | None, after: float) -> None:
+        guard = job.spec.guard
+        assert guard is not None
+        self.metrics["guard_after"] = after
+        if before is None:
+            self._log("warning", "the guard has no figure from before training to compare with")
+            return
+        self.metrics["guard_before"] = before
+        if before - after > guard.max_drop:
+            self._regression = RegressedError(
+                f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
+                hint="the output is kept; look at the predictions, the masks and the data",
+            )
+
+
+def versions(backend: str) -> dict[str, str]:
+    """The packages that matter to this run, imported or not."""
+    names = [*PACKAGES, *(["unsloth", "unsloth_zoo"] if backend == "unsloth" else [])]
+    return {name: found for name in names if (found := installed.version(name)) is not None}
+
+
+def _training_precision(job: Assignment) -> str:
+    precision = job.precision
+    flags = "bf16 autocast" if precision.bf16 else "fp16 autocast" if precision.fp16 else "no autocast"
+    why = "; ".join(f"{choice}: {reason}" for choice, reason in precision.reasons.items())
+    return f"trains in {precision.load_dtype} with {flags}" + (f" ({why})" if why else "")
+
+
+def _metrics(state: Any, progress: Any) -> dict[str, float]:
+    """Figures of the whole run, earlier attempts included: transformers' own averages begin anew with each."""
+    metrics: dict[str, float] = {"num_trained_tokens": progress.num_trained_tokens}
+    losses, last = [], 0
+    for entry in state.log_history:
+        if "loss" in entry:
+            losses.append((entry["loss"], entry["step"] - last))
+            last = entry["step"]
+        if "eval_loss" in entry:
+            metrics["eval_loss"] = entry["eval_loss"]
+    if last:
+        metrics["train_loss"] = sum(loss * num_steps for loss, num_steps in losses) / last
+    return metrics
+
+
+def _exact_match(answers: Any, questions: list[Any]) -> float:
+    pairs = zip(answers.texts, questions, strict=True)
+    return sum(text == question.ground_truth.strip() for text, question in pairs) / len(questions)

@@ -1,0 +1,204 @@
+"""TRL's SFTTrainer, with checkpoints that are whole, a resume that is the same run, and a stop at any boundary.
+
+Imported once the backend has imported its libraries: under Unsloth, SFTTrainer is Unsloth's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers.trainer_utils import IntervalStrategy
+from trl import SFTConfig, SFTTrainer
+
+from honed.error import InterruptedRunError, KilledError, SpecError
+from honed.event import EventWriter
+from honed.worker import audit, checkpoint
+from honed.worker.assignment import Assignment
+from honed.worker.callback import RunCallback, is_epoch_end
+from honed.worker.checkpoint import Progress
+from honed.worker.data import Data
+from honed.worker.prediction import random_state_kept
+from honed.worker.stop import Stop
+from honed.worker.transformers_backend import cast_trainable
+
+#: Checkpoints that are kept, where the spec does not say.
+SAVE_TOTAL_LIMIT = 2
+
+
+def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
+    """SFTConfig: what the user set, over our defaults, under what the plan has settled."""
+    spec, precision = assignment.spec, assignment.precision
+    asked = spec.training.as_kwargs()
+    defaults: dict[str, Any] = {"logging_steps": 1}  # every step is an event
+    if has_eval:
+        defaults["eval_strategy"] = "epoch"
+    if not torch.cuda.is_available():
+        # TRL's default saves a GPU's memory; from 1.15 on it is a Triton kernel, which a CPU cannot run.
+        defaults |= {"loss_type": "nll", "dataloader_pin_memory": False}
+    if spec.early_stopping_patience is not None:
+        defaults |= _early_stopping(defaults | asked)
+    needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
+    settled: dict[str, Any] = {
+        "output_dir": str(assignment.layout.checkpoints_dir),
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "use_cpu": not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+        "report_to": spec.report_to or "none",
+        "run_name": assignment.name,
+        "disable_tqdm": True,
+        "save_total_limit": None,  # ours to keep: see checkpoint.rotate
+        "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
+        "restore_callback_states_from_checkpoint": True,
+        "dataset_kwargs": None if needs_preparing else {"skip_prepare_dataset": True},
+    }
+    if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
+        raise SpecError("training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets")
+    try:
+        return SFTConfig(**{**defaults, **asked, **settled})
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"training: {error}", hint="see docs/job-spec.md") from error
+
+
+def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Early stopping goes by the best evaluation, and returns to it: each evaluation needs its checkpoint."""
+    defaults = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "save_strategy": chosen.get("eval_strategy", "no"),
+    }
+    if "eval_steps" in chosen:
+        defaults["save_steps"] = chosen["eval_steps"]
+    return defaults
+
+
+class Trainer(SFTTrainer):
+    """One attempt's trainer."""
+
+    def __init__(
+        self,
+        *,
+        assignment: Assignment,
+        data: Data,
+        loaded: Any,
+        args: SFTConfig,
+        events: EventWriter,
+        stop: Stop,
+        progress: Progress,
+        callback: RunCallback,
+        resumed_step: int | None,
+    ) -> None:
+        self._assignment = assignment
+        self._events = events
+        self._stop = stop
+        self._progress = progress
+        self._elapsed_before = progress.elapsed_sec
+        self._started_at = time.monotonic()
+        self._saved_step = resumed_step
+        patience = assignment.spec.early_stopping_patience
+        super().__init__(
+            model=loaded.model,
+            args=args,
+            train_dataset=data.train.dataset,
+            eval_dataset=data.held_out.dataset if data.held_out else None,
+            processing_class=loaded.tokenizer,
+            callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
+        )
+        self.remove_callback(PrinterCallback)  # the events say it all
+        # The constructor casts the adapters of a quantized model to bfloat16, whatever the plan says.
+        cast_trainable(self.model, assignment.precision)
+
+    # --- the boundary between two steps -----------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Called at the end of each step and each epoch: the one place where a run is stopped."""
+        due = self._progress.is_evaluation_due = self.control.should_evaluate
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_training_stop:
+            return  # the rest is done sooner than it could be resumed
+        if self._stop.is_set or self._is_out_of_time():
+            by_epoch = self.args.eval_strategy == IntervalStrategy.EPOCH
+            self._progress.is_evaluation_due = by_epoch and not due and is_epoch_end(self.state)
+            self._end_early()
+
+    def _is_out_of_time(self) -> bool:
+        limit = self._assignment.spec.time_limit_sec
+        return limit is not None and self._elapsed_sec() > limit
+
+    def _elapsed_sec(self) -> float:
+        return self._elapsed_before + time.monotonic() - self._started_at
+
+    def _end_early(self) -> None:
+        if self._stop.is_set:
+            raise InterruptedRunError(
+                f"stopped on request at step {self.state.global_step}", hint="it goes on from its last checkpoint"
+            )
+        raise KilledError(
+            f"time limit of {self._assignment.spec.time_limit_sec:g} s reached at step {self.state.global_step}",
+            hint="a higher time_limit_sec; honectl requeue goes on from the checkpoint",
+        )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            return  # resumed from the checkpoint of its last step: transformers would train one more
+        super()._run_epoch(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """An evaluation leaves no trace in the random state, so one that was cut short can be made up for."""
+        with random_state_kept():
+            metrics = super()._evaluate(*args, **kwargs)
+        self._progress.is_evaluation_due = False
+        return metrics
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes up for the evaluation that a stop had cut short, before the first step after it."""
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self._progress.is_evaluation_due:
+            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+        return prepared
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._progress.num_trained_tokens += int(sum((batch["labels"][..., 1:] != -100).sum() for batch in batches))
+        return batches, num_items
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """A checkpoint of the step just done, unless there is one."""
+        if self.state.global_step and self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Written in place, and worth nothing until its manifest says that it is whole."""
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        path = checkpoints_dir / f"checkpoint-{self.state.global_step}"
+        checkpoint.unseal(path)
+        super()._save_checkpoint(model, trial)
+        self._progress.elapsed_sec = self._elapsed_sec()
+        checkpoint.seal(path, self._progress)
+        self._saved_step = self.state.global_step
+        self._events.emit("checkpoint", step=self.state.global_step, path=str(path))
+        limit = self._assignment.spec.training.as_kwargs().get("save_total_limit") or SAVE_TOTAL_LIMIT
+        checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
+
+    def _kept(self) -> set[Any]:
+        if not self.args.load_best_model_at_end or self.state.best_model_checkpoint is None:
+            return set()
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        return {checkpoints_dir / str(self.state.best_model_checkpoint).rsplit("/", 1)[-1]}
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint needs none."""
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """peft loads adapters as float32; they go back before the optimizer is made, whose state follows them."""
+        super()._load_from_checkpoint(*args, **kwargs)
+        cast_trainable(self.model, self._assignment.precision)
+        audit.check(self.model, self._assignment.precision)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        cast_trainable(self.model, self._assignment.precision)

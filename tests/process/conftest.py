@@ -1,0 +1,10 @@
+"""The fixtures of these tests; what they are made of is in harness.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import instance  # noqa: F401

@@ -1,0 +1,34 @@
+"""The real daemon with the fake worker. `HONED_TEST_GPUS` names a file that says what GPUs there are, and how full."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from honed import daemon, device, log
+from honed.layout import Layout
+from honed.runner import ProcessRunner
+
+
+def probe(_gpus: list[int] | None) -> list[device.Device]:
+    path = os.environ.get("HONED_TEST_GPUS")
+    if path is None:
+        return [device.cpu()]
+    return [
+        device.Device(kind="cuda", name="test GPU", index=index, uuid=gpu["uuid"], compute_capability=(8, 0),
+                      total_bytes=80 << 30, free_bytes=gpu["free_bytes"])
+        for index, gpu in enumerate(json.loads(Path(path).read_text()))
+    ]  # fmt: skip
+
+
+def main() -> int:
+    layout = Layout(Path(sys.argv[1]))
+    log.set_up(verbose=False)
+    command = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
+    return daemon.start(layout, runner=ProcessRunner(layout, command=command), probe=probe, drain="--drain" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""A worker that misbehaves on demand: what it does is the job's name. It trains nothing and imports no torch.
+
+    succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
+    explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
+    crash            exit 1 without a word               abort        SIGABRT
+    die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
+    killer           kills itself in every attempt       exit0        exit 0 without a result
+    liar             exit 3 with a result of success     garbage      noise among its events, then success
+    hang             never says a word                   deaf         as slow, but ignores SIGTERM
+    fallback         backend_unavailable under unsloth, success under transformers
+    torn             half a result file, then exit 0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from honed import durable
+from honed.event import EventWriter
+from honed.layout import JobLayout
+
+
+def main() -> int:
+    job_dir, number, backend = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
+    layout = JobLayout(job_dir)
+    attempt = layout.attempt(number)
+    name = json.loads(layout.plan_path.read_bytes())["job"]["name"].split(".")[0]
+    events = EventWriter(attempt.events_path)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "deaf" else lambda *_: asked.append(1))
+    with (job_dir / "starts.txt").open("a") as file:
+        file.write(f"{number} {backend} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+    print("the libraries chatter")
+    events.emit("started", pid=os.getpid(), versions={}, backend=backend)
+    progress_path = layout.checkpoints_dir / "step"
+    layout.checkpoints_dir.mkdir(exist_ok=True)
+
+    def result(outcome: str, step: int, error: dict[str, str] | None = None) -> None:
+        artifacts = {"output_dir": str(layout.output_dir), "merged": None}
+        value = {"outcome": outcome, "step": step, "metrics": {"train_loss": 0.5}, "artifacts": artifacts, "error": error}
+        durable.write_json(attempt.result_path, value)
+
+    def steps(count: int, *, pause: float = 0.0, die_at: int | None = None) -> int:
+        first = int(progress_path.read_text()) if progress_path.exists() else 0
+        if first:
+            events.emit("resumed", step=first, path=str(progress_path))
+        for step in range(first + 1, count + 1):
+            time.sleep(pause)
+            events.emit("step", step=step, num_steps=count, epoch=step / count, loss=1 / step, eta_sec=count - step)
+            if step == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            progress_path.write_text(str(step))
+            if asked:
+                events.emit("checkpoint", step=step, path=str(progress_path))
+                result("interrupted", step, {"code": "interrupted", "message": f"stopped at step {step}", "hint": ""})
+                sys.exit(75)
+        return count
+
+    word, _, argument = name.partition("-")
+    match word:
+        case "succeed":
+            result("succeeded", steps(int(argument or 5)))
+        case "slow" | "deaf":
+            result("succeeded", steps(200, pause=0.05))
+        case "die":
+            result("succeeded", steps(10, die_at=int(argument) if number == 1 else None))
+        case "killer":
+            steps(10, die_at=int(progress_path.read_text()) + 1 if progress_path.exists() else 1)
+        case "explain":
+            result("failed", 0, {"code": "mask_invalid", "message": "trained on the prompt", "hint": "see preview"})
+            return 81
+        case "oom":
+            result("failed", 3, {"code": "out_of_memory", "message": "no memory", "hint": ""})
+            return 83
+        case "crash":
+            return 1
+        case "abort":
+            os.abort()
+        case "exit0":
+            steps(3)
+        case "liar":
+            result("succeeded", 3)
+            return 3
+        case "torn":
+            attempt.result_path.write_text('{"outcome": "succ')
+        case "garbage":
+            with attempt.events_path.open("ab") as file:
+                file.write(b"\x00\x00\n[1, 2]\nnot json\n" + b"{" * 5000 + b"\n" + os.urandom(2000) + b"\n")
+                file.write(b'{"event": "step", "time": 1, "step": "many", "loss": "NaN", "epoch": [1]}\n')
+            result("succeeded", steps(3))
+        case "hang":
+            while True:
+                time.sleep(1)
+        case "fallback":
+            if backend == "unsloth":
+                result("failed", 0, {"code": "backend_unavailable", "message": "no vision on CPU", "hint": ""})
+                return 69
+            result("succeeded", steps(3))
+        case _:
+            raise SystemExit(f"no behaviour {name!r}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A real daemon in a directory of its own, with a real child that misbehaves on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from honed import query
+from honed.control import Client
+from honed.job import Job, State
+from honed.layout import Layout
+from honed.spool import Spool
+from zoo import plain
+
+T = TypeVar("T")
+HERE = Path(__file__).parent
+#: Seconds after which a condition that should have come has not.
+DEADLINE_SEC = 30.0
+
+
+def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
+    """Wait until a condition is truthy, and return its value."""
+    deadline = time.monotonic() + deadline_sec
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {deadline_sec:.0f} s")
+
+
+class Instance:
+    """One honed and its directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.layout = Layout(root)
+        self.root = root
+        self.incoming_dir = self.layout.spool_dir / "incoming"
+        self.incoming_dir.mkdir(parents=True)
+        self.model = plain.write_base_model(root / "model")
+        self.dataset = plain.write_dataset(root / "rows.jsonl")
+        self.client = Client(self.layout.control_path)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log_path = root / "honed.log"
+        self.environment = dict(os.environ)
+
+    def configure(self, text: str) -> None:
+        self.layout.config_path.parent.mkdir(parents=True, exist_ok=True)
+        self.layout.config_path.write_text(text)
+
+    def start(self, *arguments: str) -> None:
+        """Start the daemon and wait until it is ready."""
+        with self.log_path.open("ab") as file:
+            num_ready = self.log.count(" ready: ")
+            command = [sys.executable, str(HERE / "fakehoned.py"), str(self.root), *arguments]
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=self.environment)
+        wait_for(lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None, what="ready")
+
+    def drain(self) -> int:
+        """Run the daemon until nothing is left to do. Returns its exit status."""
+        self.start("--drain")
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout=DEADLINE_SEC * 2)
+
+    def kill(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.process.wait(timeout=DEADLINE_SEC)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill(signal.SIGTERM)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    @property
+    def spool(self) -> Spool:
+        return Spool(self.layout, lock=False)
+
+    def drop(self, name: str, *, suffix: str = ".json", **keys: Any) -> Path:
+        """Drop a job as `mv` does: written beside, renamed in."""
+        path = self.incoming_dir / f"{name}{suffix}"
+        temporary = self.incoming_dir / f".{name}.tmp"
+        temporary.write_text(json.dumps(plain.spec(self.model, self.dataset, **keys)))
+        temporary.rename(path)
+        return path
+
+    def job(self, name: str) -> Job | None:
+        found = [job for state in State for job in self.spool.jobs(state) if job.name == name]
+        return max(found, key=lambda job: (job.id, job.revision), default=None)
+
+    def wait_state(self, name: str, *states: State) -> Job:
+        def reached() -> Job | None:
+            job = self.job(name)
+            return job if job is not None and job.state in states else None
+
+        return wait_for(reached, what=f"{name} in {states}")
+
+    def starts(self, job: Job) -> list[str]:
+        """A line for each start of the job's worker: attempt, backend, visible devices."""
+        path = self.layout.job(job.id).dir / "starts.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def rejected(self) -> dict[str, str]:
+        """What was refused, and why."""
+        directory = self.layout.spool_dir / "rejected"
+        return {path.name.removesuffix(".reason"): path.read_text() for path in directory.glob("*.reason")}
+
+    def show(self, reference: str) -> dict[str, Any]:
+        shown: dict[str, Any] = query.show(self.spool, self.layout, reference)
+        return shown
+
+    def entries(self) -> list[tuple[str, str]]:
+        """(state, file) of every entry there is."""
+        return [(state.value, path.name) for state in State for path in (self.layout.spool_dir / state).glob("*.json")]
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[Instance]:
+    made = Instance(tmp_path)
+    yield made
+    for job in [job for job in made.spool.jobs(State.RUNNING)]:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            record = json.loads((made.layout.job(job.id).attempt(job.attempt.number).dir / "lock").read_text())
+            for key in ("worker_pid", "shim_pid"):
+                os.kill(record[key], signal.SIGKILL)
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+        made.process.wait()

@@ -1,0 +1,277 @@
+"""The daemon itself: starts, stops, dies, and what honectl asks of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import Instance, wait_for
+
+from honed.error import EnvironmentInvalidError, HonedError
+from honed.job import State
+
+
+def test_fifty_jobs_dropped_at_once_run_in_priority_order(instance: Instance) -> None:
+    priorities = [(7 * number) % 50 for number in range(50)]
+    for number, priority in enumerate(priorities):
+        instance.drop(f"succeed-1.{number}", priority=priority)
+    assert instance.drain() == 0
+    jobs = list(instance.spool.jobs(State.SUCCEEDED))
+    assert len(jobs) == 50
+    by_start = sorted(jobs, key=lambda job: job.attempts[0].started_at)
+    assert [job.priority for job in by_start] == sorted(priorities, reverse=True)
+
+
+def test_equal_priorities_run_first_come_first_served(instance: Instance) -> None:
+    for number in range(5):
+        instance.drop(f"succeed-1.{number}")
+        time.sleep(0.01)
+    assert instance.drain() == 0
+    by_start = sorted(instance.spool.jobs(State.SUCCEEDED), key=lambda job: job.attempts[0].started_at)
+    assert [job.name for job in by_start] == [f"succeed-1.{number}" for number in range(5)]
+
+
+def test_sigterm_checkpoints_and_requeues_and_the_next_start_resumes(instance: Instance) -> None:
+    instance.drop("slow")
+    instance.start()
+    instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: (instance.show("slow")["progress"]["step"] or 0) >= 3, what="three steps")
+    instance.kill(signal.SIGTERM)
+    assert instance.process is not None
+    assert instance.process.returncode == 0
+    job = instance.job("slow")
+    assert job is not None
+    assert (job.state, job.num_failures, job.attempt.outcome) == (State.QUEUED, 0, "interrupted")
+    step = job.attempt.step
+    instance.start()
+    instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: any(item["event"] == "resumed" for item in instance.show("slow")["events"]), what="resumed")
+    assert [item["step"] for item in instance.show("slow")["events"] if item["event"] == "resumed"] == [step]
+
+
+def test_kill_9_of_the_daemon_leaves_the_worker_running_and_the_next_adopts_it(instance: Instance) -> None:
+    instance.drop("slow")
+    instance.start()
+    job = instance.wait_state("slow", State.RUNNING)
+    for _ in range(3):
+        wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+        instance.kill(signal.SIGKILL)
+        instance.start()
+    shown = wait_for(lambda: (found := instance.show("slow"))["state"] == "succeeded" and found, what="success")
+    assert len(shown["attempts"]) == 1
+    assert len(instance.starts(job)) == 1
+    import sqlite3
+
+    db = sqlite3.connect(instance.layout.database_path)
+    steps = [row[0] for row in db.execute("SELECT step FROM metrics WHERE name = 'loss' ORDER BY rowid")]
+    assert steps == list(range(1, 201)), "every event once"
+
+
+def test_a_worker_that_ended_while_the_daemon_was_dead_is_settled_by_the_next(instance: Instance) -> None:
+    instance.drop("slow")
+    instance.start()
+    job = instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    instance.kill(signal.SIGKILL)
+    wait_for(lambda: instance.layout.job(job.id).attempt(1).exit_path.exists(), what="the worker's end")
+    instance.start()
+    done = instance.wait_state("slow", State.SUCCEEDED)
+    assert len(done.attempts) == 1
+    assert instance.show("slow")["progress"]["step"] == 200
+
+
+def test_a_worker_killed_with_its_shim_while_the_daemon_was_dead_is_tried_again(instance: Instance) -> None:
+    instance.drop("slow")
+    instance.start()
+    job = instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    instance.kill(signal.SIGKILL)
+    record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
+    os.kill(record["shim_pid"], signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{record['worker_pid']}").exists(), what="the worker dies with its shim")
+    instance.start()
+    job = wait_for(lambda: (found := instance.job("slow")) and len(found.attempts) == 2 and found, what="the retry")
+    assert job.attempts[0].outcome == "killed"
+    assert job.num_failures == 1
+
+
+def test_hold_release_cancel_and_requeue(instance: Instance) -> None:
+    instance.drop("slow")
+    instance.drop("succeed-1", priority=-1)
+    instance.start()
+    instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    instance.client.ask("hold", id="slow")
+    assert instance.wait_state("slow", State.HELD).outcome == "interrupted"
+    instance.wait_state("succeed-1", State.SUCCEEDED)
+    instance.client.ask("release", id="slow")
+    instance.wait_state("slow", State.RUNNING)
+    instance.client.ask("cancel", id="slow")
+    instance.wait_state("slow", State.CANCELLED)
+    instance.client.ask("requeue", id="slow")
+    instance.wait_state("slow", State.RUNNING)
+    with pytest.raises(HonedError, match="release takes one that is held"):
+        instance.client.ask("release", id="slow")
+
+
+def test_a_paused_honed_starts_nothing_even_after_a_restart(instance: Instance) -> None:
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop("succeed")
+    instance.wait_state("succeed", State.QUEUED)
+    instance.kill(signal.SIGTERM)
+    instance.start()
+    time.sleep(0.5)
+    job = instance.job("succeed")
+    assert job is not None
+    assert job.state is State.QUEUED
+    instance.client.ask("resume")
+    instance.wait_state("succeed", State.SUCCEEDED)
+
+
+def test_a_job_waits_for_a_gpu_that_others_hold_and_sees_only_its_own(instance: Instance) -> None:
+    gpus = instance.root / "gpus.json"
+
+    def set_gpus(*free_bytes: int) -> None:
+        gpus.write_text(json.dumps([{"uuid": f"GPU-{n}", "free_bytes": free} for n, free in enumerate(free_bytes)]))
+
+    set_gpus(1 << 30, 1 << 30)  # somebody holds 79 of 80 GiB on each
+    instance.environment["HONED_TEST_GPUS"] = str(gpus)
+    instance.drop("succeed-1.a")
+    instance.start()
+    wait_for(lambda: "waits for a GPU" in instance.log, what="the word")
+    job = instance.job("succeed-1.a")
+    assert job is not None
+    assert job.state is State.QUEUED
+    set_gpus(1 << 30, 80 << 30)
+    job = instance.wait_state("succeed-1.a", State.SUCCEEDED)
+    assert instance.starts(job)[0].split()[2] == "GPU-1"
+
+
+def test_two_gpus_run_two_jobs_at_a_time(instance: Instance) -> None:
+    gpus = instance.root / "gpus.json"
+    gpus.write_text(json.dumps([{"uuid": f"GPU-{n}", "free_bytes": 80 << 30} for n in range(2)]))
+    instance.environment["HONED_TEST_GPUS"] = str(gpus)
+    for number in range(3):
+        instance.drop(f"slow.{number}")
+    instance.start()
+    wait_for(lambda: len(list(instance.spool.jobs(State.RUNNING))) == 2, what="two running")
+    assert {job.attempt.device for job in instance.spool.jobs(State.RUNNING)} == {"GPU-0", "GPU-1"}
+    assert len(list(instance.spool.jobs(State.QUEUED))) == 1
+
+
+def test_a_job_starts_after_those_it_depends_on(instance: Instance) -> None:
+    instance.drop("succeed-1.first")
+    instance.start()
+    instance.wait_state("succeed-1.first", State.SUCCEEDED)
+    instance.client.ask("pause")
+    instance.drop("explain.second")
+    instance.wait_state("explain.second", State.QUEUED)
+    instance.drop("succeed-1.third", depends_on=["succeed-1.first"], priority=5)
+    instance.drop("succeed-1.fourth", depends_on=["explain.second"], priority=9)
+    instance.drop("succeed-1.fifth", depends_on=["nobody"])
+    wait_for(lambda: "succeed-1.fifth.json" in instance.rejected(), what="the refusal")
+    instance.wait_state("succeed-1.fourth", State.QUEUED)
+    instance.client.ask("resume")
+    instance.wait_state("succeed-1.third", State.SUCCEEDED)
+    held = instance.wait_state("succeed-1.fourth", State.HELD)
+    assert held.error is not None
+    assert "explain.second" in held.error["message"]
+
+
+def test_a_file_named_hold_is_held_and_drain_does_not_wait_for_it(instance: Instance) -> None:
+    instance.drop("succeed.hold")
+    assert instance.drain() == 0
+    assert instance.wait_state("succeed", State.HELD).attempts == ()
+
+
+def test_the_database_is_made_again_when_it_was_deleted_or_damaged(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    before = instance.show("succeed")
+    instance.layout.database_path.unlink()
+    assert instance.drain() == 0
+    assert instance.show("succeed")["metrics"] == before["metrics"]
+    for path in instance.layout.state_dir.glob("honed.db-*"):
+        path.unlink()
+    instance.layout.database_path.write_bytes(b"not a database" * 1000)
+    assert instance.drain() == 0
+    assert instance.show("succeed")["metrics"] == before["metrics"]
+    assert instance.layout.database_path.with_name("honed.db.damaged").exists()
+
+
+def test_a_second_honed_on_one_spool_is_refused(instance: Instance) -> None:
+    instance.start()
+    first = instance.process
+    instance.start()
+    assert instance.process is not None
+    assert instance.process.wait(timeout=10) == 78
+    assert "another honed owns this spool" in instance.log
+    instance.process = first
+
+
+def test_reload_takes_a_new_configuration_and_keeps_the_old_one_when_it_is_wrong(instance: Instance) -> None:
+    instance.start()
+    assert instance.process is not None
+    instance.configure("[spool]\nsettle = 1\n")
+    instance.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "the old one stays" in instance.log, what="the refusal")
+    instance.configure("[jobs]\nmax_running = 1\n")
+    instance.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "configuration reloaded" in instance.log, what="the reload")
+    instance.drop("succeed")
+    instance.wait_state("succeed", State.SUCCEEDED)
+
+
+def test_a_broken_configuration_stops_the_start_with_file_and_key(instance: Instance) -> None:
+    instance.configure("[spool]\nsettle_sec = 'soon'\n")
+    instance.start()
+    assert instance.wait() == 78
+    assert "honed.toml: spool.settle_sec" in instance.log
+
+
+def test_a_client_that_talks_nonsense_or_not_at_all_harms_nobody(instance: Instance) -> None:
+    import socket
+
+    instance.start()
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect(str(instance.layout.control_path))
+    for noise in (b"\xff\xfe\n", b"[]\n", b'{"verb": 7}\n', b'{"verb": "dance"}\n', b"x" * 200_000):
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(str(instance.layout.control_path))
+            peer.sendall(noise)
+            peer.shutdown(socket.SHUT_WR)
+            peer.settimeout(5)
+            if noise.endswith(b"\n"):
+                assert json.loads(peer.makefile().readline())["ok"] is False
+    assert "idle" in instance.client.ask("status")["status"]
+    silent.close()
+
+
+def test_asking_where_no_honed_runs_says_so(instance: Instance) -> None:
+    with pytest.raises(EnvironmentInvalidError, match="does not answer"):
+        instance.client.ask("list")
+
+
+def test_the_idle_daemon_is_small_quiet_and_quick_to_start(instance: Instance) -> None:
+    started_at = time.monotonic()
+    instance.start()
+    assert time.monotonic() - started_at < 3.0, "ready in under 1 s on a quiet machine"
+    assert instance.process is not None
+    proc = Path(f"/proc/{instance.process.pid}")
+    resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident < 50 * 2**20, f"{resident / 2**20:.1f} MiB"
+    assert "torch" not in (proc / "maps").read_text()
+
+    def cpu_ticks() -> int:
+        fields = (proc / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = cpu_ticks()
+    time.sleep(4)
+    share = (cpu_ticks() - before) / os.sysconf("SC_CLK_TCK") / 4
+    assert share < 0.005, f"{share:.2%} of a core"

@@ -1,0 +1,125 @@
+"""However a worker ends, its job ends in the right place, once."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from harness import Instance, wait_for
+
+from honed.job import State
+
+
+def test_a_job_that_succeeds_has_its_figures_in_the_database(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    shown = instance.show("succeed")
+    assert (shown["state"], shown["outcome"], shown["error"]) == ("succeeded", "succeeded", None)
+    assert shown["progress"] == {"step": 5, "num_steps": 5, "epoch": 1.0, "loss": 0.2, "eta_sec": 0}
+    assert shown["metrics"]["loss"] == 0.2
+    assert [attempt["outcome"] for attempt in shown["attempts"]] == ["succeeded"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "num_attempts"),
+    [
+        ("explain", "mask_invalid", 1),
+        ("oom", "out_of_memory", 3),
+        ("crash", "killed", 3),
+        ("abort", "killed", 3),
+        ("killer", "killed", 3),
+        ("exit0", "killed", 3),
+        ("liar", "killed", 3),
+        ("torn", "killed", 3),
+    ],
+)
+def test_a_failing_worker_fails_its_job_after_its_attempts(
+    instance: Instance, name: str, code: str, num_attempts: int
+) -> None:
+    instance.configure("[jobs]\nretry_delay_sec = 0.0\n")
+    instance.drop(name)
+    assert instance.drain() == 0
+    job = instance.job(name)
+    assert job is not None
+    assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, code, num_attempts)
+    assert job.error is not None
+    assert job.error["code"] == code
+    assert len(instance.starts(job)) == num_attempts
+
+
+def test_one_attempt_is_all_that_a_job_gets_which_asks_for_one(instance: Instance) -> None:
+    instance.drop("crash", retry={"max_attempts": 1})
+    assert instance.drain() == 0
+    job = instance.job("crash")
+    assert job is not None
+    assert (job.state, len(job.attempts)) == (State.FAILED, 1)
+
+
+def test_a_killed_worker_goes_on_from_its_checkpoint(instance: Instance) -> None:
+    instance.drop("die-6")
+    assert instance.drain() == 0
+    shown = instance.show("die-6")
+    assert shown["state"] == "succeeded"
+    assert [attempt["outcome"] for attempt in shown["attempts"]] == ["killed", "succeeded"]
+    assert [item["step"] for item in shown["events"] if item["event"] == "resumed"] == [5]
+
+
+def test_noise_among_the_events_is_counted_and_harms_nothing(instance: Instance) -> None:
+    instance.drop("garbage")
+    assert instance.drain() == 0
+    job = instance.job("garbage")
+    assert job is not None
+    assert job.state is State.SUCCEEDED
+    assert "lines that are no events" in instance.log
+    assert "Traceback" not in instance.log
+
+
+def test_a_worker_that_says_nothing_for_too_long_is_stalled_and_ended(instance: Instance) -> None:
+    instance.configure("[jobs]\nstall_timeout_sec = 0.5\nretry_delay_sec = 0.0\n")
+    instance.drop("hang", retry={"max_attempts": 1})
+    assert instance.drain() == 0
+    job = instance.job("hang")
+    assert job is not None
+    assert (job.state, job.outcome) == (State.FAILED, "stalled")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_stop_timeout(instance: Instance) -> None:
+    instance.configure("[jobs]\nstop_timeout_sec = 0.5\n")
+    instance.drop("deaf")
+    instance.start()
+    job = instance.wait_state("deaf", State.RUNNING)
+    wait_for(lambda: instance.show("deaf")["progress"]["step"], what="a step")
+    instance.client.ask("cancel", id=str(job.id))
+    assert instance.wait_state("deaf", State.CANCELLED).outcome == "cancelled"
+
+
+def test_unsloth_that_cannot_falls_back_in_a_fresh_process_and_uses_no_attempt_up(instance: Instance) -> None:
+    instance.drop("fallback")
+    instance.start()
+    job = instance.wait_state("fallback", State.SUCCEEDED)
+    instance.stop()
+    plan = json.loads(instance.layout.job(job.id).plan_path.read_text())
+    if plan["backend"]["name"] == "transformers":
+        # Nothing to fall back from on this machine: have the plan say what it would say beside a GPU.
+        plan["backend"]["name"] = "unsloth"
+        instance.layout.job(job.id).plan_path.write_text(json.dumps(plan))
+        instance.start()
+        instance.client.ask("requeue", id=str(job.id))
+        wait_for(lambda: len(instance.starts(job)) == 3, what="the fallback")
+        job = instance.wait_state("fallback", State.SUCCEEDED)
+    assert [line.split()[1] for line in instance.starts(job)[-2:]] == ["unsloth", "transformers"]
+    assert (job.attempt.num_starts, job.num_failures, job.attempt.backend) == (2, 0, "transformers")
+    wait_for(lambda: any(item["event"] == "fallback" for item in instance.show("fallback")["events"]), what="the event")
+
+
+def test_a_worker_stopped_behind_honeds_back_is_held(instance: Instance) -> None:
+    instance.drop("slow")
+    instance.start()
+    job = instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    import os
+
+    record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
+    os.kill(record["worker_pid"], signal.SIGTERM)
+    assert instance.wait_state("slow", State.HELD).outcome == "interrupted"

@@ -1,0 +1,101 @@
+"""Success needs two witnesses; everything else has a code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.attempts import destination
+from honed.error import BY_CODE, HonedError
+from honed.job import MOVES, Attempt, Job, State, Stop
+from honed.outcome import Outcome, judge
+from honed.runner import Exit
+
+SUCCESS = {"outcome": "succeeded", "step": 9, "metrics": {"train_loss": 1.0}, "artifacts": {}, "error": None}
+FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m", "hint": "h"}}
+
+
+@pytest.mark.parametrize(
+    ("result", "ended", "code"),
+    [
+        (SUCCESS, Exit(0, None), "succeeded"),
+        (SUCCESS, Exit(3, None), "killed"),
+        (SUCCESS, Exit(None, 9), "killed"),
+        (SUCCESS, Exit(None, None), "killed"),
+        (FAILURE, Exit(81, None), "mask_invalid"),
+        (FAILURE, Exit(None, 11), "mask_invalid"),  # it had explained itself before it crashed on its way out
+        ({"outcome": "failed", "error": None}, Exit(1, None), "error"),
+        ({"outcome": "failed", "error": {"code": "of_a_later_honed", "message": ""}}, Exit(1, None), "error"),
+        (None, Exit(0, None), "killed"),
+        (None, Exit(1, None), "killed"),
+        (None, Exit(None, 9), "killed"),
+        (None, Exit(None, None), "killed"),
+        ([], Exit(0, None), "killed"),
+    ],
+)
+def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit, code: str) -> None:
+    path = tmp_path / "result.json"
+    if result is not None:
+        path.write_text(json.dumps(result))
+    outcome = judge(path, ended)
+    assert outcome.code == code
+    assert (outcome.error is None) == (code == "succeeded")
+
+
+def test_a_torn_result_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text('{"outcome": "succ')
+    assert judge(path, Exit(0, None)).code == "killed"
+
+
+def test_every_code_has_its_own_exit_status_and_a_sentence() -> None:
+    workers_own = [error for error in BY_CODE.values() if error.code not in {"usage"}]
+    statuses = [error.exit_status for error in workers_own]
+    assert len(set(statuses)) == len(statuses)
+    assert all(error.__doc__ for error in BY_CODE.values())
+
+
+JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=0, output_dir="/o", state=State.RUNNING,
+          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+
+
+def outcome_of(code: str) -> Outcome:
+    return Outcome(code, None if code == "succeeded" else BY_CODE[code]("message"))
+
+
+@pytest.mark.parametrize("stop", [None, *Stop])
+@pytest.mark.parametrize("code", ["succeeded", *BY_CODE])
+def test_every_outcome_leads_somewhere_that_there_is_a_move_to(code: str, stop: Stop | None) -> None:
+    import dataclasses
+
+    state, changes = destination(dataclasses.replace(JOB, stop=stop), outcome_of(code))
+    assert state in MOVES[State.RUNNING]
+    assert changes["stop"] is None
+    if code == "succeeded":
+        assert state is State.SUCCEEDED
+    elif stop is Stop.CANCEL:
+        assert state is State.CANCELLED
+    elif code == "interrupted":
+        assert state is (State.QUEUED if stop is Stop.SHUTDOWN else State.HELD)
+        assert "num_failures" not in changes, "a clean stop uses up no attempt"
+
+
+def test_transient_faults_are_tried_again_until_the_attempts_are_used_up() -> None:
+    import dataclasses
+
+    for num_failures, state in ((0, State.QUEUED), (1, State.QUEUED), (2, State.FAILED)):
+        job = dataclasses.replace(JOB, num_failures=num_failures)
+        assert destination(job, outcome_of("killed"))[0] is state
+        assert destination(job, outcome_of("mask_invalid"))[0] is State.FAILED
+
+
+def test_an_error_comes_through_a_file_as_it_was() -> None:
+    from honed.error import from_dict
+
+    for error_class in BY_CODE.values():
+        error = error_class("what", hint="do")
+        back: HonedError = from_dict(error.as_dict())
+        assert (type(back), back.message, back.hint) == (type(error), "what", "do")

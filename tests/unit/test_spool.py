@@ -1,0 +1,281 @@
+"""The spool: what lies where is the truth, through every crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.error import EnvironmentInvalidError, SpecError
+from honed.job import MOVES, Attempt, Job, State
+from honed.layout import Layout
+from honed.spool import Claim, Spool, drop, refusal
+
+MAX_BYTES = 1000
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    made = Spool(Layout(tmp_path))
+    yield made
+    made.close()
+
+
+def put(spool: Spool, name: str, text: str = "{}") -> Path:
+    path = spool.incoming_dir / name
+    path.write_text(text)
+    return path
+
+
+def job_of(claim: Claim, **changes: Any) -> Job:
+    return Job(id=claim.id, name=claim.title, submitted_at=1.0, source=claim.name, uid=0, output_dir="/o", **changes)
+
+
+def accept(spool: Spool, name: str = "a.json") -> Job:
+    claim = spool.claim(put(spool, name))
+    assert claim is not None
+    spool.copy(claim, max_bytes=MAX_BYTES)
+    return spool.admit(job_of(claim), claim, {"spec": {}})
+
+
+def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool) -> None:
+    job = accept(spool)
+    assert [found.id for found in spool.jobs(State.QUEUED)] == [job.id]
+    assert list(spool.incoming_dir.iterdir()) == []
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert spool.job_layout(job.id).spec_path.read_text() == "{}"
+
+
+def test_what_is_not_finished_is_left_alone(spool: Spool) -> None:
+    for name in (".a.json", "a.json.tmp", "a.json~", "a.part", ".a.json.swp"):
+        put(spool, name)
+    assert spool.arrivals() == []
+
+
+def test_arrivals_come_in_the_order_in_which_they_came(spool: Spool) -> None:
+    for name in ("c.json", "a.json", "b.json"):
+        put(spool, name)
+        time.sleep(0.01)
+    assert [path.name for path in spool.arrivals()] == ["c.json", "a.json", "b.json"]
+
+
+def test_numbers_grow_and_are_never_used_again(spool: Spool) -> None:
+    first, second = accept(spool), accept(spool)
+    claim = spool.claim(put(spool, "gone.json"))
+    assert claim is not None
+    spool.reject(claim, "no")
+    assert accept(spool).id > claim.id > second.id > first.id
+
+
+def test_a_lost_sequence_goes_on_above_what_there_is(spool: Spool) -> None:
+    job = accept(spool)
+    (spool.dir / "seq").unlink()
+    assert accept(spool).id == job.id + 1
+
+
+def test_a_damaged_sequence_stops_the_start_with_a_remedy(spool: Spool) -> None:
+    job = accept(spool)
+    (spool.dir / "seq").write_text("seven\n")
+    with pytest.raises(EnvironmentInvalidError, match="not a number") as caught:
+        spool.recover()
+    assert f"at least {job.id}" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda path: path.symlink_to("/etc/passwd"), "symbolic link"),
+        (lambda path: path.mkdir(), "not a plain file"),
+        (os.mkfifo, "not a plain file"),
+        (lambda path: path.write_text("x" * (MAX_BYTES + 1)), "larger than"),
+        (lambda path: (path.parent / ".other").write_text("{}") and path.hardlink_to(path.parent / ".other"), "hard link"),
+    ],
+)
+def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
+    spool: Spool, make: Callable[[Path], Any], word: str
+) -> None:
+    path = spool.incoming_dir / "a.json"
+    make(path)
+    claim = spool.claim(path)
+    assert claim is not None
+    with pytest.raises(SpecError, match=word):
+        spool.copy(claim, max_bytes=MAX_BYTES)
+    target = spool.reject(claim, "because")
+    assert os.path.lexists(target)
+    assert target.with_name("a.json.reason").read_text() == "because"
+    assert not spool.job_layout(claim.id).dir.exists()
+
+
+@pytest.mark.parametrize("name", ["job.txt", "job", "job.yaml\nrm -rf.json", "a\x1b[2J.json"])
+def test_a_name_that_is_no_job_files_is_refused(spool: Spool, name: str) -> None:
+    claim = spool.claim(put(spool, name))
+    assert claim is not None
+    with pytest.raises(SpecError):
+        spool.copy(claim, max_bytes=MAX_BYTES)
+    assert spool.reject(claim, "no").exists()
+
+
+def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool: Spool) -> None:
+    for name in ("x" * 250 + ".json", "b.json", "b.json", "ü" * 125 + ".json"):
+        claim = spool.claim(put(spool, name))
+        assert claim is not None
+        target = spool.reject(claim, "no")
+        assert target.exists()
+        assert target.with_name(target.name + ".reason").exists()
+    assert len(list(spool.rejected_dir.iterdir())) == 8
+
+
+def test_what_the_dropper_writes_after_the_claim_changes_nothing(spool: Spool) -> None:
+    path = put(spool, "a.json", '{"first": 1}')
+    with path.open("r+") as writer:
+        claim = spool.claim(path)
+        assert claim is not None
+        copy = spool.copy(claim, max_bytes=MAX_BYTES)
+        writer.write('{"secon": 2}')
+    assert copy.path.read_text() == '{"first": 1}'
+
+
+def test_there_are_only_the_moves_of_the_table(spool: Spool) -> None:
+    for source in State:
+        for target in set(State) - MOVES[source]:
+            job = dataclasses.replace(accept(spool), state=source)
+            with pytest.raises(AssertionError):
+                spool.move(job, target)
+
+
+def test_an_entry_of_a_later_honed_is_read_and_a_damaged_one_passed_over(spool: Spool) -> None:
+    job = accept(spool)
+    entry = spool.dir / "queued" / f"{job.id}.json"
+    entry.write_text(entry.read_text().replace('"name"', '"colour": "green",\n "name"'))
+    (spool.dir / "queued" / "99.json").write_text('{"id": 99')
+    (spool.dir / "queued" / "98.json").write_text("\x00" * 100)
+    assert [found.name for found in spool.jobs(State.QUEUED)] == ["a"]
+
+
+def test_of_two_copies_the_newer_wins(spool: Spool) -> None:
+    job = accept(spool)
+    old = (spool.dir / "queued" / f"{job.id}.json").read_bytes()
+    attempt = Attempt(number=1, backend="transformers", started_at=2.0)
+    spool.move(job, State.RUNNING, attempts=(attempt,))
+    (spool.dir / "queued" / f"{job.id}.json").write_bytes(old)  # as a power cut leaves it on btrfs
+    spool.recover()
+    assert [found.id for found in spool.jobs(State.QUEUED)] == []
+    (running,) = spool.jobs(State.RUNNING)
+    assert running.attempts == (attempt,)
+
+
+def test_submit_drops_whole_files_and_overwrites_none(tmp_path: Path, spool: Spool) -> None:
+    source = tmp_path / "job.yaml"
+    source.write_text("a: 1\n")
+    names = [drop(spool.incoming_dir, source), drop(spool.incoming_dir, source), drop(spool.incoming_dir, source, hold=True)]
+    assert names == ["job.yaml", "job-2.yaml", "job.hold.yaml"]
+    assert {path.name for path in spool.incoming_dir.iterdir()} == set(names)
+
+
+def test_a_refusal_says_what_why_and_what_to_do() -> None:
+    text = refusal("a.yaml", SpecError("line 3: lr: unknown key", hint="learning_rate"), when="now")
+    assert all(word in text for word in ("a.yaml", "spec_invalid", "line 3: lr: unknown key", "learning_rate"))
+
+
+# -- every crash ------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process is gone; nobody catches it."""
+
+
+OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir")
+
+
+class Faults:
+    """Makes the n-th file operation of Python's os module fail: by a crash before it or after it, or by an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.num_seen = 0
+        self.crash_at: int | None = None
+        self.error: OSError | None = None
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
+
+    def _wrap(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*arguments: Any, **keys: Any) -> Any:
+            if self.crash_at is None:
+                return operation(*arguments, **keys)
+            self.num_seen += 1
+            if self.num_seen == self.crash_at:
+                if self.error is not None:
+                    raise self.error
+                raise Crash
+            if self.num_seen > self.crash_at and self.error is None:
+                raise Crash  # nothing runs after the end: no finally clause mends what the kill left
+            return operation(*arguments, **keys)
+
+        return faulty
+
+
+def life(spool: Spool, *, names: list[str]) -> None:
+    """A pass of everything: take what lies in incoming/, refuse some, run and finish the rest."""
+    spool.recover()
+    claims = spool.claims()
+    claims += [claim for path in spool.arrivals() if (claim := spool.claim(path)) is not None]
+    for claim in claims:
+        spool.copy(claim, max_bytes=MAX_BYTES)
+        if claim.name.startswith("bad"):
+            spool.reject(claim, "no")
+        else:
+            spool.admit(job_of(claim), claim, {})
+    for job in list(spool.jobs(State.QUEUED)):
+        spool.move(job, State.RUNNING, num_failures=job.num_failures)
+    for job in list(spool.jobs(State.RUNNING)):
+        spool.move(spool.update(job, outcome="succeeded"), State.SUCCEEDED)
+
+
+def verify(spool: Spool, names: list[str]) -> None:
+    """Each dropped file became exactly one job or one refusal, and nothing else lies about."""
+    done = sorted(job.source for job in spool.jobs(State.SUCCEEDED))
+    refused = sorted(p.name for p in spool.rejected_dir.iterdir() if p.suffix != ".reason")
+    assert done + refused == sorted(name for name in names if not name.startswith("bad")) + sorted(
+        name for name in names if name.startswith("bad")
+    )
+    for state in set(State) - {State.SUCCEEDED}:
+        assert list(spool.state_dir(state).iterdir()) == [], state
+    assert list(spool.incoming_dir.iterdir()) == []
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert not [path for path in spool.dir.rglob(".*")]
+
+
+@pytest.mark.parametrize("errno", [None, 28, 5, 30])  # a crash; ENOSPC, EIO, EROFS
+def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None
+) -> None:
+    faults = Faults(monkeypatch, tmp_path)
+    names = ["a.json", "bad.json", "c.json"]
+    point = 0
+    while True:
+        point += 1
+        root = tmp_path / str(point)
+        spool = Spool(Layout(root))
+        for name in names:
+            put(spool, name)
+        faults.num_seen, faults.crash_at = 0, point
+        faults.error = None if errno is None else OSError(errno, os.strerror(errno))
+        try:
+            life(spool, names=names)
+        except (Crash, OSError):
+            finished = False
+        else:
+            finished = faults.num_seen < point
+        faults.crash_at = None
+        spool.close()
+        again = Spool(Layout(root))
+        life(again, names=names)
+        verify(again, names)
+        again.close()
+        if finished:
+            break
+    assert point > 60, "the faults were really met"

@@ -1,0 +1,200 @@
+"""Jobs for the worker, as the daemon would hand them over, on tiny real models that are built once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed import basemodel, event, precision
+from honed import spec as specs
+from honed.device import cpu
+from honed.event import Event
+from honed.worker.run import run
+from honed.worker.stop import Stop
+from zoo.model import Format, build_checkpoint, write_facts
+
+#: Seconds for a worker in a process of its own: nearly all of it is imports.
+WORKER_TIMEOUT_SEC = 180.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One attempt, over."""
+
+    status: int
+    result: dict[str, Any]
+    events: list[Event]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [item.data for item in self.events if item.kind == kind]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {item["step"]: item["loss"] for item in self.of("step")}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(self.result["metrics"])
+
+    def messages(self, level: str) -> list[str]:
+        return [item["message"] for item in self.of("log") if item["level"] == level]
+
+
+class StopAtStep(Stop):
+    """Asked to stop as soon as the step's event is written."""
+
+    def __init__(self, events_path: Path, step: int) -> None:
+        self._events_path = events_path
+        self._step = step
+
+    @property
+    def is_set(self) -> bool:  # type: ignore[override]
+        return any(item.data.get("step") == self._step for item in read_events(self._events_path) if item.kind == "step")
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """One job's directory."""
+
+    dir: Path
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return dict(json.loads((self.dir / "plan.json").read_text()))
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.plan["output_dir"])
+
+    def change_plan(self, **keys: Any) -> None:
+        (self.dir / "plan.json").write_text(json.dumps(self.plan | keys))
+
+    def events_path(self, attempt: int) -> Path:
+        return self.dir / f"attempts/{attempt}/events.jsonl"
+
+    def run(self, attempt: int = 1, *, stop: Stop | None = None) -> Ended:
+        """Here, in this process."""
+        return self._ended(run(self.dir, attempt, stop=stop), attempt)
+
+    def stopped_at(self, step: int, *, attempt: int = 1) -> Ended:
+        return self.run(attempt, stop=StopAtStep(self.events_path(attempt), step))
+
+    def start(self, attempt: int = 1, *arguments: str) -> subprocess.Popen[bytes]:
+        """In a process of its own, as the runner does it."""
+        attempt_dir = self.dir / f"attempts/{attempt}"
+        attempt_dir.mkdir(parents=True, exist_ok=True)
+        with (attempt_dir / "worker.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "honed.worker", str(self.dir), str(attempt), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.dir,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
+
+    def wait(self, process: subprocess.Popen[bytes], attempt: int = 1) -> Ended:
+        try:
+            return self._ended(process.wait(WORKER_TIMEOUT_SEC), attempt)
+        finally:
+            process.kill()
+
+    def log(self, attempt: int = 1) -> str:
+        return (self.dir / f"attempts/{attempt}/worker.log").read_text(errors="replace")
+
+    def wait_for(self, is_there: Callable[[list[Event]], bool], process: subprocess.Popen[bytes], attempt: int = 1) -> None:
+        """Until the worker has said something, with a deadline."""
+        deadline = time.monotonic() + WORKER_TIMEOUT_SEC
+        while not is_there(read_events(self.events_path(attempt))):
+            assert process.poll() is None, self.log(attempt)[-3000:]
+            assert time.monotonic() < deadline, self.log(attempt)[-3000:]
+            time.sleep(0.01)
+
+    def killed_at(self, step: int, *, attempt: int = 1) -> Ended:
+        """kill -9 as soon as a step's event is there."""
+        process = self.start(attempt)
+        self.wait_for(lambda events: any(e.kind == "step" and e.data["step"] >= step for e in events), process, attempt)
+        process.send_signal(signal.SIGKILL)
+        return self.wait(process, attempt)
+
+    def _ended(self, status: int, attempt: int) -> Ended:
+        result_path = self.dir / f"attempts/{attempt}/result.json"
+        result = json.loads(result_path.read_text()) if result_path.exists() else {}
+        return Ended(status, result, read_events(self.events_path(attempt)))
+
+
+def read_events(path: Path) -> list[Event]:
+    return event.read(path, 0).events
+
+
+MakeJob = Callable[..., WorkerJob]
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A base model by its family and settings, built once."""
+    built: dict[str, Path] = {}
+
+    def build(family: str, **settings: Any) -> Path:
+        key = json.dumps([family, settings], sort_keys=True)
+        if key not in built:
+            built[key] = build_checkpoint(tmp_path_factory.mktemp(family) / "model", family, **settings)
+        return built[key]
+
+    return build
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
+    """A job with its plan, ready for the worker; any key of a spec may be given."""
+    jobs: list[WorkerJob] = []
+
+    def make(
+        family: str = "qwen3",
+        *,
+        model: Path | dict[str, Any] | None = None,
+        format: Format = "messages",  # noqa: A002
+        num_rows: int = 12,
+        backend: str = "transformers",
+        rows: list[dict[str, Any]] | None = None,
+        **keys: Any,
+    ) -> WorkerJob:
+        directory = tmp_path / f"job{len(jobs) + 1}"
+        directory.mkdir()
+        base = model if isinstance(model, Path) else checkpoint_of(family, **(model or {}))
+        data_path = directory / "facts.jsonl"
+        if rows is None:
+            write_facts(data_path, num_rows, format=format)
+        else:
+            data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        training = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 2e-3} | keys.pop("training", {})
+        document = {"base_model": str(base), "datasets": [{"path": str(data_path)}], "training": training, **keys}
+        spec = specs.validate(document)
+        info = basemodel.inspect(base, model_type=spec.model_type)
+        plan = {
+            "job": {"id": len(jobs) + 1, "name": "facts", "user_id": "1000"},
+            "spec": spec.model_dump(mode="json"),
+            "base_model_path": str(base),
+            "output_dir": spec.output_dir or str(directory / "output"),
+            "backend": {"name": backend, "reasons": ["a test"]},
+            "precision": precision.decide(spec, info, cpu()).as_dict(),
+            "memory": {},
+            "checkpoint": {},
+            "warnings": [],
+        }
+        (directory / "plan.json").write_text(json.dumps(plan))
+        jobs.append(WorkerJob(directory))
+        return jobs[-1]
+
+    return make

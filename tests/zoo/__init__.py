@@ -1,0 +1,1 @@
+"""What tests feed honed with: templates, tokenizers, tiny models, data sets."""

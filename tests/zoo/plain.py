@@ -1,0 +1,70 @@
+"""A base model and a data set of bare files, for tests in which nothing is trained: no torch, microseconds."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    """A safetensors file of zeros: name → (dtype as safetensors spells it, shape)."""
+    sizes = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = sizes[dtype]
+        for extent in shape:
+            num_bytes *= extent
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+
+
+def write_base_model(directory: Path) -> Path:
+    """A checkpoint directory that is complete as far as files go."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 32,
+              "dtype": "float32"}  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0."
+    write_safetensors(
+        directory / "model.safetensors",
+        {
+            "model.embed_tokens.weight": ("F32", [32, 8]),
+            **{f"{layer}self_attn.{name}_proj.weight": ("F32", [8, 8]) for name in "qkvo"},
+            f"{layer}mlp.gate_proj.weight": ("F32", [16, 8]),
+            f"{layer}mlp.up_proj.weight": ("F32", [16, 8]),
+            f"{layer}mlp.down_proj.weight": ("F32", [8, 16]),
+            f"{layer}input_layernorm.weight": ("F32", [8]),
+            f"{layer}post_attention_layernorm.weight": ("F32", [8]),
+            "model.norm.weight": ("F32", [8]),
+            "lm_head.weight": ("F32", [32, 8]),
+        },
+    )
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}}}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    return directory
+
+
+def write_dataset(path: Path, *, num_rows: int = 8) -> Path:
+    """Messages."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
+        for n in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def spec(model: Path, dataset: Path, **keys: Any) -> dict[str, Any]:
+    """The smallest job, and what a test adds to it."""
+    return {"base_model": str(model), "lora": {"r": 4}, "datasets": [{"path": str(dataset)}], **keys}

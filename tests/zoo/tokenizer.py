@@ -1,0 +1,102 @@
+"""Tokenizers of the two great families, trained on the spot in a fraction of a second.
+
+`bytelevel` is GPT-2's, Llama-3's and Qwen's kind; `metaspace` is SentencePiece's (Llama-2, Mistral, Gemma): a `▁` for a
+space and before the first word, and bytes for what the vocabulary lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Literal
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import ByteLevel as ByteLevelProcessor
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from zoo.template import TEMPLATES
+
+Kind = Literal["bytelevel", "metaspace"]
+
+#: Words enough to make merges across the places that masks care about.
+CORPUS = (
+    "user\nassistant\nsystem\ntool\nmodel\n\nYou are a careful assistant. The capital of France is Paris.",
+    "What is the capital of Germany? Berlin. What is two and two? 4. Four! Answer: yes.\n\n no?\n",
+    "<think>\n\n</think>\n\n reasoning, first; then the answer: 42 </think>\n",
+    "<tool_call>\n{\"name\": \"add\"}\n</tool_call>",
+    "User: hello there, Assistant: hello! <|im_end|>\n<|im_start|>assistant\n ([INST] and [/INST]) <<SYS>> <</SYS>>",
+    "Ünïcödé 日本語 мир 🙂 can be said, too; and def f(x):\n    return x + 1\n\n\n  \t done.",
+)  # fmt: skip
+
+#: Llama-3's and Qwen's way of cutting words: a newline sticks to the punctuation before it.
+_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+#: What SentencePiece merges within: it splits by script, by digit and at line breaks.
+_PIECES = Regex(r"▁*\p{L}+|▁*\p{N}|▁*[^\s\p{L}\p{N}▁]+|▁+|\n+|\s")
+
+
+def build_tokenizer(
+    template_name: str, *, corpus: Iterable[str] | None = None, vocab_size: int = 640, kind: Kind = "bytelevel"
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with the template's special tokens and its chat template, as `AutoTokenizer` would load it."""
+    template = TEMPLATES[template_name]
+    texts = [*CORPUS, *(corpus or [])] * 2
+    tokenizer = _byte_level(texts, vocab_size) if kind == "bytelevel" else _metaspace(texts, vocab_size)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in template.special_tokens])
+    if kind == "metaspace" and template.bos_token:
+        bos_id = tokenizer.token_to_id(template.bos_token)
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{template.bos_token} $A",
+            pair=f"{template.bos_token} $A $B",
+            special_tokens=[(template.bos_token, bos_id)],
+        )
+    names = {"bos_token": template.bos_token, "eos_token": template.eos_token, "pad_token": template.pad_token}
+    if "<unk>" in template.special_tokens:
+        names["unk_token"] = "<unk>"
+    named = {name: token for name, token in names.items() if token}
+    rest = [token for token in template.special_tokens if token not in named.values()]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        additional_special_tokens=rest,
+        chat_template=template.source,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+        padding_side="right",
+        **named,
+    )
+
+
+def _byte_level(texts: list[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(_WORDS, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = ByteLevelProcessor(trim_offsets=True)  # as Llama-3's: offsets leave spaces out
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _metaspace(texts: list[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")  # in training alone: no merges across words
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 256, show_progress=False, special_tokens=["<unk>"])
+    tokenizer.train_from_iterator(texts, trainer)
+    trained = json.loads(tokenizer.to_str())["model"]
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for token in sorted(trained["vocab"], key=trained["vocab"].__getitem__):
+        vocab.setdefault(token, len(vocab))
+    merges = [tuple(merge) for merge in trained["merges"]]
+    built = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return built
