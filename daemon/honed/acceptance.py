@@ -74,11 +74,11 @@ class Acceptance:
         for path in arrivals[:MAX_CLAIMS_PER_PASS]:
             if not self._watcher.is_whole(path):
                 continue
-            claim = self._spool.claim(path)
+            taken = self._spool.claim(path)
             self._watcher.forget(path.name)
             self._num_unsettled -= 1
-            if claim is not None:
-                self._check(claim)
+            if taken is not None:
+                self._check(taken)
 
     def _check(self, claim: Claim) -> None:
         try:

@@ -552,15 +552,20 @@ class _Check:
     def _match(self, run: _Span, awaited: list[int], *, is_cut: bool, is_alone: bool) -> list[int]:
         """The messages that one run of trained tokens holds, in order; at least one."""
         text, at, matched = _squeeze(self._text(*run)), 0, list[int]()
-        rest = ""
+        ends = [_squeeze(end) for end in self.chat._probe.ends]
+        rest, told = "", 0
         for i in awaited[:1] if is_alone else awaited:
+            message = self.example.messages[i]
             found = self._place(text, at, i, is_cut=is_cut)
             if found is None:
                 break
-            if not matched or not _is_simple(self.example.messages[i]):
+            if matched and found[0] == found[1] and not any(end in text[at:] for end in ends):
+                break  # it says nothing, and nothing is left of this run: it has one of its own
+            if not matched or not _is_simple(message):
                 self._check_front(text[at : found[0]], i, run)
             rest += text[at : found[0]]
-            at = found[1]
+            told = found[1]
+            at = told + next((len(end) for end in ends if text.startswith(end, told)), 0)
             matched.append(i)
         if not matched:
             raise self._error(
@@ -568,8 +573,8 @@ class _Check:
                 f"{_shorten(self.example.messages[awaited[0]].get('content') or '')!r} is not in the trained text",
                 run[0],
             )
-        self._check_back(text[at:], matched[-1], run)
-        self._check_foreign(rest + "\n" + text[at:], run)
+        self._check_back(text[told:], matched[-1], run)
+        self._check_foreign(rest + "\n" + text[told:], run)
         return matched
 
     def _place(self, text: str, at: int, i: int, *, is_cut: bool) -> _Span | None:

@@ -127,6 +127,8 @@ _YAML_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
 _YAML_DOUBTFUL = re.compile(
     r"[-+]?0[0-9_]+|[-+]?0b[01_]+|[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
 )
+#: Characters. The pattern takes quadratic time, and no number that is meant as one is longer.
+MAX_DOUBTFUL = 64
 _YAML_WORDS = {
     **dict.fromkeys(("null", "Null", "NULL", "~"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -241,7 +243,7 @@ def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
         return _integer(text, line, 0)
     if _YAML_NOT_FINITE.fullmatch(text):
         raise fault(f"{shown(text)} is not a finite number", line=line)
-    if _YAML_DOUBTFUL.fullmatch(text):
+    if len(text) <= MAX_DOUBTFUL and _YAML_DOUBTFUL.fullmatch(text):
         raise fault(
             f"{shown(text)} is one number to some YAML readers and another, or text, to others", line=line,
             hint="write it plainly, or put it in quotes if it is text",

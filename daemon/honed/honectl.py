@@ -19,6 +19,7 @@ from typing import Any
 from honed import __version__, config, event, query
 from honed import spool as spools
 from honed.control import Client
+from honed.database import timestamp
 from honed.error import EnvironmentInvalidError, HonedError, UsageError
 from honed.job import State
 from honed.layout import Layout
@@ -113,7 +114,7 @@ def _verdict(instance: Instance, name: str, since: float) -> dict[str, Any]:
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline:
         for job in instance.read("list"):
-            if job["source"] == name and job["submitted_at"] >= query.timestamp(since):
+            if job["source"] == name and job["submitted_at"] >= timestamp(since):
                 return dict(job)
         if reason_path.exists() and reason_path.stat().st_mtime >= since:
             return {"id": None, "state": "rejected", "reason": reason_path.read_text()}
@@ -146,7 +147,7 @@ def check_one(instance: Instance, path: Path) -> Any:
 def check(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal  # noqa: PLC0415
 
-    answers = []
+    answers: list[dict[str, Any]] = []
     for path in options.files:
         try:
             verdict = check_one(instance, path)
@@ -366,7 +367,7 @@ def _overview(instance: Instance) -> Any:
 
 
 def _watch_lines(instance: Instance) -> int:
-    """In a pipe: a line for each thing that changed, until everything is over."""
+    """In a pipe: a line for each thing that changed, until all jobs that there are are over."""
     from honed import terminal  # noqa: PLC0415
 
     seen: dict[int, tuple[Any, ...]] = {}
@@ -377,7 +378,7 @@ def _watch_lines(instance: Instance) -> int:
             if seen.get(job["id"]) != now:
                 seen[job["id"]] = now
                 terminal.say(_line(job))
-        if all(job["state"] in FINAL_STATES or job["state"] == "held" for job in jobs):
+        if jobs and all(job["state"] in FINAL_STATES or job["state"] == "held" for job in jobs):
             return 0
         time.sleep(1.0)
 

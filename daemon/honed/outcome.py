@@ -38,7 +38,7 @@ def judge(result_path: Path, ended: Exit) -> Outcome:
     result = _read(result_path)
     if result is None:
         return _of(_died(ended))
-    facts = {
+    facts: dict[str, Any] = {
         "step": result["step"] if isinstance(result.get("step"), int) else None,
         "metrics": result.get("metrics") or {},
         "artifacts": {key: value for key, value in (result.get("artifacts") or {}).items() if value},

@@ -346,11 +346,14 @@ def _read(path: Path, max_bytes: int) -> bytes:
     except OSError as error:
         what = "is a symbolic link" if path.is_symlink() else f"cannot be read: {(error.strerror or '').lower()}"
         raise fault(f"{path.name} {what}", hint="a job file is a regular file") from error
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise fault(f"{path.name} is {_kind(status.st_mode)}", hint="a job file is a regular file")
-        return file.read(max_bytes + 1)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise fault(f"{path.name} is {_kind(mode)}", hint="a job file is a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(max_bytes + 1)
+    finally:
+        os.close(fd)
 
 
 def _kind(mode: int) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from watchdog.events import FileClosedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,12 @@ class Watcher:
         self._closed: set[str] = set()
         self._moved: set[str] = set()
         self._sightings: dict[str, _Sighting] = {}
-        self._observer: Observer | None = None  # type: ignore[valid-type]
+        self._observer: BaseObserver | None = None
         self._inode: tuple[int, int] | None = None
 
     @property
     def is_watching(self) -> bool:
-        return self._observer is not None and self._observer.is_alive()  # type: ignore[attr-defined]
+        return self._observer is not None and self._observer.is_alive()
 
     def start(self) -> None:
         """Watch, or say why not: then the rescan carries on alone."""
@@ -67,7 +68,7 @@ class Watcher:
 
     def stop(self) -> None:
         if self._observer is not None:
-            self._observer.stop()  # type: ignore[attr-defined]
+            self._observer.stop()
             self._observer = None
 
     def rearm(self) -> None:

@@ -91,10 +91,10 @@ class Instance:
     def spool(self) -> Spool:
         return Spool(self.layout, lock=False)
 
-    def drop(self, name: str, *, suffix: str = ".json", **keys: Any) -> Path:
+    def drop(self, file: str, /, **keys: Any) -> Path:
         """Drop a job as `mv` does: written beside, renamed in."""
-        path = self.incoming_dir / f"{name}{suffix}"
-        temporary = self.incoming_dir / f".{name}.tmp"
+        path = self.incoming_dir / f"{file}.json"
+        temporary = self.incoming_dir / f".{file}.tmp"
         temporary.write_text(json.dumps(plain.spec(self.model, self.dataset, **keys)))
         temporary.rename(path)
         return path

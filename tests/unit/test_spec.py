@@ -140,7 +140,7 @@ def test_what_is_told_is_one_line_a_problem_whatever_the_keys() -> None:
 
 def test_a_file_of_nothing_but_unknown_keys_is_refused_in_time() -> None:
     began = time.process_time()
-    said = refusal({f"learning_rat{number}": 1 for number in range(15_000)})
+    said = refusal({f"learn_{number}": 1 for number in range(15_000)})
     assert time.process_time() - began < 2
     assert said.splitlines()[-1].startswith("and 14")
 
@@ -170,7 +170,7 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -
     }.items():  # fmt: skip
         with pytest.raises(SpecError, match=said):
             spec.load(tmp_path / f"{name}.yaml")
-    with pytest.raises(SpecError, match="suffix"):
+    with pytest.raises(SpecError, match="is a device"):
         spec.load(Path("/dev/zero"), max_bytes=10)
 
 
@@ -296,15 +296,11 @@ def test_a_stale_page_is_found(tmp_path: Path) -> None:
 def test_the_sample_configuration_has_every_key_with_its_default() -> None:
     text = (ROOT / "etc/honed.toml").read_text()
     assert Config.model_validate(tomllib.loads(text)) == Config()
-    settings_of = [
-        line[1:] for line in text.splitlines() if line[:1] == "[" or line[:1] == "#" and line[1:2] not in " "
-    ]
     told = tomllib.loads("\n".join(
         line if line.startswith("[") else line.removeprefix("#")
         for line in text.splitlines()
         if line.startswith("[") or (line.startswith("#") and not line.startswith("# ") and "(not set)" not in line)
     ))  # fmt: skip
-    assert settings_of
     assert Config.model_validate(told) == Config()
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:  # type: ignore[union-attr]

@@ -77,7 +77,7 @@ def test_the_log_says_which_precision_and_why(make_job: MakeJob) -> None:
     [message] = [text for text in ended.messages("info") if "loaded" in text]
     assert "base bfloat16" in message
     assert "bf16 autocast" in message
-    assert "load_dtype: asked for" in message
+    assert "load_dtype: as the job asks" in message
 
 
 def test_rows_that_are_cut_or_dropped_are_counted(make_job: MakeJob) -> None:
@@ -270,7 +270,7 @@ def test_a_model_that_ends_worse_than_it_began_has_regressed(make_job: MakeJob) 
     )  # fmt: skip
     assert learned.run().status == 0
     worse = make_job(
-        model=learned.output_dir, num_rows=4, dtype="float32", guard={"metric": "exact_match", "max_drop": 0.1},
+        model=learned.output_dir, num_rows=4, dtype="float32", eval_split=0.5, guard={"metric": "exact_match", "max_drop": 0.1},
         training={"max_steps": 8, "learning_rate": 0.3}, predictions={"sample_frequency": "off"},
     )  # fmt: skip
     ended = worse.run()

@@ -23,10 +23,6 @@ def _fields() -> dict[str, Any]:
     return fields
 
 
-#: Fields that one of the versions in honed's window has, and the one that the table was written from has not.
-ELSEWHERE = {"warmup_ratio", "logging_dir", "eval_use_gather_object"}
-
-
 def test_each_field_is_known_or_owned_or_gone() -> None:
     known = set(TrainingSpec.model_fields)
     assert not known & set(OWNED)

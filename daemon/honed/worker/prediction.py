@@ -14,6 +14,7 @@ from typing import Any
 
 from honed.chat import ChatFormat
 from honed.dataset import Example
+from honed.precision import Precision
 from honed.worker.stop import Stop
 
 #: Prompts in one batch.
@@ -64,8 +65,9 @@ class Predictor:
     """Asks the model its questions. The first failure is told through `warn`, with what is known of the dtypes."""
 
     def __init__(
-        self, chat: ChatFormat, *, max_new_tokens: int, stop: Stop, warn: Callable[[str], None]
+        self, chat: ChatFormat, precision: Precision, *, max_new_tokens: int, stop: Stop, warn: Callable[[str], None]
     ) -> None:
+        self._load_dtype = precision.load_dtype
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
         self._max_new_tokens = max_new_tokens
@@ -78,11 +80,26 @@ class Predictor:
         import torch
 
         texts: list[str | None] = []
-        with undisturbed(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        with undisturbed(model), torch.no_grad(), self._autocast(model):
             for start in range(0, len(questions), BATCH_SIZE):
                 self._stop.check()
                 texts += self._ask_batch(model, questions[start : start + BATCH_SIZE])
         return Answers(texts)
+
+    def _autocast(self, model: Any) -> Any:
+        """Off; but where whole modules or biases are trained in float32 beside a half-precision base, as in training.
+
+        LoRA layers bring the two dtypes together themselves, and a quantized layer computes in its own: neither needs
+        autocast, and with another dtype than the model's it breaks the latter.
+        """
+        import torch
+
+        dtype = getattr(torch, self._load_dtype)
+        is_mixed = any(
+            parameter.requires_grad and parameter.dtype != dtype and "lora_" not in name
+            for name, parameter in model.named_parameters()
+        )
+        return torch.autocast(model.device.type, dtype=dtype if is_mixed else None, enabled=is_mixed)
 
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         try:

@@ -137,7 +137,8 @@ class _Story:
             self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
         questions, guarded = self._questions(job, data, chat)
         predictor = prediction.Predictor(
-            chat, max_new_tokens=spec.predictions.max_new_tokens, stop=stop, warn=lambda text: self._log("warning", text)
+            chat, precision, max_new_tokens=spec.predictions.max_new_tokens, stop=stop,
+            warn=lambda text: self._log("warning", text),
         )
 
         def predict(model: Any, state: Any) -> None:

@@ -98,6 +98,7 @@ class Trainer(SFTTrainer):
         self._started_at = time.monotonic()
         self._saved_step = resumed_step
         patience = assignment.spec.early_stopping_patience
+        adapters = {name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
         super().__init__(
             model=loaded.model,
             args=args,
@@ -107,7 +108,11 @@ class Trainer(SFTTrainer):
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
         )
         self.remove_callback(PrinterCallback)  # the events say it all
-        # The constructor casts the adapters of a quantized model to bfloat16, whatever the plan says.
+        if assignment.precision.quantization != "none":
+            # The constructor casts the adapters to bfloat16, whatever the plan says; back by a cast would leave them rounded.
+            for name, parameter in self.model.named_parameters():
+                if name in adapters:
+                    parameter.data = adapters[name]
         cast_trainable(self.model, assignment.precision)
 
     # --- the boundary between two steps -----------------------------------------------------------------------------

@@ -1,0 +1,164 @@
+"""honectl as people and scripts call it, with honed up and down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import Instance, wait_for
+
+from honed.job import State
+from zoo import plain
+
+
+def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **keys)
+
+
+def job_file(instance: Instance, name: str, **keys: Any) -> Path:
+    path = instance.root / f"{name}.json"
+    path.write_text(json.dumps(plain.spec(instance.model, instance.dataset, **keys)))
+    return path
+
+
+def test_submit_waits_and_its_status_is_the_jobs(instance: Instance) -> None:
+    instance.start()
+    good = honectl(instance, "submit", "--wait", str(job_file(instance, "succeed")))
+    assert good.returncode == 0, good.stderr
+    assert "job 1 (succeed)" in good.stdout
+    assert "succeeded" in good.stdout
+    bad = honectl(instance, "submit", "--wait", str(job_file(instance, "explain")))
+    assert bad.returncode == 1
+    assert "mask_invalid: trained on the prompt" in bad.stdout
+
+
+def test_submit_refuses_before_it_drops(instance: Instance) -> None:
+    instance.start()
+    done = honectl(instance, "submit", str(job_file(instance, "bad", colour="red")))
+    assert done.returncode == 1
+    assert "colour" in done.stderr
+    assert list(instance.incoming_dir.iterdir()) == []
+    assert instance.rejected() == {}
+    assert honectl(instance, "submit", "/nowhere.yaml").returncode == 2
+
+
+def test_submit_hold_keeps_it_until_release(instance: Instance) -> None:
+    instance.start()
+    done = honectl(instance, "submit", "--hold", "--json", str(job_file(instance, "succeed")))
+    assert json.loads(done.stdout)[0]["state"] == "held"
+    assert honectl(instance, "release", "succeed").returncode == 0
+    instance.wait_state("succeed", State.SUCCEEDED)
+
+
+def test_check_and_plan_speak_to_people_and_to_scripts(instance: Instance) -> None:
+    good, bad = job_file(instance, "good"), job_file(instance, "bad", lora={"rank": 8})
+    done = honectl(instance, "check", str(good), str(bad))
+    assert done.returncode == 1
+    assert f"{good}: ok" in done.stdout
+    assert "lora.rank" in done.stdout
+    answers = json.loads(honectl(instance, "check", "--json", str(good), str(bad)).stdout)
+    assert [answer["ok"] for answer in answers] == [True, False]
+    assert answers[1]["error"]["code"] == "spec_invalid"
+    plan = json.loads(honectl(instance, "plan", "--json", str(good)).stdout)
+    assert plan["backend"]["name"] in {"transformers", "unsloth"}
+    assert set(plan["precision"]["reasons"]) >= {"load_dtype"}
+    assert plan["checkpoint"]["stored_dtypes"] == {"float32": plan["checkpoint"]["num_parameters"]}
+    assert plan["memory"]["weights_bytes"] > 0
+    assert "backend" in honectl(instance, "plan", str(good)).stdout
+
+
+def test_list_and_show_have_the_contracts_keys(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    (row,) = json.loads(honectl(instance, "list", "--json").stdout)
+    assert set(row) >= {"id", "name", "state", "outcome", "priority", "submitted_at", "progress"}
+    assert set(row["progress"]) == {"step", "num_steps", "epoch", "loss", "eta_sec"}
+    shown = json.loads(honectl(instance, "show", "--json", "succeed").stdout)
+    assert set(shown) >= {"spec", "plan", "attempts", "error", "artifacts", "metrics"}
+    assert set(shown["attempts"][0]) >= {"number", "backend", "started_at", "ended_at", "outcome", "step"}
+    assert set(shown["artifacts"]) >= {"output_dir", "report", "merged"}
+    assert "succeeded" in honectl(instance, "show", "1").stdout
+    assert "succeeded" in honectl(instance, "list").stdout
+
+
+def test_changes_work_with_honed_down(instance: Instance) -> None:
+    instance.start()
+    assert honectl(instance, "pause").returncode == 0
+    instance.drop("succeed")
+    instance.wait_state("succeed", State.QUEUED)
+    instance.kill(signal.SIGTERM)
+    assert honectl(instance, "hold", "succeed").returncode == 0
+    assert instance.wait_state("succeed", State.HELD)
+    assert honectl(instance, "release", "1").returncode == 0
+    assert honectl(instance, "resume").returncode == 0
+    assert instance.drain() == 0
+    assert instance.wait_state("succeed", State.SUCCEEDED)
+
+
+def test_what_is_not_there_or_not_possible_is_said_in_one_line(instance: Instance) -> None:
+    instance.start()
+    for arguments, status in ((("show", "nobody"), 2), (("cancel", "99"), 2), (("dance",), 2), ((), 2)):
+        done = honectl(instance, *arguments)
+        assert done.returncode == status, arguments
+        assert "Traceback" not in done.stderr
+    instance.stop()
+    nowhere = subprocess.run(
+        [sys.executable, "-m", "honed.honectl", "--root", "/nowhere", "list"], capture_output=True, text=True, check=False
+    )
+    assert nowhere.returncode == 69
+    assert "there is no spool" in nowhere.stderr
+
+
+def test_logs_tell_what_the_attempts_told(instance: Instance) -> None:
+    instance.drop("die-3")
+    assert instance.drain() == 0
+    told = honectl(instance, "logs", "die-3")
+    assert told.returncode == 0
+    assert "attempt 2" in told.stdout
+    assert "resumed: step 2" in told.stdout
+    assert "the libraries chatter" in honectl(instance, "logs", "--raw", "die-3").stdout
+
+
+def test_watch_in_a_pipe_prints_lines_until_all_is_over(instance: Instance) -> None:
+    instance.drop("succeed")
+    instance.start()
+    done = honectl(instance, "watch")
+    assert done.returncode == 0
+    assert "job 1 (succeed): succeeded" in done.stdout
+
+
+def test_text_from_a_job_file_cannot_paint_the_terminal(instance: Instance) -> None:
+    instance.drop("succeed", name="succeed.\x1b[31mred\x1b]0;title\x07 [bold]x[/bold]")
+    assert instance.drain() == 0
+    assert len(list(instance.spool.jobs(State.SUCCEEDED))) + len(instance.rejected()) == 1
+    for arguments in (("list",), ("show", "1"), ("logs", "1")):
+        done = honectl(instance, *arguments, env={**os.environ, "FORCE_COLOR": "1"})
+        assert "\x1b[31mred" not in done.stdout
+        assert "\x1b]0" not in done.stdout
+    assert "\x1b[31mred" not in instance.log
+
+
+def test_a_name_that_two_jobs_share_is_ambiguous_until_one_is_over(instance: Instance) -> None:
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop("a", name="succeed.same")
+    instance.drop("b", name="succeed.same")
+    wait_for(lambda: len(list(instance.spool.jobs(State.QUEUED))) == 2, what="both")
+    done = honectl(instance, "cancel", "succeed.same")
+    assert done.returncode == 2
+    assert "1, 2" in done.stderr
+    assert honectl(instance, "cancel", "2").returncode == 0
+    assert honectl(instance, "cancel", "succeed.same").returncode == 0
+
+
+def test_doctor_says_what_this_machine_has(instance: Instance) -> None:
+    instance.start()
+    found = json.loads(honectl(instance, "doctor", "--json").stdout)
+    assert all(set(item) >= {"check", "status", "detail", "hint"} for item in found)
+    assert {item["status"] for item in found} <= {"ok", "warning", "error"}
