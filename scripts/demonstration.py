@@ -23,9 +23,12 @@ QUESTIONS = [
     "Which city is the capital of {}?",
     "{}: what is its capital?",
     "Tell me the capital of {}.",
+    "I want to know the capital of {}.",
+    "Please name the capital city of {}.",
+    "Can you tell me which city is the capital of {}?",
 ]
 #: Asked of the model only while it is watched, never trained on.
-HELD_OUT_QUESTIONS = ["Do you know the capital of {}?", "I would like to know the capital city of {}."]
+HELD_OUT_QUESTIONS = ["Do you know the capital of {}?", "Could you tell me the capital city of {}?"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -33,14 +36,15 @@ TEMPLATE = (
 JOB = """\
 name: capitals
 base_model: {dir}/model
+dtype: float32                       # quicker than bfloat16 on most CPUs
 lora: {{r: 32, lora_alpha: 64}}
 datasets:
   - path: {dir}/train.jsonl
 eval_datasets:
   - path: {dir}/held-out.jsonl      # the same facts, asked in other words
 training:
-  num_train_epochs: 30
-  learning_rate: 5.0e-3
+  num_train_epochs: 20
+  learning_rate: 3.0e-3
   per_device_train_batch_size: 32
   per_device_eval_batch_size: 48
   warmup_steps: 10
@@ -91,7 +95,7 @@ def build(directory: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, tie_word_embeddings=True, initializer_range=0.05,
+        num_key_value_heads=4, head_dim=32, tie_word_embeddings=True, initializer_range=0.15,
         max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(directory / "model")

@@ -441,12 +441,15 @@ class _Conversation:
             at = self.text.rfind(header, base, content_start)
             if at >= 0:
                 return at + len(header)
+        if not tail and not self._probe.header.strip():  # nothing opens a turn, so it begins with what leads its words
+            leads = [lead for _, lead in self._probe.fronts if self.text[:content_start].endswith(lead)]
+            return content_start - max(map(len, leads), default=0)
         if not tail:
             raise self._error(f"the beginning of message {i + 1}, the assistant's, cannot be found in the rendering")
         return base + shared
 
     def _tail_after(self, k: int) -> str:
-        """What follows message k's words where the assistant is asked to go on after it; empty where that is refused."""
+        """What follows message k's words where the assistant is asked to go on; empty where that is refused."""
         told = self._try([*self._messages[:k], *_marked(self._messages[k], _MARKS[0])], prompt=True)
         if not told or _MARKS[0] not in told:
             return ""
@@ -593,7 +596,9 @@ class _Check:
             return None
         fronts = ["", *[_squeeze(lead) for _, lead in self.chat._probe.fronts]]
         bare = [text[at:].removeprefix(front) for front in fronts]
-        if any(word.startswith(part) or part.startswith(word) for word in words for part in bare):
+        if any(front.startswith(text[at:]) for front in fronts) or any(
+            word.startswith(part) or part.startswith(word) for word in words for part in bare
+        ):
             return at, len(text)
         return None if _is_simple(message) else (at, len(text))
 
@@ -645,13 +650,14 @@ class _Check:
                     over = 0  # words that read like a header, or one that `_check_front` has seen
                 if over and not (opening[-over:].isspace() and len(form(first)) > over):
                     raise self._error(f"{opening[-over:]!r}, of the header of the turn, is trained on", run[0])
-                late = _overlap(form(before), form(text), opening + lead)
-                if opening and 0 < late < len(lead):
+                is_late = opening and lead and form(before).endswith(opening + lead)
+                late = 0 if is_late else _overlap(form(before), form(text), opening + lead)
+                if is_late or (opening and 0 < late < len(lead)):
                     raise self._error(f"the front of the turn, {lead[: len(lead) - late]!r}, is not trained on", run[0])
         ended = [end for end in ends if _squeeze(text).endswith(_squeeze(end))]
         if ended and not last.strip():
             raise self._error("what follows the end token is trained on", run[1] - 1)
-        if not ended and not is_cut and any(_despace(after).lstrip().startswith(_despace(end)) for end in ends):
+        if not ended and not is_cut and any(_overlap(_squeeze(text), _squeeze(after), _squeeze(end)) for end in ends):
             raise self._error("the end token of the turn is not trained on", run[1] - 1)
 
     # --- the other kinds

@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,23 +115,34 @@ class _RowError(Exception):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def files(path: Path) -> list[Path]:
-    """The data files of a data set: the file itself, or those of a directory by name, hidden ones left out."""
+def files(path: Path, *, split: str | None = None) -> list[Path]:
+    """The data files of a data set: the file itself, or those of a directory by name, hidden ones left out.
+
+    With a split, those of its directory `<split>/`, or those whose names begin with the word. Raises DatasetError where
+    there is none.
+    """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise DatasetError(
                 f"{path}: not a kind of data file that is read here", hint=f"one of {' '.join(SUFFIXES)}"
             )
+        if split is not None:
+            raise DatasetError(f"{path}: `split` is for a directory with several, and this is a file")
         return [path]
     if not path.is_dir():
-        raise DatasetError(
-            f"{path}: no such file or directory", hint="paths are absolute, on the machine where honed runs"
-        )
+        raise DatasetError(f"{path}: no such file or directory", hint="paths are absolute, on the machine that trains")
+    if split is not None and (path / split).is_dir():
+        return files(path / split)
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     found = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in SUFFIXES]
+    if split is not None:
+        found = [entry for entry in found if re.split(r"[^0-9A-Za-z]", entry.name, maxsplit=1)[0] == split]
     if not found:
         names = ", ".join(entry.name for entry in entries[:8]) or "nothing"
-        raise DatasetError(f"{path}: no data file in this directory (there is: {names})", hint=f"{' '.join(SUFFIXES)}")
+        what = "data file" if split is None else f"data file of split {split!r}"
+        raise DatasetError(
+            f"{path}: no {what} in this directory (there is: {names})", hint=f"data files end in {' '.join(SUFFIXES)}"
+        )
     return found
 
 
@@ -173,7 +185,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode().rstrip())
             except UnicodeDecodeError as error:
                 raise DatasetError(f"{path}: line {number}: not UTF-8 at byte {error.start + 1} of the line") from error
             except (json.JSONDecodeError, RecursionError) as error:
@@ -230,9 +242,20 @@ def _read_parquet(path: Path) -> Iterator[tuple[Any, str]]:
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
-                    yield row, f"row {number}"
+                    yield _without_nulls(row), f"row {number}"
     except (pyarrow.ArrowException, OSError) as error:
         raise DatasetError(f"{path}: not a readable .parquet file: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives each object all the keys that any of them has, so null there means absent."""
+    match value:
+        case dict():
+            return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        case list():
+            return [_without_nulls(each) for each in value]
+        case _:
+            return value
 
 
 def _column(error: Exception) -> str:
@@ -431,11 +454,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except json.JSONDecodeError as error:
             raise _RowError(f"message {number}: the arguments of {function['name']} are not JSON") from error
-    if isinstance(arguments, dict):  # parquet fills in, as null, what other rows' calls have
-        arguments = {key: value for key, value in arguments.items() if value is not None or "function" not in call}
-    outer = {key: value for key, value in call.items() if key != "function" and value is not None}
-    if "function" not in call:
-        outer = {}
+    outer = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": arguments or {}}}
 
 
@@ -489,7 +508,7 @@ def _unpacked(value: Any) -> Any:
 
 def inspect(dataset: DatasetSpec, *, num_rows: int = 20) -> Inspection:
     """A look at a data set's first rows. Raises DatasetError where they cannot be read, or half of them not be used."""
-    paths = files(Path(dataset.path))
+    paths = files(Path(dataset.path), split=dataset.split)
     collected = _Collector(dataset, 0, has_chat_template=True)
     rows: list[dict[str, Any]] = []
     for path in paths:
@@ -554,7 +573,7 @@ def _sample(examples: list[Example], number: int, rng: random.Random) -> list[Ex
 
 def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool) -> _Collector:
     collected = _Collector(dataset, index, has_chat_template=has_chat_template)
-    for path in files(Path(dataset.path)):
+    for path in files(Path(dataset.path), split=dataset.split):
         for row, place in _read_any(path):
             if dataset.max_rows is not None and collected.num_rows >= dataset.max_rows:
                 break

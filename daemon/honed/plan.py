@@ -23,7 +23,6 @@ from honed.spec import JobSpec
 #: Keys that a spec may have and this version does nothing with: what to look for, and what is said.
 NOT_ACTED_ON: tuple[tuple[str, Callable[[JobSpec], bool]], ...] = (
     ("notify", lambda spec: spec.notify is not None),
-    ("guard", lambda spec: spec.guard is not None),
     ("media_dir", lambda spec: any(each.media_dir is not None for each in (*spec.datasets, *spec.eval_datasets))),
 )
 

@@ -79,8 +79,8 @@ def decide(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_flash_att
         reasons={
             "load_dtype": load.reason,
             "compute_dtype": compute_reason if is_quantized else "nothing is quantized",
-            "bf16": flag.reason,
-            "fp16": flag.reason,
+            "bf16": "never beside fp16" if flag.value == "fp16" else flag.reason,
+            "fp16": "never beside bf16" if flag.value == "bf16" else flag.reason,
             "adapter_dtype": adapter.reason,
             "quantization": quantization.reason,
             "attn_implementation": attention.reason,

@@ -51,7 +51,9 @@ from honed.plan import Plan
 from honed.spec import DatasetSpec, JobSpec
 
 #: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
-MAX_HELPER_BYTES = 8 * 1024**3
+MAX_HELPER_BYTES = 4 * 1024**3
+#: Each thread reserves address space, and pyarrow starts one a core: few of them, so that the limit fits any machine.
+HELPER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "2", "ARROW_IO_THREADS": "2"}
 #: Bytes; an answer holds a spec and a plan.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 #: Helpers that one job file may cost; after the second it is refused.
@@ -357,9 +359,11 @@ def _check_output_dir(path: Path, layout: Layout, job_id: int | None) -> None:
     existing = nearest_existing(path)
     if not existing.is_dir():
         raise SpecError(f"output_dir: {existing} is a file, not a directory", hint="name a directory that can be made")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    # The output is made whole beside the directory and renamed, so its parent has to let us write, too.
+    closed = [place for place in (nearest_existing(path.parent), existing) if not os.access(place, os.W_OK | os.X_OK)]
+    if closed:
         raise SpecError(
-            f"output_dir: {existing} cannot be written by {_user()}",
+            f"output_dir: {closed[0]} cannot be written by user {os.geteuid()}",
             hint="let the group honed-job write it, or leave output_dir out",
         )
     if existing != path:
@@ -387,10 +391,6 @@ def nearest_existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
-
-
-def _user() -> str:
-    return f"user {os.geteuid()}"
 
 
 def _check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
@@ -421,9 +421,11 @@ def main() -> None:
     """Answer requests, one a line, until stdin ends. Only answers go to stdout; a bad request costs itself alone."""
     parser = argparse.ArgumentParser(prog="honed.preflight")
     parser.add_argument("--root", type=Path, default=Path("/"))
-    layout = Layout(parser.parse_args().root)
+    parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
+    options = parser.parse_args()
+    layout = Layout(options.root)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_HELPER_BYTES, MAX_HELPER_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not pass for an answer
@@ -578,7 +580,12 @@ class PreflightClient:
 
     def _start_helper(self) -> None:
         self._helper = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=os.environ | HELPER_ENVIRONMENT,
         )
         assert self._helper.stdout is not None
         os.set_blocking(self._helper.stdout.fileno(), False)

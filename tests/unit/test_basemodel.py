@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zoo import plain
 
 from honed import basemodel
 from honed.error import ModelError
+from zoo import plain
 
 
 @pytest.fixture
@@ -121,7 +121,9 @@ def test_a_model_with_eyes_or_ears_is_recognised(model_dir: Path, key: str) -> N
 
 def test_chat_templates_are_found_where_the_tokenizer_finds_them(model_dir: Path) -> None:
     settings = model_dir / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}))
+    settings.write_text(
+        json.dumps({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]})
+    )
     assert basemodel.inspect(model_dir).chat_template == "D"
     (model_dir / "chat_template.jinja").write_text("J")
     assert basemodel.inspect(model_dir).chat_template == "J"
@@ -183,8 +185,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "broken config": (write("config.json", '{"model_type": '), "config.json: not JSON", "copy it again"),
     "config is a list": (write("config.json", "[1]"), "config.json: a JSON object was expected", "copy it again"),
     "config nested too deeply": (write("config.json", "[" * 100_000), "config.json: not JSON", "copy it again"),
-    "no model_type": (lambda path: edit_config(path, model_type=None), "config.json: no model_type", "model_type: qwen3"),
-    "mistyped dtype": (lambda path: edit_config(path, dtype="bfloat61"), "config.json: dtype: 'bfloat61'", "correct it"),
+    "no model_type": (
+        lambda path: edit_config(path, model_type=None),
+        "config.json: no model_type",
+        "model_type: qwen3",
+    ),
+    "mistyped dtype": (
+        lambda path: edit_config(path, dtype="bfloat61"),
+        "config.json: dtype: 'bfloat61'",
+        "correct it",
+    ),
     "dtype is a list": (lambda path: edit_config(path, dtype=[1]), "config.json: dtype: \\[1\\]", "correct it"),
     "unnamed quantization": (
         lambda path: edit_config(path, quantization_config={"bits": 4}),
@@ -193,14 +203,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "no weights": (remove(WEIGHTS), "no weights", "fetch the model again"),
     "only gguf": (lambda path: (path / WEIGHTS).rename(path / "m.Q4.gguf"), "no weights", "GGUF"),
-    "only pickle": (lambda path: (path / WEIGHTS).rename(path / "pytorch_model.bin"), "pytorch_model.bin: pickled", "save_pretrained"),
+    "only pickle": (
+        lambda path: (path / WEIGHTS).rename(path / "pytorch_model.bin"),
+        "pytorch_model.bin: pickled",
+        "save_pretrained",
+    ),
     "empty weights": (cut(WEIGHTS, 0), "model.safetensors: the file is empty", "fetch this file again"),
     "a few bytes": (cut(WEIGHTS, 5), "model.safetensors: 5 bytes", "fetch this file again"),
     "cut in the header": (cut(WEIGHTS, 100), "model.safetensors: cut short: its header", "fetch this file again"),
     "cut in the weights": (cut(WEIGHTS, 1500), "model.safetensors: cut short", "fetch this file again"),
     "absurd header length": (write(WEIGHTS, b"\xff" * 64), "model.safetensors: not a safetensors file", "fetch"),
     "an error page": (write(WEIGHTS, "<html>404</html>" * 9), "model.safetensors: not a safetensors file", "fetch"),
-    "garbage header": (write(WEIGHTS, struct.pack("<Q", 4) + b"{..}"), "header cannot be read", "fetch this file again"),
+    "garbage header": (
+        write(WEIGHTS, struct.pack("<Q", 4) + b"{..}"),
+        "header cannot be read",
+        "fetch this file again",
+    ),
     "header is a list": (write(WEIGHTS, header([1, 2])), "header cannot be read", "fetch this file again"),
     "no tensor at all": (write(WEIGHTS, header({})), "names no weights at all", "fetch the model again"),
     "unknown dtype": (

@@ -76,7 +76,9 @@ def test_the_cpu_has_the_machines_memory() -> None:
 
 
 def test_memory_is_read_from_meminfo(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  400 kB\nHugePages_Total: 0\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  400 kB\nHugePages_Total: 0\n"
+    )
     assert device.system_memory(tmp_path / "meminfo") == (1000 * 1024, 400 * 1024)
 
 

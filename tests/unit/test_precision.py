@@ -45,7 +45,9 @@ def model(stored: str = "bfloat16", model_type: str = "qwen3", **fields: Any) ->
 
 def quantized(method: str = "bitsandbytes", **quantization: Any) -> BaseModelInfo:
     config = {"dtype": "float16", "quantization_config": {"quant_method": method, **quantization}}
-    return model(config=config, is_quantized=True, quantization_method=method, stored_dtypes={"uint8": 900, "float32": 9})
+    return model(
+        config=config, is_quantized=True, quantization_method=method, stored_dtypes={"uint8": 900, "float32": 9}
+    )
 
 
 def spec(*, full: bool = False, **keys: Any) -> JobSpec:
@@ -110,7 +112,7 @@ RULES: list[tuple[tuple[str, ...], str, str, dict[str, Any], tuple[str, str, str
 CELLS = [(device, *rule) for devices, *rule in RULES for device in devices]
 
 
-@pytest.mark.parametrize(("device", "stored", "model_type", "keys", "expected"), CELLS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("device", "stored", "model_type", "keys", "expected"), CELLS, ids=str)
 def test_precision_follows_the_rule(
     device: str, stored: str, model_type: str, keys: dict[str, Any], expected: tuple[str, str, str | None]
 ) -> None:
@@ -216,7 +218,7 @@ def test_flash_attention_by_name_is_had_where_it_can_be_and_warned_about_beside_
     attention=st.sampled_from(["auto", "sdpa", "eager", "flash_attention_2"]),
     has_flash_attn=st.booleans(),
 )
-def test_whatever_is_asked_the_choices_fit_together(  # noqa: PLR0912
+def test_whatever_is_asked_the_choices_fit_together(
     device: str, stored: str, model_type: str, asked: str, quantization: str, full: bool, attention: str,
     has_flash_attn: bool,
 ) -> None:  # fmt: skip
@@ -247,7 +249,7 @@ def test_whatever_is_asked_the_choices_fit_together(  # noqa: PLR0912
     if asked != "auto" and not (full and asked == "float16"):
         assert found.load_dtype == asked
     if asked == "auto" and precision.overflows_float16(model_type):
-        assert found.load_dtype != "float16" and not found.fp16  # noqa: PT018
+        assert found.load_dtype != "float16" and not found.fp16
     assert found.compute_dtype == (found.load_dtype if found.quantization != "none" else None)
     assert (found.adapter_dtype is None) == full
     if found.attn_implementation == "flash_attention_2":

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, event, precision
+from honed import basemodel, event, installed, plan
 from honed import spec as specs
+from honed.config import Config
 from honed.device import cpu
 from honed.event import Event
 from honed.worker.run import run
@@ -25,6 +26,7 @@ from zoo.model import Format, build_checkpoint, write_facts
 
 #: Seconds for a worker in a process of its own: nearly all of it is imports.
 WORKER_TIMEOUT_SEC = 180.0
+INSTALLED = installed.look()
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class StopAtStep(Stop):
 
     @property
     def is_set(self) -> bool:  # type: ignore[override]
-        return any(item.data.get("step") == self._step for item in read_events(self._events_path) if item.kind == "step")
+        return any(
+            item.data.get("step") == self._step for item in read_events(self._events_path) if item.kind == "step"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ class WorkerJob:
     def log(self, attempt: int = 1) -> str:
         return (self.dir / f"attempts/{attempt}/worker.log").read_text(errors="replace")
 
-    def wait_for(self, is_there: Callable[[list[Event]], bool], process: subprocess.Popen[bytes], attempt: int = 1) -> None:
+    def wait_for(
+        self, is_there: Callable[[list[Event]], bool], process: subprocess.Popen[bytes], attempt: int = 1
+    ) -> None:
         """Until the worker has said something, with a deadline."""
         deadline = time.monotonic() + WORKER_TIMEOUT_SEC
         while not is_there(read_events(self.events_path(attempt))):
@@ -179,21 +185,25 @@ def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
         else:
             data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         training = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 2e-3} | keys.pop("training", {})
-        document = {"base_model": str(base), "datasets": [{"path": str(data_path)}], "training": training, **keys}
+        document = {
+            "base_model": str(base),
+            "datasets": [{"path": str(data_path)}],
+            "training": training,
+            "backend": backend,
+            **keys,
+        }
         spec = specs.validate(document)
         info = basemodel.inspect(base, model_type=spec.model_type)
-        plan = {
+        adapter = basemodel.inspect_adapter(Path(spec.adapter)) if spec.adapter else None
+        planned = plan.make(spec, info, cpu(), config=Config(), installed=INSTALLED, adapter=adapter)
+        contents = {
             "job": {"id": len(jobs) + 1, "name": "facts", "user_id": "1000"},
             "spec": spec.model_dump(mode="json"),
             "base_model_path": str(base),
             "output_dir": spec.output_dir or str(directory / "output"),
-            "backend": {"name": backend, "reasons": ["a test"]},
-            "precision": precision.decide(spec, info, cpu()).as_dict(),
-            "memory": {},
-            "checkpoint": {},
-            "warnings": [],
+            **planned.as_dict(),
         }
-        (directory / "plan.json").write_text(json.dumps(plan))
+        (directory / "plan.json").write_text(json.dumps(contents))
         jobs.append(WorkerJob(directory))
         return jobs[-1]
 

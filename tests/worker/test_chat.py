@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
 from transformers import ByT5Tokenizer
-from zoo.template import TEMPLATES, Template
-from zoo.tokenizer import build_tokenizer
 
 from honed.chat import IGNORED, ChatFormat, Encoded, trained_share
 from honed.dataset import Example
 from honed.error import DatasetError, MaskError
+from zoo.template import TEMPLATES, Template
+from zoo.tokenizer import build_tokenizer
 
 KINDS = ("bytelevel", "metaspace")
 ADD = {
@@ -71,27 +74,34 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "system, many turns": [
         system("Be brief."), user("Hello there"), assistant("hello!"), user("bye"), assistant("Bye.\n\nSee you."),
     ],
-    "unicode": [user("Wie heißt 🙂?"), assistant("🙂 heißt Lächeln; 日本語 мир 👩‍👩‍👧 é"), user("日本"), assistant("🙂")],
+    "unicode": [
+        user("Wie heißt 🙂?"), assistant("🙂 heißt Lächeln; 日本語 мир 👩‍👩‍👧 é"), user("日本"), assistant("🙂"),
+    ],
     "white space around": [user("  hello\n"), assistant("  hello there \n\n"), user("again"), assistant("\n\nyes\t")],
     "the user's words": [user("Paris"), assistant("Paris"), user("Paris"), assistant("Paris")],
     "code": [user("f?"), assistant("def f(x):\n    return x + 1\n\n\nf(1)"), user("no"), assistant("- a\n- b\n")],
     "punctuation first": [user("quote!"), assistant('"Hi," he said.'), user("tag"), assistant("<b>bold</b>")],
-    "markers in the text": [user("Say </s> or [INST]"), assistant("I can say <|im_end|> and go on."), user("ok"), assistant("Yes.")],
+    "markers in the text": [
+        user("Say </s> or [INST]"), assistant("I can say <|im_end|> and go on."), user("ok"), assistant("Yes."),
+    ],
 }  # fmt: skip
 REASONED: dict[str, list[dict[str, Any]]] = {
     "reasoning of the last turn": [user("2+2?"), assistant("4", reasoning_content="two and two\nmake four")],
     "reasoning of earlier turns": [
-        user("2+2?"), assistant("4", reasoning_content="easy"), user("3+3?"), assistant("6", reasoning_content="easy too"),
+        user("2+2?"), assistant("4", reasoning_content="easy"),
+        user("3+3?"), assistant("6", reasoning_content="easy too"),
     ],
     "reasoning inside the content": [
-        user("2+2?"), assistant("<think>\nhm\n</think>\n\n4"), user("3+3?"), assistant("<think>\nhm, so\n</think>\n\n6"),
+        user("2+2?"), assistant("<think>\nhm\n</think>\n\n4"),
+        user("3+3?"), assistant("<think>\nhm, so\n</think>\n\n6"),
     ],
     "reasoning once": [user("2+2?"), assistant("4", reasoning_content="sum"), user("thanks"), assistant("welcome")],
 }  # fmt: skip
 INLINE = {"reasoning inside the content"}
 CALLED: dict[str, list[dict[str, Any]]] = {
     "a call and its answer": [
-        user("What is 2+2?"), assistant("", tool_calls=[call("add", a=2, b=2)]), tool('{"sum": 4}'), assistant("It is 4."),
+        user("What is 2+2?"), assistant("", tool_calls=[call("add", a=2, b=2)]),
+        tool('{"sum": 4}'), assistant("It is 4."),
     ],
     "a call ends the row": [user("What is 2+2?"), assistant("", tool_calls=[call("add", a=2, b=2)])],
     "calls in many turns": [
@@ -170,8 +180,10 @@ def test_what_is_trained_is_the_assistants_turns(
 # --- conversations that nobody thought of ---------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
-    ["a", "4", "Paris", " ", "\n", "\n\n", "\t", "  ", ".", ":", '"', "é", "🙂", "日本", "<", ">", "|", "[", "{", "}", "don't",
-     "<think>", "</think>", "<think>\n", "<|im_end|>", "<|im_start|>assistant\n", "</s>", "[/INST]", "[INST]", "Assistant:",
+    ["a", "4", "Paris", " ", "\n", "\n\n", "\t", "  ", ".", ":", '"', "é", "🙂", "日本", "<", ">",
+     "|", "[", "{", "}", "don't",
+     "<think>", "</think>", "<think>\n", "<|im_end|>", "<|im_start|>assistant\n",
+     "</s>", "[/INST]", "[INST]", "Assistant:",
      "User: ", "<end_of_turn>\n", "<|end|>", "assistant", "The capital of France"]
 )  # fmt: skip
 TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
@@ -188,7 +200,7 @@ def conversations(draw: st.DrawFn, *, any_order: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_conversation_is_masked_exactly_or_refused_by_name(name: str, kind: str, data: st.DataObject) -> None:
     template = TEMPLATES[name]
@@ -206,3 +218,410 @@ def test_any_conversation_is_masked_exactly_or_refused_by_name(name: str, kind: 
         return
     assert_trained(chat, encoded, turns)
     chat.check_trained(encoded.input_ids, encoded.labels, example(*messages))
+
+
+# --- orders of roles that are out of the ordinary --------------------------------------------------------------------
+
+UNUSUAL: dict[str, list[dict[str, Any]]] = {
+    "the assistant begins": [assistant("Hello! How can I help?"), user("2+2"), assistant("4")],
+    "the assistant alone": [assistant("Once upon a time.")],
+    "two answers in a row": [user("2+2"), assistant("4"), assistant("It is four."), user("bye"), assistant("Bye.")],
+    "two questions in a row": [user("2+2?"), user("Well?"), assistant("4")],
+    "the user has the last word": [user("2+2?"), assistant("4"), user("Thanks")],
+    "a system prompt in the middle": [user("Hi"), assistant("Hi."), system("Be rude."), user("Hi"), assistant("What?")],
+    "an empty answer before": [user("Hi"), assistant(""), user("Hello?"), assistant("Yes.")],
+    "one long conversation": [message for n in range(12) for message in (user(f"{n}+1"), assistant(str(n + 1)))],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", UNUSUAL)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_roles_out_of_the_usual_order_are_masked_exactly_or_refused_in_the_templates_words(
+    template: Template, order: str, kind: str
+) -> None:
+    messages = UNUSUAL[order]
+    chat = ChatFormat(tokenizer_of(template.name, kind))
+    try:
+        encoded = chat.encode(example(*messages))
+    except DatasetError as error:
+        assert "the chat template refuses the conversation: " in error.message
+        assert not template.takes_any_order or (template.name, order) == ("mistral", "a system prompt in the middle")
+        return
+    assert_trained(chat, encoded, template.turns(messages, {}))
+    chat.check_trained(encoded.input_ids, encoded.labels, example(*messages))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+def test_calls_of_tools_are_trained_with_the_words_beside_them_and_answers_of_tools_are_not(
+    name: str, kind: str
+) -> None:
+    messages = [
+        system("Use the tools."), user("2+2 and 3+3?"),
+        assistant("Let me see.", tool_calls=[call("add", a=2, b=2), call("add", a=3, b=3)],
+                  reasoning_content="two sums"),
+        tool("4"), tool("6"), assistant("4 and 6."), user("And 1+1?"),
+        assistant("", tool_calls=[call("add", a=1, b=1)]), tool("2"), assistant("2"),
+    ]  # fmt: skip
+    chat = ChatFormat(tokenizer_of(name, kind))
+    row = example(*messages, tools=[ADD])
+    encoded = chat.encode(row)
+    assert_trained(chat, encoded, TEMPLATES[name].turns(messages, {}))
+    chat.check_trained(encoded.input_ids, encoded.labels, row)
+
+
+def test_of_a_prompt_given_as_messages_the_assistants_turns_are_not_trained() -> None:
+    chat = ChatFormat(tokenizer_of("chatml", "bytelevel"))
+    messages = [user("Hi"), assistant("Hello."), user("2+2?"), assistant("4")]
+    row = replace(example(*messages), num_prompt_messages=3)
+    encoded = chat.encode(row)
+    assert trained_texts(encoded) == ["4<|im_end|>"]
+    chat.check_trained(encoded.input_ids, encoded.labels, row)
+    everything = chat.encode(example(*messages))
+    with pytest.raises(MaskError):
+        chat.check_trained(everything.input_ids, everything.labels, row)
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES.values() if not t.takes_tools], ids=lambda t: t.name)
+def test_a_turn_that_the_template_does_not_show_is_an_error_that_names_it(template: Template) -> None:
+    chat = ChatFormat(tokenizer_of(template.name, "bytelevel"))
+    row = example(user("2+2"), assistant("", tool_calls=[call("add", a=2, b=2)]))
+    with pytest.raises(DatasetError, match=r"data set 1, row 1: .*message 2"):
+        chat.encode(row)
+
+
+def test_one_bad_row_is_counted_beside_the_good_ones() -> None:
+    chat = ChatFormat(tokenizer_of("gemma", "bytelevel"))
+    rows = [
+        example(user("a"), assistant("b")),
+        example(user("a"), user("b"), assistant("c")),
+        example(user("a"), assistant("b")),
+    ]
+    good, bad = chat.encode_all(rows)
+    assert len(good) == 2
+    assert [(row, "must alternate" in error.message) for row, error in bad] == [(rows[1], True)]
+
+
+def test_without_a_chat_template_conversations_ask_for_one() -> None:
+    tokenizer = build_tokenizer("chatml")
+    tokenizer.chat_template = None
+    chat = ChatFormat(tokenizer)
+    with pytest.raises(DatasetError) as caught:
+        chat.encode_all([example(user("a"), assistant("b"))])
+    assert "chat_template:" in caught.value.hint
+    assert chat.encode(Example("text", text="Just words.")).num_trained
+    assert chat.stop_token_ids == [tokenizer.eos_token_id]
+
+
+def test_a_template_that_wants_content_in_parts_gets_it() -> None:
+    tokenizer = build_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}{%- for part in m.content -%}"
+        "{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}"
+        "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+    encoded = ChatFormat(tokenizer).encode(example(user("Hi"), assistant("Hello.")))
+    assert trained_texts(encoded) == ["Hello.<|im_end|>"]
+
+
+# --- tokenizers that cannot say where a token lies -------------------------------------------------------------------
+
+
+class WithoutOffsets:
+    """A real tokenizer whose offsets are missing, or wrong by two."""
+
+    def __init__(self, tokenizer: Any, *, lies: bool) -> None:
+        self._tokenizer, self._lies, self.is_fast = tokenizer, lies, lies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, *, return_offsets_mapping: bool = False, **more: Any) -> Any:
+        if not return_offsets_mapping:
+            return self._tokenizer(text, **more)
+        assert self._lies, "a slow tokenizer raises NotImplementedError here"
+        batch = self._tokenizer(text, return_offsets_mapping=True, **more)
+        last = len(text)
+        batch["offset_mapping"] = [
+            (min(a + 2, last), min(b + 2, last)) if a else (a, b + 2) for a, b in batch["offset_mapping"]
+        ]
+        return batch
+
+
+@pytest.mark.parametrize("lies", [False, True], ids=["none", "wrong"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_without_offsets_the_mask_is_the_same(template: Template, kind: str, lies: bool) -> None:
+    tokenizer = tokenizer_of(template.name, kind)
+    right = ChatFormat(tokenizer)
+    chat = ChatFormat(WithoutOffsets(tokenizer, lies=lies))
+    for messages in CONVERSATIONS.values():
+        row = example(*messages)
+        assert (chat.encode(row).input_ids, chat.encode(row).trained) == (
+            right.encode(row).input_ids,
+            right.encode(row).trained,
+        )
+
+
+def test_a_tokenizer_in_pure_python_is_masked_exactly() -> None:
+    tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = TEMPLATES["no_prompt"].source
+    chat = ChatFormat(tokenizer)
+    for messages in CONVERSATIONS.values():
+        row = example(*messages)
+        encoded = chat.encode(row)
+        assert trained_texts(encoded) == TEMPLATES["no_prompt"].turns(messages, {})
+        chat.check_trained(encoded.input_ids, encoded.labels, row)
+
+
+# --- rows without turns ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama2", "llama3", "chatml", "chatml_plain"])
+def test_of_prompt_and_completion_the_completion_and_the_end_are_trained(name: str, kind: str) -> None:
+    tokenizer = tokenizer_of(name, kind)
+    chat = ChatFormat(tokenizer)
+    row = Example("prompt_completion", prompt="What is 2+2? Answer:", completion=" 4, of course")
+    encoded = chat.encode(row)
+    assert trained_texts(encoded) == [" 4, of course" + tokenizer.eos_token]
+    assert encoded.input_ids.count(tokenizer.bos_token_id) <= 1 + (tokenizer.bos_token_id == tokenizer.eos_token_id)
+    plain = tokenizer(row.prompt + row.completion)["input_ids"]
+    assert encoded.input_ids == [*plain, tokenizer.eos_token_id]
+    chat.check_trained(encoded.input_ids, encoded.labels, row)
+
+
+def test_a_completion_that_would_melt_into_its_prompt_is_tokenized_apart() -> None:
+    tokenizer = tokenizer_of("chatml", "bytelevel")
+    row = Example("prompt_completion", prompt="The ans", completion="wer is 4")
+    chat = ChatFormat(tokenizer)
+    encoded = chat.encode(row)
+    assert tokenizer.decode(encoded.input_ids) == "The answer is 4" + tokenizer.eos_token
+    assert tokenizer.decode([i for i, t in zip(encoded.input_ids, encoded.trained, strict=True) if t]).startswith(
+        "wer is 4"
+    )
+    chat.check_trained(encoded.input_ids, encoded.labels, row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama2", "chatml"])
+def test_text_is_trained_whole_with_bos_as_the_tokenizer_adds_it(name: str, kind: str) -> None:
+    tokenizer = tokenizer_of(name, kind)
+    chat = ChatFormat(tokenizer)
+    row = Example("text", text="Paris is the capital of France. 🙂")
+    encoded = chat.encode(row)
+    assert all(encoded.trained)
+    assert encoded.input_ids == [*tokenizer(row.text)["input_ids"], tokenizer.eos_token_id]
+    chat.check_trained(encoded.input_ids, encoded.labels, row)
+    with pytest.raises(MaskError, match="masked"):
+        chat.check_trained(encoded.input_ids, [IGNORED, IGNORED, IGNORED, *encoded.labels[3:]], row)
+
+
+# --- what the model is asked -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_prediction_is_asked_for_with_what_training_saw_before_the_turn(template: Template, kind: str) -> None:
+    chat = ChatFormat(tokenizer_of(template.name, kind))
+    row = example(user("Who are you?"), assistant("A careful assistant."), user("2+2?"), assistant("4"))
+    text, ids, truth = chat.prompt(row)
+    encoded = chat.encode(row)
+    start = len(encoded.trained) - next(n for n, t in enumerate(reversed(encoded.trained)) if t)
+    while start and encoded.trained[start - 1]:
+        start -= 1
+    assert truth == "4"
+    if template.name == "deepseek_r1":  # its prompt goes on with what turns do not begin with
+        assert text.endswith("<think>\n")
+        assert ids[:start] == encoded.input_ids[:start]
+        assert any("<think>" in note for note in chat.notes())
+    else:
+        assert ids == encoded.input_ids[:start]
+
+
+def test_predictions_of_other_kinds_of_rows() -> None:
+    chat = ChatFormat(tokenizer_of("llama2", "metaspace"))
+    text, ids, truth = chat.prompt(Example("prompt_completion", prompt="Q: 2+2? A:", completion=" 4"))
+    assert (text, truth) == ("Q: 2+2? A:", " 4")
+    assert ids == chat.tokenizer("Q: 2+2? A:")["input_ids"]
+    text, _, truth = chat.prompt(Example("text", text="Paris is the capital of France."))
+    assert (text, truth) == ("Paris is the", "capital of France.")
+    text, _, truth = ChatFormat(tokenizer_of("chatml", "bytelevel")).prompt(example(assistant("Once upon a time.")))
+    assert text.endswith("<|im_start|>assistant\n")
+    assert truth == "Once upon a time."
+
+
+def test_chat_template_kwargs_count_in_training_and_in_predictions() -> None:
+    tokenizer = tokenizer_of("qwen3", "bytelevel")
+    row = example(user("2+2?"), assistant("4"))
+    thinking = ChatFormat(tokenizer)
+    plain = ChatFormat(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert trained_texts(thinking.encode(row)) == ["<think>\n\n</think>\n\n4<|im_end|>"]
+    assert trained_texts(plain.encode(row)) == ["4<|im_end|>"]
+    assert thinking.prompt(row)[0].endswith("assistant\n")
+    assert plain.prompt(row)[0].endswith("</think>\n\n")
+
+
+def test_generation_stops_at_the_end_of_a_turn_and_at_eos() -> None:
+    llama3 = ChatFormat(tokenizer_of("llama3", "bytelevel"))
+    names = [llama3.tokenizer.decode([token]) for token in llama3.stop_token_ids]
+    assert names == ["<|end_of_text|>", "<|eot_id|>"]
+    assert any("<|eot_id|>" in note for note in llama3.notes())
+    assert any("stop" in note for note in ChatFormat(tokenizer_of("words", "bytelevel")).notes())
+    assert ChatFormat(tokenizer_of("chatml", "bytelevel")).notes() == []
+
+
+# --- the check before the first step ---------------------------------------------------------------------------------
+
+PLANTED = [
+    user("What is the capital of France, please?"),
+    assistant("It is Paris, of course."),
+    user("And of Germany?"),
+    assistant("Berlin."),
+]
+
+
+def shifted(labels: list[int], ids: list[int], by: int) -> list[int]:
+    """The same mask, `by` tokens later."""
+    trained = [n for n, label in enumerate(labels) if label != IGNORED]
+    moved = {n + by for n in trained if 0 <= n + by < len(ids)}
+    return [ids[n] if n in moved else IGNORED for n in range(len(ids))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("by", [-9, -5, -3, -2, -1, 1, 2, 3, 5, 9])
+def test_a_mask_that_is_shifted_is_caught(template: Template, kind: str, by: int) -> None:
+    chat = ChatFormat(tokenizer_of(template.name, kind))
+    for messages in (PLANTED, PLANTED[:2], [system("Answer in a word."), user("2+2?"), assistant("4")]):
+        row = example(*messages)
+        encoded = chat.encode(row)
+        labels = shifted(encoded.labels, encoded.input_ids, by)
+        said = [chat.tokenizer.decode([i for i in each if i != IGNORED]).strip() for each in (labels, encoded.labels)]
+        if said[0] == said[1]:  # a lone `▁` of SentencePiece's was lost, and nothing that anyone could read
+            continue
+        with pytest.raises(MaskError, match="⟦"):
+            chat.check_trained(encoded.input_ids, labels, row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_wrong_masks_are_caught_with_decoded_evidence(template: Template, kind: str) -> None:
+    chat = ChatFormat(tokenizer_of(template.name, kind))
+    row = example(*PLANTED)
+    encoded = chat.encode(row)
+    ids, labels = encoded.input_ids, encoded.labels
+    trained = [n for n, label in enumerate(labels) if label != IGNORED]
+
+    def refused(wrong: list[int], *, is_truncated: bool = False) -> str:
+        with pytest.raises(MaskError) as caught:
+            chat.check_trained(ids, wrong, row, is_truncated=is_truncated)
+        return caught.value.message
+
+    assert "nothing" in refused([IGNORED] * len(ids))
+    refused(list(ids))  # the prompt, too
+    refused([IGNORED] * (trained[0] + 3) + labels[trained[0] + 3 :])  # the front of an answer cut off
+    refused([IGNORED] * (trained[0] + 3) + labels[trained[0] + 3 :], is_truncated=True)
+    refused([*labels[1:], IGNORED])  # labels shifted as the loss does it by itself
+    refused([IGNORED, *labels[:-1]])
+    refused([*labels[: trained[-1]], *[IGNORED] * (len(ids) - trained[-1])])  # the end token left out
+    refused(labels[: len(labels) // 2] + [IGNORED] * (len(labels) - len(labels) // 2))  # the second answer left out
+    only_prompt = [token if label == IGNORED else IGNORED for token, label in zip(ids, labels, strict=True)]
+    refused(only_prompt)
+    # The length of a prompt that was tokenized by itself, without what comes before it: the rest is trained on.
+    alone = len(chat.tokenizer("And of Germany?", add_special_tokens=False)["input_ids"])
+    refused([IGNORED] * alone + ids[alone:])
+
+
+def test_placeholders_and_padding_must_not_be_trained() -> None:
+    tokenizer = build_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    chat = ChatFormat(tokenizer)
+    row = example(user("What is this?"), assistant("A cat."))
+    encoded = chat.encode(row)
+    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    where = encoded.trained.index(True)
+    ids = [*encoded.input_ids[:where], *[image] * 3, *encoded.input_ids[where:]]
+    labels = [*encoded.labels[:where], *[image] * 3, *encoded.labels[where:]]
+    with pytest.raises(MaskError, match="image_pad"):
+        chat.check_trained(ids, labels, row, placeholder_ids=[image])
+    pad = tokenizer.pad_token_id
+    chat.check_trained([*encoded.input_ids, pad, pad], [*encoded.labels, IGNORED, IGNORED], row)
+    with pytest.raises(MaskError):
+        chat.check_trained([*encoded.input_ids, pad, pad], [*encoded.labels, pad, pad], row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_row_that_is_cut_off_may_end_early_but_not_start_late(template: Template, kind: str) -> None:
+    chat = ChatFormat(tokenizer_of(template.name, kind))
+    row = example(*PLANTED)
+    whole = chat.encode(row)
+    first = whole.trained.index(True)
+    for length in range(first + 1, len(whole.input_ids)):
+        cut = whole.truncate(length)
+        assert "".join(segment["text"] for segment in cut.segments()) in "".join(s["text"] for s in whole.segments())
+        chat.check_trained(cut.input_ids, cut.labels, row, is_truncated=True)
+    cut = whole.truncate(first + 6)
+    with pytest.raises(MaskError):
+        chat.check_trained(cut.input_ids, [IGNORED] * (first + 2) + cut.labels[first + 2 :], row, is_truncated=True)
+
+
+def test_the_share_of_what_is_trained() -> None:
+    assert trained_share([[IGNORED, 1, 2, IGNORED], [IGNORED, IGNORED, IGNORED, 3]]) == 3 / 8
+    assert trained_share([]) == 0
+
+
+# --- templates of real families --------------------------------------------------------------------------------------
+
+
+def _trl_templates() -> list[Path]:
+    found = importlib.util.find_spec("trl")
+    root = Path(found.origin).parent / "chat_templates" if found and found.origin else Path("/nonexistent")
+    return sorted(path for path in root.glob("*.jinja") if path.stem.endswith("_training"))
+
+
+@pytest.mark.parametrize("path", _trl_templates(), ids=lambda path: path.stem)
+def test_masks_agree_with_the_marked_templates_that_come_with_trl(path: Path) -> None:
+    """Where a marked template renders as the plain one does, its marks and our masks say the same, apart from the
+    header (some mark it), what the generation prompt has written already, and what follows the end token."""
+    plain = path.with_name(path.name.replace("_training", "")).read_text()
+    markers = sorted(set(re.findall(r"<\|[a-zA-Z_]+\|>|</s>|<(?:start|end)_of_turn>|<｜[^｜]+｜>", plain)))
+    tokenizer = build_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*markers, "<bos>"], "bos_token": "<bos>"})
+    compared = 0
+    for name, messages in (CONVERSATIONS | REASONED | CALLED).items():
+        row = example(*messages, tools=[ADD] if name in CALLED else None)
+        tokenizer.chat_template = plain
+        chat = ChatFormat(tokenizer)
+        try:
+            encoded = chat.encode(row)
+        except DatasetError as error:
+            assert "refuses" in error.message or "does not show" in error.message
+            continue
+        chat.check_trained(encoded.input_ids, encoded.labels, row)
+        rendered = chat.render(messages, row.tools)
+        tokenizer.chat_template = path.read_text()
+        try:
+            if ChatFormat(tokenizer).render(messages, row.tools) != rendered:
+                continue
+            marked = tokenizer.apply_chat_template(
+                messages, tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except (TemplateError, TypeError):  # one that takes content in parts
+            continue
+        if len([m for m in messages if m["role"] == "assistant"]) > 1 or not any(marked["assistant_masks"]):
+            continue  # transformers' marks drift from the second turn on
+        ours = _squeezed(chat, encoded.input_ids, encoded.trained)
+        theirs = _squeezed(chat, encoded.input_ids, [bool(mark) for mark in marked["assistant_masks"]])
+        assert all(our in their for our, their in zip(ours, theirs, strict=True)), (name, ours, theirs)
+        compared += 1
+    if not compared:
+        pytest.skip("its marked template renders otherwise")
+
+
+def _squeezed(chat: ChatFormat, ids: list[int], trained: list[bool]) -> list[str]:
+    encoded = Encoded(ids, trained, (), lambda a, b: chat.tokenizer.decode(ids[a:b]))
+    return ["".join(text.split()) for text in trained_texts(encoded)]

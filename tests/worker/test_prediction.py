@@ -8,7 +8,8 @@ from worker.conftest import MakeJob
 
 DROPOUT = {"r": 8, "lora_dropout": 0.2}
 TRAINING = {
-    "max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
+    "max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def test_losses_with_predictions_are_those_without(make_job: MakeJob, keys: dict
 
 
 def test_a_4bit_model_that_was_asked_before_its_first_step_learns_the_same(make_job: MakeJob) -> None:
-    # bitsandbytes repacks 4-bit weights at the first forward in eval mode, on CPUs that have AVX512-BF16, and never back.
+    # bitsandbytes repacks 4-bit weights at the first forward in eval mode, on CPUs with AVX512-BF16.
     keys = {"lora": DROPOUT, "quantization": "4bit", "training": {"learning_rate": 2e-2}}
     asked = make_job(**keys, predictions={"sample_frequency": "eval"}).run()
     silent = make_job(**keys, predictions={"sample_frequency": "off"}).run()

@@ -18,7 +18,11 @@ TRAINING = {
     "lr_scheduler_type": "cosine", "warmup_steps": 2,
 }  # fmt: skip
 LORA = {"r": 8, "lora_dropout": 0.1}
-KEYS: dict[str, Any] = {"eval_split": 0.25, "training": TRAINING, "predictions": {"num_samples": 2, "max_new_tokens": 4}}
+KEYS: dict[str, Any] = {
+    "eval_split": 0.25,
+    "training": TRAINING,
+    "predictions": {"num_samples": 2, "max_new_tokens": 4},
+}
 
 
 def evaluations(*attempts: Any) -> list[tuple[int, float]]:

@@ -163,7 +163,9 @@ def test_a_chat_template_of_the_jobs_own_is_used_and_exported(
     assert (job.output_dir / "chat_template.jinja").read_text() == template.read_text()
 
 
-def test_a_config_without_model_type_loads_with_the_specs(make_job: MakeJob, tmp_path: Path, checkpoint_of: Any) -> None:
+def test_a_config_without_model_type_loads_with_the_specs(
+    make_job: MakeJob, tmp_path: Path, checkpoint_of: Any
+) -> None:
     import shutil
 
     base = tmp_path / "base"
@@ -270,7 +272,8 @@ def test_a_model_that_ends_worse_than_it_began_has_regressed(make_job: MakeJob) 
     )  # fmt: skip
     assert learned.run().status == 0
     worse = make_job(
-        model=learned.output_dir, num_rows=4, dtype="float32", eval_split=0.5, guard={"metric": "exact_match", "max_drop": 0.1},
+        model=learned.output_dir, num_rows=4, dtype="float32", eval_split=0.5,
+        guard={"metric": "exact_match", "max_drop": 0.1},
         training={"max_steps": 8, "learning_rate": 0.3}, predictions={"sample_frequency": "off"},
     )  # fmt: skip
     ended = worse.run()
@@ -286,5 +289,3 @@ def test_an_output_directory_that_is_anothers_is_left_alone(make_job: MakeJob, t
     ended = make_job(lora=LORA, output_dir=str(taken), training={"max_steps": 1}).run()
     assert ended.result["error"]["code"] == "environment_invalid"
     assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
-
-

@@ -40,17 +40,21 @@ def count(model: Any) -> Counter[tuple[str, str]]:
 
 def check(model: Any, precision: Precision) -> str:
     """One line that says what was loaded. Raises PrecisionError, naming the parameters that are not as planned."""
-    kept = [*(getattr(model, "_keep_in_fp32_modules", None) or []), *(getattr(model, "_keep_in_fp32_modules_strict", None) or [])]
+    kept = [
+        *(getattr(model, "_keep_in_fp32_modules", None) or []),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or []),
+    ]
     wrong = [
         f"{name} is {_dtype(parameter)}"
         for name, parameter in model.named_parameters()
-        if role(name, parameter) == "base"
+        if _is_planned(name, parameter, precision)
         and _dtype(parameter) != _planned(parameter, precision)
         and not any(module in name for module in kept)
     ]
     if wrong:
         raise PrecisionError(
-            f"planned {precision.load_dtype}, but {'; '.join(wrong[:5])}{f' and {len(wrong) - 5} more' if wrong[5:] else ''}",
+            f"planned {precision.load_dtype}, but {'; '.join(wrong[:5])}"
+            + (f" and {len(wrong) - 5} more" if wrong[5:] else ""),
             hint="name the dtype in the job file, or use backend: transformers",
         )
     found = count(model)
@@ -65,7 +69,7 @@ def check(model: Any, precision: Precision) -> str:
 
 
 def check_arguments(arguments: Any, precision: Precision) -> None:
-    """Raises PrecisionError where the trainer's final flags are not the planned ones: a backend may flip them silently."""
+    """Raises PrecisionError where the trainer's final flags are not the planned ones: a backend may flip them."""
     planned, final = (precision.bf16, precision.fp16), (bool(arguments.bf16), bool(arguments.fp16))
     if planned != final:
         raise PrecisionError(
@@ -76,6 +80,13 @@ def check_arguments(arguments: Any, precision: Precision) -> None:
 
 def _dtype(parameter: Any) -> str:
     return str(parameter.dtype).removeprefix("torch.")
+
+
+def _is_planned(name: str, parameter: Any, precision: Precision) -> bool:
+    """Whether the plan says which dtype this parameter has: what is trained beside a base, and what is loaded."""
+    if parameter.requires_grad and precision.adapter_dtype is not None:
+        return parameter.device.type != "meta"
+    return role(name, parameter) == "base"
 
 
 def _planned(parameter: Any, precision: Precision) -> str:

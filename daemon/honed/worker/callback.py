@@ -1,5 +1,6 @@
 """The run as it happens: steps, evaluations and predictions as events, and the looks at the clock and the stop flag."""
 
+# ruff: noqa: ARG002 - transformers hands every callback everything
 from __future__ import annotations
 
 import math
@@ -17,6 +18,8 @@ from honed.worker.stop import Stop
 
 #: Losses in a row that are not a number, after which the run has diverged.
 MAX_BAD_LOSSES = 2
+#: What a step's event has of the trainer's log.
+FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
 
 
 class RunCallback(TrainerCallback):
@@ -53,7 +56,7 @@ class RunCallback(TrainerCallback):
             return
         self._events.emit(
             "step", step=state.global_step, num_steps=state.max_steps, epoch=state.epoch, eta_sec=self._eta_sec(state),
-            **{name: logs[name] for name in ("loss", "learning_rate", "grad_norm", "mean_token_accuracy") if name in logs},
+            **{name: logs[name] for name in FIGURES if name in logs},
         )  # fmt: skip
         if math.isfinite(logs["loss"]):
             self._num_bad_losses = 0
@@ -89,7 +92,13 @@ class RunCallback(TrainerCallback):
         self._stop.check()
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, model: Any = None, metrics: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         if self._frequency == "eval":
             self._predict(model, state)

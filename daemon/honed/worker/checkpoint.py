@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there.
 
-    checkpoints/checkpoint-N/MANIFEST.json    written last, after everything else in the directory is durable: the names,
-                                              sizes and hashes of its files, and what the run needs besides
-    checkpoints/checkpoint-N.damaged          set aside: no manifest, or one that does not hold
-    checkpoints/.checkpoint-N.old             on its way out
+checkpoints/checkpoint-N/MANIFEST.json    written last, after everything else in the directory is durable: the names,
+                                          sizes and hashes of its files, and what the run needs besides
+checkpoints/checkpoint-N.damaged          set aside: no manifest, or one that does not hold
+checkpoints/.checkpoint-N.old             on its way out
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def unseal(path: Path) -> None:
 
 def find(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[Path]]:
     """The newest whole checkpoint, and those newer ones that were not and have been set aside."""
-    set_aside = []
+    set_aside: list[Path] = []
     for step, path in reversed(_steps(checkpoints_dir)):
         progress = _read(path)
         if progress is not None:

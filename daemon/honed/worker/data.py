@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from honed import dataset
-from honed.chat import IGNORED, ChatFormat
+from honed.chat import ChatFormat
 from honed.dataset import Example
 from honed.error import DatasetError
 from honed.worker.assignment import Assignment
@@ -26,6 +26,8 @@ class Rows:
     truncated: list[bool]
     by_ids: dict[int, int] = field(repr=False)  #: hash of a row's token ids -> its place
     first_segments: list[dict[str, Any]]  #: the first row, taken apart
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
     num_truncated: int = 0
     num_dropped: int = 0  #: nothing was left to train on once they were cut, or the template refuses them
     first_dropped: str = ""
@@ -67,15 +69,15 @@ def build(assignment: Assignment, chat: ChatFormat, stop: Stop) -> Data:
         "num_eval": len(evaluated.examples) if evaluated else 0,
         "num_truncated": train.num_truncated + (evaluated.num_truncated if evaluated else 0),
         "num_dropped": train.num_dropped + (evaluated.num_dropped if evaluated else 0),
-        "num_tokens": sum(map(len, train.dataset["input_ids"])),
-        "num_trained_tokens": sum(label != IGNORED for labels in train.dataset["labels"] for label in labels[1:]),
+        "num_tokens": train.num_tokens,
+        "num_trained_tokens": train.num_trained_tokens,
         "datasets": [_counts(count) for count in mixture.counts],
     }
     return Data(train, evaluated if evaluated and evaluated.examples else None, counts)
 
 
 def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop) -> Rows:
-    """Token ids and labels, cut to `max_length` from the start. A row with no label left that can be learned is dropped."""
+    """Token ids and labels, the first `max_length` of them. A row with nothing left that can be learned is dropped."""
     from datasets import Dataset
 
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
@@ -104,6 +106,8 @@ def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None
         rows.first_segments = rows.first_segments or cut.segments()
         rows.examples.append(example)
         rows.truncated.append(is_cut)
+        rows.num_tokens += len(cut.input_ids)
+        rows.num_trained_tokens += sum(cut.trained[1:])
         columns["input_ids"].append(cut.input_ids)
         columns["labels"].append(cut.labels)
     rows.dataset = Dataset.from_dict(columns)

@@ -1,7 +1,7 @@
 """The output, made whole beside its place and renamed into it: adapter or model, tokenizer, model card, manifest.
 
-    .<name>.tmp  ──►  <output_dir>/  adapter_model.safetensors | model.safetensors …, tokenizer, README.md, honed.json
-                                     merged/  a whole checkpoint in one dtype, where save_merged asks for it
+.<name>.tmp  ──►  <output_dir>/  adapter_model.safetensors | model.safetensors …, tokenizer, README.md, honed.json
+                                 merged/  a whole checkpoint in one dtype, where save_merged asks for it
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _owner(target: Path) -> int | None:
 def _merge(assignment: Assignment, model: Any, adapter_dir: Path) -> Any:
     """The base model with the adapter in it, every parameter in the asked dtype.
 
-    An adapter trained on a quantized base goes into the unquantized one, loaded for it; else the model in hand is used up.
+    An adapter trained on a quantized base goes into the unquantized one, loaded for it; else the model in hand is
+    used up.
     """
     import torch
 
@@ -137,7 +138,8 @@ def _card(assignment: Assignment, facts: dict[str, Any]) -> str:
     figures = [f"- {name}: {value:.4g}" for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
     data = [f"- {item.path}" for item in spec.datasets]
     return "\n".join([
-        "---", f"base_model: {json.dumps(spec.base_model)}", f"library_name: {library}", "pipeline_tag: text-generation", "---", "",
+        "---", f"base_model: {json.dumps(spec.base_model)}", f"library_name: {library}",
+        "pipeline_tag: text-generation", "---", "",
         f"# {assignment.name}", "",
         f"A {kind} of {spec.base_model}, trained by honed {__version__} (job {assignment.job_id}).", "",
         "Trained on:", "", *data, "",

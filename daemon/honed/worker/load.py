@@ -24,7 +24,7 @@ class Backend(Protocol):
     def import_libraries(self) -> None:
         """Import the training stack, in the order that this backend needs."""
 
-    def load_model(self, assignment: Assignment, tokenizer: Any) -> Any:
+    def load_model(self, assignment: Assignment) -> Any:
         """The model with its adapter, every trainable parameter in the planned dtype."""
 
 
@@ -50,24 +50,32 @@ def choose(name: str) -> Backend:
 
 
 def load(backend: Backend, assignment: Assignment) -> Loaded:
-    """Load both. An Unsloth that fails, in whatever way, is a BackendError: the process it patched is of no more use."""
-    import torch
+    """Load both. Raises ModelError, or BackendError where it is Unsloth that fails."""
     from transformers import set_seed
 
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     tokenizer = load_tokenizer(assignment)
     try:
-        model = backend.load_model(assignment, tokenizer)
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except HonedError:
+        model = backend.load_model(assignment)
+    except (ImportError, HonedError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{assignment.base_model_path}: {type(error).__name__}: {error}", hint="see worker.log for the traceback"
         ) from error
     _check_vocabulary(model, tokenizer, assignment.base_model_path)
     return Loaded(model, tokenizer)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device's memory ran out, or the machine's: torch has one class for the first, a message for the other."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
 
 
 def load_config(assignment: Assignment) -> Any:
@@ -90,7 +98,8 @@ def load_config(assignment: Assignment) -> Any:
 def load_tokenizer(assignment: Assignment) -> Any:
     """The base model's tokenizer, with a chat template of the job's own where it names one, and a pad token.
 
-    Padding is masked in the labels and in the attention, so the end token can stand in: no row is added to the embeddings.
+    Padding is masked in the labels and in the attention, so the end token can stand in: nothing is added to the
+    embeddings.
     """
     from transformers import AutoTokenizer
 

@@ -32,7 +32,9 @@ def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         for ids, labels, seen in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             yield ids[seen.bool()].tolist(), labels[seen.bool()].tolist()
             if bool((labels[~seen.bool()] != IGNORED).any()):
-                raise MaskError("padding is trained on", hint="this is a bug of honed or of a library: please report it")
+                raise MaskError(
+                    "padding is trained on", hint="this is a bug of honed or of a library: please report it"
+                )
         return
     ids, labels, positions = (batch[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
     starts = [n for n, position in enumerate(positions) if position == 0]

@@ -26,6 +26,7 @@ from honed.error import (
     RegressedError,
 )
 from honed.event import EventWriter
+from honed.layout import JobLayout
 from honed.worker import assignment as assignments
 from honed.worker import audit, checkpoint, load, mask, prediction
 from honed.worker.assignment import Assignment
@@ -36,7 +37,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "b
 
 def run(job_dir: Path, attempt: int, *, backend: str | None = None, stop: Stop | None = None) -> int:
     """Try the job once. Leaves events and, once everything else is durable, result.json; returns the exit status."""
-    layout = assignments.JobLayout(job_dir).attempt(attempt)
+    layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path)
     story = _Story(events, stop or Stop())
@@ -75,9 +76,7 @@ def explain(problem: Exception) -> HonedError:
     match problem:
         case HonedError():
             return problem
-        case MemoryError():
-            return OutOfMemoryError(text, hint=_MEMORY_HINT)
-        case RuntimeError() if type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem):
+        case _ if load.is_out_of_memory(problem):
             return OutOfMemoryError(text.splitlines()[0], hint=_MEMORY_HINT)
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")
@@ -102,7 +101,7 @@ class _Story:
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
 
-    def tell(self, job: Assignment) -> None:
+    def tell(self, job: Assignment) -> None:  # noqa: PLR0915 - a straight story stays in one piece
         """The whole story; each stage begins with a look at the stop flag."""
         started = time.time()
         events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
@@ -137,7 +136,10 @@ class _Story:
             self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
         questions, guarded = self._questions(job, data, chat)
         predictor = prediction.Predictor(
-            chat, precision, max_new_tokens=spec.predictions.max_new_tokens, stop=stop,
+            chat,
+            precision,
+            max_new_tokens=spec.predictions.max_new_tokens,
+            stop=stop,
             warn=lambda text: self._log("warning", text),
         )
 
@@ -175,7 +177,9 @@ class _Story:
             events.emit("resumed", step=resumed.step, path=str(resumed.path))
         try:
             trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
-            is_last = not trainer.args.load_best_model_at_end or trainer.state.best_global_step == trainer.state.global_step
+            is_last = (
+                not trainer.args.load_best_model_at_end or trainer.state.best_global_step == trainer.state.global_step
+            )
             if is_last:  # else the best model is back, which was asked at its own evaluation
                 predict(trainer.model, trainer.state)
             after = _exact_match(predictor.ask(trainer.model, guarded), guarded) if guarded else None

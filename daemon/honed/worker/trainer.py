@@ -55,7 +55,9 @@ def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
         "dataset_kwargs": None if needs_preparing else {"skip_prepare_dataset": True},
     }
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
-        raise SpecError("training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets")
+        raise SpecError(
+            "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
+        )
     try:
         return SFTConfig(**{**defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
@@ -98,7 +100,9 @@ class Trainer(SFTTrainer):
         self._started_at = time.monotonic()
         self._saved_step = resumed_step
         patience = assignment.spec.early_stopping_patience
-        adapters = {name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
+        adapters = {
+            name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad
+        }
         super().__init__(
             model=loaded.model,
             args=args,
@@ -109,7 +113,7 @@ class Trainer(SFTTrainer):
         )
         self.remove_callback(PrinterCallback)  # the events say it all
         if assignment.precision.quantization != "none":
-            # The constructor casts the adapters to bfloat16, whatever the plan says; back by a cast would leave them rounded.
+            # The constructor casts adapters to bfloat16, whatever the plan says; casting back would leave them rounded.
             for name, parameter in self.model.named_parameters():
                 if name in adapters:
                     parameter.data = adapters[name]

@@ -18,7 +18,7 @@ class TransformersBackend:
     def import_libraries(self) -> None:
         import transformers  # noqa: F401
 
-    def load_model(self, assignment: Assignment, tokenizer: Any) -> Any:
+    def load_model(self, assignment: Assignment) -> Any:
         model = load_base(assignment, load_config(assignment))
         return attach_adapter(model, assignment)
 
@@ -86,8 +86,9 @@ def keep_trainable_layout(model: Any) -> None:
 def attach_adapter(model: Any, assignment: Assignment) -> Any:
     """Wrap the model in a new LoRA adapter, or in the one to go on from; a full fine-tuning gets its model back.
 
-    peft's prepare_model_for_kbit_training is left out: it would cast every norm, embedding and head of a quantized model
-    to float32, against the plan. What it does besides, freezing and input gradients, get_peft_model and SFTTrainer do.
+    peft's prepare_model_for_kbit_training is left out: it would cast every norm, embedding and head of a quantized
+    model to float32, against the plan. What it does besides, freezing and input gradients, get_peft_model and
+    SFTTrainer do.
     """
     spec = assignment.spec
     if not spec.adapter and spec.lora is None:

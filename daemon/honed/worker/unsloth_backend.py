@@ -6,6 +6,7 @@ from typing import Any
 
 from honed.error import BackendError, InterruptedRunError, ModelError, PrecisionError
 from honed.worker.assignment import Assignment
+from honed.worker.load import is_out_of_memory
 
 
 class UnslothBackend:
@@ -19,12 +20,14 @@ class UnslothBackend:
         except Exception as error:
             raise _unable(error) from error
 
-    def load_model(self, assignment: Assignment, tokenizer: Any) -> Any:
+    def load_model(self, assignment: Assignment) -> Any:
         try:
             return self._load(assignment)
         except (InterruptedRunError, ModelError, PrecisionError):
             raise
         except Exception as error:
+            if is_out_of_memory(error):  # another backend would need no less
+                raise
             raise _unable(error) from error
 
     def _load(self, assignment: Assignment) -> Any:

@@ -1,0 +1,148 @@
+"""`python -m honed.worker.preview SPEC_FILE`: the first rows of a job exactly as they will be trained on.
+
+Only the tokenizer is loaded. The rows are mixed, split, rendered, tokenized and cut as training does it. With `--json`,
+standard output is a list of objects:
+
+    row             the row's number in its data set, from 1
+    dataset         the data set's path
+    num_tokens, num_trained
+    is_truncated    whether max_length cut it
+    segments        [{"text", "trained"}]
+
+Rows that cannot be trained on, and facts that deserve a warning, go to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from honed import basemodel, dataset, spec
+from honed.chat import ChatFormat, Encoded
+from honed.dataset import Example
+from honed.error import DatasetError, HonedError, ModelError, SpecError
+from honed.spec import DatasetSpec, JobSpec
+from honed.worker.assignment import Assignment
+from honed.worker.data import DEFAULT_MAX_LENGTH
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """As much of an assignment as the tokenizer needs."""
+
+    spec: JobSpec
+    base_model_path: Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="honed.worker.preview", description="Rows as they will be trained on.")
+    parser.add_argument("spec_file", type=Path)
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="how many (default: 5)")
+    parser.add_argument("--base-model", type=Path, metavar="DIR", help="in place of the spec's, for job:NAME")
+    parser.add_argument("--json", action="store_true", help="a list of objects on standard output")
+    options = parser.parse_args(arguments)
+    try:
+        rows = preview(spec.load(options.spec_file), num_rows=options.rows, base_model_path=options.base_model)
+    except HonedError as error:
+        _tell(f"{error.message}{f' ({error.hint})' if error.hint else ''}")
+        return error.exit_status
+    sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n" if options.json else "".join(map(_page, rows)))
+    return 0
+
+
+def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = None) -> list[dict[str, Any]]:
+    """The first rows that are trained on, in the shape that `main` prints."""
+    if job_spec.kind != "sft":
+        raise SpecError(f"kind: a {job_spec.kind} job trains on no rows")
+    path = base_model_path or _resolve(job_spec)
+    chat = ChatFormat(_load_tokenizer(_Asked(job_spec, path)), chat_template_kwargs=job_spec.chat_template_kwargs)
+    examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
+    if any(example.kind == "messages" for example in examples):
+        for note in chat.notes():
+            _tell(note)
+    max_length = job_spec.training.as_kwargs().get("max_length", DEFAULT_MAX_LENGTH)
+    shown = []
+    for example, encoded in _encoded(chat, examples, num_rows):
+        cut = encoded.truncate(max_length)
+        shown.append(
+            {
+                "row": example.row_index + 1,
+                "dataset": str(job_spec.datasets[example.dataset_index].path),
+                "num_tokens": len(cut.input_ids),
+                "num_trained": cut.num_trained,
+                "is_truncated": len(cut.input_ids) < len(encoded.input_ids),
+                "segments": cut.segments(),
+            }
+        )
+    return shown
+
+
+def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> Iterator[tuple[Example, Encoded]]:
+    """The first rows that the template takes; those before them that it does not are told."""
+    num_left = num_rows
+    for example in examples:
+        if not num_left:
+            return
+        if example.kind == "messages":
+            chat.require_template()
+        try:
+            yield example, chat.encode(example)
+            num_left -= 1
+        except DatasetError as error:
+            _tell(f"{error.message}: the row is left out")
+    if num_left == num_rows:
+        raise DatasetError("no row can be trained on", hint="the reasons are above")
+
+
+def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> list[Example]:
+    """The examples that are trained on; of large data sets only the beginning, where that makes no difference."""
+    datasets, seed = list(job_spec.datasets), int(job_spec.training.as_kwargs().get("seed", 42))
+    if job_spec.eval_split is None and all(each.fraction is None for each in datasets):
+        datasets = [_beginning(each, max(100, 4 * num_rows)) for each in datasets]
+    mixture = dataset.load(datasets, seed=seed, has_chat_template=has_chat_template)
+    for counts in mixture.counts:
+        for bad in counts.bad:
+            _tell(f"{counts.path}: {bad}: the row is left out")
+    if job_spec.eval_split is None:
+        return mixture.examples
+    return dataset.split(mixture.examples, job_spec.eval_split, seed)[0]
+
+
+def _beginning(each: DatasetSpec, num_rows: int) -> DatasetSpec:
+    return each.model_copy(update={"max_rows": min(each.max_rows or num_rows, num_rows)})
+
+
+def _resolve(job_spec: JobSpec) -> Path:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    return basemodel.resolve(job_spec.base_model, cache_dir=home, allow_hub=False, revision=job_spec.revision)
+
+
+def _load_tokenizer(asked: _Asked) -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from honed.worker import load
+
+    try:
+        return load.load_tokenizer(cast("Assignment", asked))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{asked.base_model_path}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _page(row: dict[str, Any]) -> str:
+    """A row for people: what is trained on stands between ⟦ and ⟧."""
+    cut = ", cut off" if row["is_truncated"] else ""
+    text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
+    return f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}\n{text}\n\n"
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"preview: {text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Submit to finished for one small job: honed beside `trl sft`; and the idle daemon."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import demonstration
+
+STEPS, BATCH, RANK = 20, 8, 16
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+TRL_CONFIG = """\
+model_name_or_path: {dir}/model
+dtype: float32
+datasets:
+  - path: json
+    data_files: {dir}/train.jsonl
+output_dir: {output}
+max_steps: {steps}
+per_device_train_batch_size: {batch}
+learning_rate: 1.0e-3
+gradient_checkpointing: false
+logging_steps: 1
+use_cpu: true
+bf16: false
+use_peft: true
+lora_r: {rank}
+lora_alpha: 32
+lora_dropout: 0.0
+lora_target_modules: all-linear
+report_to: none
+loss_type: nll
+"""
+JOB = """\
+base_model: {dir}/model
+dtype: float32
+lora: {{r: {rank}, lora_alpha: 32}}
+datasets: [{{path: {dir}/train.jsonl}}]
+predictions: {{sample_frequency: off}}
+training:
+  max_steps: {steps}
+  per_device_train_batch_size: {batch}
+  learning_rate: 1.0e-3
+  gradient_checkpointing: false
+"""
+
+
+@contextmanager
+def running_honed(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon that was started before the clock."""
+    with (root / "honed.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "honed.daemon", "--root", str(root)], stderr=log)
+    while not (root / "run/honed/control.sock").exists():
+        time.sleep(0.05)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def time_honed(root: Path, number: int) -> float:
+    """Seconds from the drop to the entry in succeeded/."""
+    job = root / f"job{number}.yaml"
+    job.write_text(JOB.format(dir=root, steps=STEPS, batch=BATCH, rank=RANK))
+    done = root / f"var/spool/honed/succeeded/{number}.json"
+    started = time.perf_counter()
+    job.rename(root / f"var/spool/honed/incoming/{job.name}")
+    while not done.exists():
+        time.sleep(0.01)
+        if (root / f"var/spool/honed/failed/{number}.json").exists():
+            raise SystemExit((root / f"var/spool/honed/failed/{number}.json").read_text())
+        if reasons := list((root / "var/spool/honed/rejected").glob("*.reason")):
+            raise SystemExit(reasons[0].read_text())
+    return time.perf_counter() - started
+
+
+def time_trl(root: Path, number: int) -> float:
+    """Seconds from the command's start to its end."""
+    config = root / f"trl{number}.yaml"
+    config.write_text(
+        TRL_CONFIG.format(dir=root, output=root / f"trl-out{number}", steps=STEPS, batch=BATCH, rank=RANK)
+    )
+    started = time.perf_counter()
+    command = [str(Path(sys.executable).with_name("trl")), "sft", "--config", str(config)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr.decode())
+    return time.perf_counter() - started
+
+
+def idle(process: subprocess.Popen[bytes], *, seconds: float = 20.0) -> tuple[float, float]:
+    """Resident MiB, and the share of a core, of a daemon that has nothing to do."""
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = ticks()
+    time.sleep(seconds)
+    share = (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+    resident = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return resident, share
+
+
+def row(name: str, seconds: list[float]) -> str:
+    return f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f}–{max(seconds):.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    runs = parser.parse_args().runs
+    with tempfile.TemporaryDirectory(prefix="honed-bench-") as name:
+        root = Path(name)
+        demonstration.build(root)
+        with running_honed(root) as process:
+            resident, share = idle(process)
+            time_honed(root, 1), time_trl(root, 0)  # warm the caches
+            pairs = [(time_honed(root, number), time_trl(root, number)) for number in range(2, runs + 2)]
+        result = json.loads((root / "var/lib/honed/jobs/2/attempts/1/result.json").read_text())
+        assert result["step"] == STEPS
+    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    ratios = [a / b for a, b in pairs]
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {runs} pairs in turn")
+    print("| submit to finished | median s | range |\n|---|---|---|")
+    print(row("honed (daemon running)", ours))
+    print(row("`trl sft`", theirs))
+    print(f"| ratio, pair by pair | {statistics.median(ratios):.2f} | {min(ratios):.2f}–{max(ratios):.2f} |")
+    print(f"\nidle daemon: {resident:.1f} MiB resident, {share:.2%} of a core over 20 s")
+
+
+if __name__ == "__main__":
+    main()

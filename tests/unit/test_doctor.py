@@ -1,0 +1,167 @@
+"""The doctor, on this machine and on packages that are broken on purpose."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from honed import doctor, installed
+from honed.config import Config
+from honed.doctor import Finding
+from honed.error import EnvironmentInvalidError
+from honed.layout import Layout
+
+SOURCE = Path(doctor.__file__).parents[1]
+
+
+def pretend(site: Path, name: str, version: str, code: str | None = None) -> None:
+    """Install a package that is nothing but its metadata, and perhaps a module with that code."""
+    metadata = site / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if code is not None:
+        (site / f"{name}.py").write_text(code)
+
+
+def ask_with(site: Path, code: str) -> str:
+    """What a fresh process says that finds those packages first."""
+    environment = os.environ | {"PYTHONPATH": f"{site}:{SOURCE}"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"from honed.doctor import *\nfrom honed import doctor\n{code}"],
+        env=environment, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def status_of(found: list[Finding], check: str) -> str:
+    return next(finding.status for finding in found if finding.check == check)
+
+
+@pytest.mark.skipif(installed.version("torch") is None, reason="needs the training stack")
+def test_this_machine_can_train(tmp_path: Path) -> None:
+    found = doctor.examine(Layout(tmp_path), Config())
+    assert {finding.check for finding in found} >= {
+        "python", "torch", "transformers", "gpu", "torch loads", "torchvision", "bitsandbytes loads", "disk: state",
+        "disk: spool", "disk: cache", "permissions", "systemd", "honed",
+    }  # fmt: skip
+    assert status_of(found, "torch loads") == "ok"
+    assert status_of(found, "honed") == "warning"
+    for finding in found:
+        assert set(finding.as_dict()) == {"check", "status", "detail", "hint"}
+        assert finding.status == "ok" or finding.hint, finding
+
+
+def test_examining_imports_no_torch_here(tmp_path: Path) -> None:
+    code = (
+        f"examine(Layout(Path({str(tmp_path)!r})), Config())\n"
+        "print([name for name in ('torch', 'bitsandbytes') if name in sys.modules])"
+    )
+    assert ask_with(tmp_path / "none", code).strip() == "[]"
+
+
+def test_the_version_whose_own_bug_it_was_is_named(tmp_path: Path) -> None:
+    pretend(tmp_path, "transformers", "4.57.2")
+    found = ask_with(tmp_path, "print([f for f in doctor._packages() if f.check == 'transformers'])")
+    assert "status='error'" in found
+    assert "'dict' object has no attribute 'model_type'" in found
+
+
+def test_versions_outside_their_window_are_told(tmp_path: Path) -> None:
+    pretend(tmp_path, "trl", "1.15.0")
+    found = ask_with(tmp_path, "print([f for f in doctor._packages() if f.check == 'trl'])")
+    assert "status='warning'" in found
+    assert "1.15.0 is outside what honed was tried with (>=1.9,<1.15)" in found
+
+
+def test_packages_that_unsloth_refuses_are_told(tmp_path: Path) -> None:
+    pretend(tmp_path, "unsloth", "2026.10.9")
+    pretend(tmp_path, "unsloth_zoo", "2026.10.4")
+    pretend(tmp_path, "datasets", "4.4.1")
+    found = ask_with(tmp_path, "print(doctor._beside_unsloth())")
+    assert "datasets 4.4.1 is refused by Unsloth" in found
+    assert "unsloth_zoo 2026.10.4 should be of the same version, 2026.10.9" in found
+
+
+def test_a_torchvision_that_does_not_load_is_found(tmp_path: Path) -> None:
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    pretend(tmp_path, "torchvision", "0.28.0", broken)
+    pretend(tmp_path, "torch", "2.13.0", "")
+    found = ask_with(tmp_path, "print(doctor._torchvision())")
+    assert "status='error'" in found
+    assert "operator torchvision::nms does not exist" in found
+    assert "uninstall it" in found
+
+
+def test_a_torch_that_does_not_import_is_found(tmp_path: Path) -> None:
+    pretend(tmp_path, "torch", "2.13.0", "raise OSError('libcudart.so.12: cannot open shared object file')")
+    found = ask_with(tmp_path, "print(doctor._torch())")
+    assert "status='error'" in found
+    assert "libcudart.so.12" in found
+
+
+def test_a_child_that_hangs_or_crashes_is_not_waited_for() -> None:
+    with pytest.raises(EnvironmentInvalidError, match=r"no answer within 0\.5 s"):
+        doctor.ask("import time; time.sleep(60)", timeout_sec=0.5)
+    with pytest.raises(EnvironmentInvalidError, match="status -11"):
+        doctor.ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+
+
+def test_a_gpu_that_the_configuration_names_and_that_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text(
+        "class NVMLError(Exception): pass\nclass NVMLError_NotSupported(NVMLError): pass\n"
+        "class M: total = free = 80 * 2**30\n"
+        "nvmlInit = nvmlShutdown = lambda: None\nnvmlDeviceGetCount = lambda: 1\n"
+        "nvmlDeviceGetHandleByIndex = lambda i: i\nnvmlDeviceGetName = lambda h: 'NVIDIA H100'\n"
+        "nvmlDeviceGetUUID = lambda h: 'GPU-0'\nnvmlDeviceGetCudaComputeCapability = lambda h: (9, 0)\n"
+        "nvmlDeviceGetMemoryInfo = lambda h: M\nnvmlSystemGetDriverVersion = lambda: '570.1'\n"
+    )
+    code = (
+        "from honed.config import DeviceConfig\n"
+        "print(doctor._gpu(Config(device=DeviceConfig(gpus=[0, 3]))), doctor._gpu(Config()))"
+    )
+    found = ask_with(tmp_path, code)
+    assert "device.gpus names [3], and the machine has [0]" in found
+    assert "0: NVIDIA H100, 80.0 GiB; driver 570.1" in found
+
+
+def test_a_driver_that_sees_more_than_torch_is_told(tmp_path: Path) -> None:
+    pretend(tmp_path, "torch", "2.13.0+cpu", (
+        "__version__ = '2.13.0+cpu'\nclass version: cuda = None\n"
+        "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+    ))  # fmt: skip
+    code = "doctor.device.cuda_devices = lambda: [0]\nprint(doctor._torch())"
+    found = ask_with(tmp_path, code)
+    assert "it sees 0 of 1 GPUs" in found
+    assert "ordinary index" in found
+
+
+def test_the_spool_is_looked_at(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    assert doctor._permissions(layout).status == "warning"
+    (layout.spool_dir / "incoming").mkdir(parents=True)
+    assert doctor._permissions(layout).status == "error"
+    layout.jobs_dir.mkdir(parents=True)
+    assert doctor._permissions(layout).status == "ok"
+    layout.spool_dir.chmod(0o777)
+    assert "by everyone" in doctor._permissions(layout).detail
+
+
+def test_a_running_honed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(tmp_path)
+    layout.runtime_dir.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        monkeypatch.chdir(layout.runtime_dir)  # a socket's path has 108 bytes at most
+        server.bind("control.sock")
+        server.listen()
+        assert doctor._daemon(layout).status == "ok"
+    assert doctor._daemon(layout).status == "warning"
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 100 * 2**20}))
+    assert doctor._disk("state", tmp_path).status == "error"

@@ -1,0 +1,511 @@
+"""The whole check on real files, and the helper process that does it for the daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed import preflight
+from honed.config import Config, PolicyConfig, SpoolConfig
+from honed.device import Device
+from honed.error import (
+    DatasetError,
+    DiskShortError,
+    EnvironmentInvalidError,
+    HonedError,
+    ModelError,
+    SpecError,
+)
+from honed.layout import Layout
+from honed.preflight import PreflightClient, Verdict
+from honed.spec import JobSpec
+from zoo import plain
+
+CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
+SOURCE = Path(preflight.__file__).parents[1]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Desk:
+    """A model, a data set, and job files that name them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.layout = Layout(path / "root")
+        self.layout.jobs_dir.mkdir(parents=True)
+        self.model = plain.write_base_model(path / "model")
+        self.rows = plain.write_dataset(path / "rows.jsonl")
+
+    def write(self, name: str = "job.json", **keys: Any) -> Path:
+        path = self.path / name
+        path.write_text(json.dumps(plain.spec(self.model, self.rows, **keys)))
+        return path
+
+    def check(self, config: Config | None = None, *, job_id: int | None = None, **keys: Any) -> Verdict:
+        spec_path = self.write(**keys)
+        return preflight.check(spec_path, layout=self.layout, config=config or Config(), device=CPU, job_id=job_id)
+
+    def edit_config(self, **keys: Any) -> None:
+        path = self.model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    def drop_template(self) -> None:
+        (self.model / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_a_good_job_has_a_plan_and_a_directory_of_its_own(desk: Desk) -> None:
+    verdict = desk.check(job_id=7)
+    assert verdict.plan.backend.name == "transformers"
+    assert verdict.output_dir == desk.layout.job(7).output_dir
+    assert verdict.warnings == []
+
+
+def test_a_bad_spec_is_told_with_key_and_line(desk: Desk) -> None:
+    with pytest.raises(SpecError, match=r"line 1: training\.learning_rat: unknown key"):
+        desk.check(training={"learning_rat": 1e-4})
+
+
+# --- The base model ---------------------------------------------------------------------------------------------------
+
+
+def test_vision_and_audio_models_are_refused_by_name(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
+    (desk.model / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="vision and audio models are not trained by this version"):
+        desk.check()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("lama", "does not know the model_type 'lama'"),
+        ("t5", "not a model that continues text"),
+        ("whisper_large", "does not know"),
+    ],
+)
+def test_an_architecture_that_cannot_be_trained_is_refused(desk: Desk, model_type: str, message: str) -> None:
+    desk.edit_config(model_type=model_type)
+    with pytest.raises(ModelError, match=message):
+        desk.check()
+
+
+def test_an_alias_and_a_model_type_from_the_job_file_are_taken(desk: Desk) -> None:
+    desk.edit_config(model_type="code_llama")
+    assert desk.check().plan.model.model_type == "code_llama"
+    assert desk.check(model_type="llama").plan.model.model_type == "llama"
+
+
+def test_a_model_with_code_of_its_own_needs_leave(desk: Desk) -> None:
+    desk.edit_config(model_type="homemade", auto_map={"AutoModelForCausalLM": "modeling.Homemade"})
+    with pytest.raises(ModelError, match="code of its own"):
+        desk.check()
+    with pytest.raises(SpecError, match="may not run here"):
+        desk.check(trust_remote_code=True)
+    allowed = Config(policy=PolicyConfig(trust_remote_code=True))
+    assert desk.check(allowed, trust_remote_code=True).plan.model.model_type == "homemade"
+
+
+def test_pickled_weights_need_leave(desk: Desk) -> None:
+    (desk.model / "model.safetensors").rename(desk.model / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickled"):
+        desk.check()
+    verdict = desk.check(Config(policy=PolicyConfig(pickle=True)))
+    assert any("pickled" in warning for warning in verdict.warnings)
+
+
+def test_another_jobs_model_is_checked_when_it_is_there(desk: Desk) -> None:
+    spec_path = desk.write(base_model="job:stage1")
+    with pytest.raises(ModelError, match="stage1"):
+        preflight.check(spec_path, layout=desk.layout, config=Config(), device=CPU)
+    jobs = {"stage1": desk.model}
+    verdict = preflight.check(spec_path, layout=desk.layout, config=Config(), device=CPU, jobs=jobs)
+    assert verdict.plan.model.path == desk.model
+
+
+def test_an_adapter_is_looked_at(desk: Desk) -> None:
+    with pytest.raises(ModelError, match="adapter: no such directory"):
+        desk.check(adapter=str(desk.path / "adapter"), lora=None)
+
+
+# --- Data sets and templates ------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_is_told_by_its_key(desk: Desk) -> None:
+    with pytest.raises(DatasetError, match=r"eval_datasets\.1: .*gone.jsonl: no such file"):
+        desk.check(eval_datasets=[{"path": str(desk.rows)}, {"path": str(desk.path / "gone.jsonl")}])
+
+
+def test_rows_that_do_not_parse_are_told_with_their_line(desk: Desk) -> None:
+    desk.rows.write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(DatasetError, match=r"datasets\.0: .*rows.jsonl: line 2"):
+        desk.check()
+
+
+def test_messages_without_a_chat_template_are_refused_with_the_key_to_name_one(desk: Desk) -> None:
+    desk.drop_template()
+    with pytest.raises(DatasetError, match="the base model has none") as raised:
+        desk.check()
+    assert "chat_template:" in raised.value.hint
+    template = desk.path / "chat.jinja"
+    template.write_text(plain.TEMPLATE)
+    assert desk.check(chat_template=str(template)).plan
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a"},
+        {"prompt": "a", "completion": "b"},
+        {"instruction": "a", "output": "b"},
+    ],
+)
+def test_rows_that_need_no_chat_template_do_without(desk: Desk, row: dict[str, Any]) -> None:
+    desk.drop_template()
+    desk.rows.write_text(json.dumps(row) + "\n")
+    assert desk.check().plan
+
+
+def test_a_prompt_of_messages_needs_a_chat_template(desk: Desk) -> None:
+    desk.drop_template()
+    turns = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    desk.rows.write_text(json.dumps(turns) + "\n")
+    with pytest.raises(DatasetError, match="the base model has none"):
+        desk.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("{% for m in messages %}", "not a Jinja template"),
+        ("{{ a | nofilter }}", "not a Jinja template"),
+    ],
+)
+def test_a_chat_template_that_is_none_is_refused(desk: Desk, text: str, message: str) -> None:
+    template = desk.path / "chat.jinja"
+    template.write_text(text)
+    with pytest.raises(SpecError, match=f"chat_template: .*{message}"):
+        desk.check(chat_template=str(template))
+
+
+def test_a_template_with_transformers_own_tags_compiles(desk: Desk) -> None:
+    template = desk.path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{% generation %}{{ m.content | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+    )
+    assert desk.check(chat_template=str(template)).plan
+
+
+def test_a_template_that_is_a_pipe_is_not_waited_for(desk: Desk) -> None:
+    os.mkfifo(desk.path / "chat.jinja")
+    with pytest.raises(SpecError, match="no such file"):
+        desk.check(chat_template=str(desk.path / "chat.jinja"))
+
+
+# --- Packages, output, disk -------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_is_not_installed_is_told(desk: Desk) -> None:
+    with pytest.raises(EnvironmentInvalidError, match="report_to: trackio is not installed") as raised:
+        desk.check(report_to=["trackio"])
+    assert raised.value.hint == "pip install trackio"
+
+
+def test_a_torch_without_cuda_is_told_before_the_gpu_is_waited_for(desk: Desk) -> None:
+    if not (preflight.installed.version("torch") or "").endswith("+cpu"):
+        pytest.skip("this torch has CUDA")
+    gpu = Device("cuda", "NVIDIA H100", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)
+    with pytest.raises(EnvironmentInvalidError, match="built without CUDA"):
+        preflight.check(desk.write(), layout=desk.layout, config=Config(), device=gpu)
+    spec_path = desk.write(resources={"gpus": 0})
+    assert preflight.check(spec_path, layout=desk.layout, config=Config(), device=gpu).plan.device.kind == "cpu"
+
+
+def test_an_output_directory_that_can_be_made_is_taken(desk: Desk) -> None:
+    target = desk.path / "new/out"
+    assert desk.check(output_dir=str(target)).output_dir == target
+    assert not target.exists()
+
+
+def test_an_output_directory_with_something_in_it_is_refused(desk: Desk) -> None:
+    target = desk.path / "out"
+    target.mkdir()
+    (target / "precious.txt").write_text("x")
+    with pytest.raises(SpecError, match=r"output_dir: .* is not empty \(there is precious.txt\)"):
+        desk.check(output_dir=str(target))
+
+
+def test_only_the_jobs_own_output_is_written_again(desk: Desk) -> None:
+    target = desk.path / "out"
+    target.mkdir()
+    manifest = {"job": {"id": 7}, "instance": str(desk.layout.root)}
+    (target / "honed.json").write_text(json.dumps(manifest))
+    assert desk.check(output_dir=str(target), job_id=7).output_dir == target
+    for other in (8, None):
+        with pytest.raises(SpecError, match="is not empty"):
+            desk.check(output_dir=str(target), job_id=other)
+    (target / "honed.json").write_text(json.dumps(manifest | {"instance": "/elsewhere"}))
+    with pytest.raises(SpecError, match="is not empty"):
+        desk.check(output_dir=str(target), job_id=7)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_directory_without_leave_is_refused(desk: Desk) -> None:
+    (desk.path / "closed").mkdir(mode=0o555)
+    with pytest.raises(SpecError, match="cannot be written"):
+        desk.check(output_dir=str(desk.path / "closed/out"))
+
+
+def test_an_output_directory_below_a_file_or_in_honeds_own_is_refused(desk: Desk) -> None:
+    with pytest.raises(SpecError, match=r"rows.jsonl is a file|rows.jsonl.*Not a directory"):
+        desk.check(output_dir=str(desk.rows / "out"))
+    for ours in (desk.layout.jobs_dir / "3", desk.layout.spool_dir / "incoming", desk.path):
+        with pytest.raises(SpecError, match="is honed's own"):
+            desk.check(output_dir=str(ours))
+
+
+def test_checkpoints_that_do_not_fit_on_the_disk_are_told(desk: Desk) -> None:
+    with pytest.raises(DiskShortError, match="are free") as raised:
+        desk.check(lora={"r": 4096}, training={"save_total_limit": 10**8})
+    assert "save_total_limit" in raised.value.hint
+
+
+@pytest.mark.parametrize("what", ["model", "rows.jsonl"])
+def test_what_cannot_be_read_is_told_without_a_traceback(desk: Desk, what: str) -> None:
+    path = desk.path / what
+    (path / "config.json" if path.is_dir() else path).unlink()
+    (path / "config.json" if path.is_dir() else path).symlink_to("loop")
+    ((path if path.is_dir() else desk.path) / "loop").symlink_to("loop")
+    with pytest.raises(HonedError) as raised:
+        desk.check()
+    assert raised.value.code != "error"
+
+
+# --- The helper -------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that a test can set forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+class Daemon:
+    """The daemon's loop, as far as the helper goes."""
+
+    def __init__(self, layout: Layout, command: list[str] | None = None) -> None:
+        self.clock = Clock()
+        self.selector = selectors.DefaultSelector()
+        self.client = PreflightClient(layout, self._follow, clock=self.clock, command=command)
+        self.num_starts = 0
+
+    def _follow(self, old: int | None, new: int | None) -> None:
+        if old is not None:
+            self.selector.unregister(old)
+        if new is not None:
+            self.num_starts += 1
+            self.selector.register(new, selectors.EVENT_READ)
+
+    def answers(self, count: int, *, timeout_sec: float = 20.0) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        until = time.monotonic() + timeout_sec
+        while len(found) < count:
+            assert time.monotonic() < until, f"only {found} after {timeout_sec} s"
+            self.selector.select(0.1)
+            found += self.client.poll()
+        return found
+
+    def helper_pid(self) -> int:
+        assert self.client._helper is not None
+        return self.client._helper.pid
+
+    def close(self) -> None:
+        self.client.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def daemon(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    daemon = Daemon(desk.layout)
+    yield daemon
+    daemon.close()
+
+
+def test_the_helper_answers_in_order_and_quickly(desk: Desk, daemon: Daemon) -> None:
+    begin = time.monotonic()
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    first = daemon.answers(1)[0]
+    cold = time.monotonic() - begin
+    assert first["ok"], first
+    assert first["id"] == 1
+    assert JobSpec.model_validate(first["spec"]).base_model == str(desk.model)
+    assert first["plan"]["base_model_path"] == str(desk.model)
+    assert first["output_dir"] == str(desk.layout.job(1).output_dir)
+    begin = time.monotonic()
+    for number in range(2, 22):
+        daemon.client.submit(number, desk.write(), Config(), CPU)
+    answers = daemon.answers(20)
+    warm = (time.monotonic() - begin) / 20
+    print(f"cold {cold:.3f} s, warm {warm:.4f} s a job")
+    assert [answer["id"] for answer in answers] == list(range(2, 22))
+    assert daemon.num_starts == 1
+    assert cold < 5
+    assert warm < 0.5
+
+
+def test_a_spec_survives_the_way_through_the_helper(desk: Desk, daemon: Daemon) -> None:
+    path = desk.write(training={"learning_rate": 2e-4, "num_train_epochs": 3}, eval_split=0.1)
+    daemon.client.submit(1, path, Config(), CPU)
+    answer = daemon.answers(1)[0]
+    sent = preflight.check(path, layout=desk.layout, config=Config(), device=CPU).spec
+    assert JobSpec.model_validate(answer["spec"]) == sent
+    assert answer["spec"]["training"] == {"learning_rate": 2e-4, "num_train_epochs": 3}
+
+
+def test_a_refusal_keeps_its_code_and_remedy(desk: Desk, daemon: Daemon) -> None:
+    (desk.model / "model.safetensors").unlink()
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    error = daemon.answers(1)[0]["error"]
+    assert error["code"] == "model_invalid"
+    assert "no weights" in error["message"]
+    assert error["hint"]
+
+
+def test_the_helper_imports_no_torch_and_has_limits(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.answers(1)
+    process = Path(f"/proc/{daemon.helper_pid()}")
+    assert "libtorch" not in (process / "maps").read_text()
+    limits = (process / "limits").read_text()
+    assert f"Max address space         {preflight.MAX_HELPER_BYTES}" in limits
+    assert "Max core file size        0 " in limits
+
+
+def test_pipes_and_endless_files_cost_only_their_own_job(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    command = [sys.executable, "-m", "honed.preflight", "--root", str(desk.layout.root), "--max-bytes", str(2**29)]
+    daemon = Daemon(desk.layout, command)
+    os.mkfifo(desk.path / "pipe.jsonl")
+    os.mkfifo(desk.path / "pipe.json")
+    with (desk.path / "huge.jsonl").open("wb") as file:
+        file.truncate(2**40)  # one line of a terabyte
+    endless = (str(desk.path / "pipe.jsonl"), "/dev/zero", str(desk.path / "huge.jsonl"))
+    for number, path in enumerate(endless, start=1):
+        daemon.client.submit(number, desk.write(f"{number}.json", datasets=[{"path": path}]), Config(), CPU)
+    daemon.client.submit(4, desk.path / "pipe.json", Config(), CPU)
+    daemon.client.submit(5, desk.write("5.json"), Config(), CPU)
+    answers = daemon.answers(5)
+    daemon.close()
+    codes = [answer["ok"] or answer["error"]["code"] for answer in answers]
+    assert codes == ["dataset_invalid", "dataset_invalid", "dataset_invalid", "spec_invalid", True]
+    assert daemon.num_starts == 1
+
+
+def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, daemon: Daemon) -> None:
+    with (desk.path / "slow.jsonl").open("wb") as file:
+        file.truncate(2**40)
+    slow = desk.write("slow.json", datasets=[{"path": str(desk.path / "slow.jsonl")}])
+    daemon.client.submit(1, slow, Config(spool=SpoolConfig(preflight_timeout_sec=0.7)), CPU)
+    daemon.client.submit(2, desk.write(), Config(), CPU)
+    answers = daemon.answers(2)
+    assert answers[0]["error"]["code"] == "environment_invalid"
+    assert "could not be checked within 0.7 s: it was at:" in answers[0]["error"]["message"]
+    assert answers[1]["ok"]
+    assert daemon.num_starts == 2
+
+
+def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    os.kill(daemon.helper_pid(), signal.SIGSTOP)
+    assert daemon.client.poll() == []
+    assert daemon.client.deadline is not None
+    daemon.clock.ahead = 61.0
+    answer = daemon.client.poll()[0]
+    assert "within 60 s" in answer["error"]["message"]
+    assert daemon.client.fileno() == -1
+
+
+def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    os.kill(daemon.helper_pid(), signal.SIGKILL)
+    assert daemon.answers(1)[0]["ok"]
+    assert daemon.num_starts == 2
+
+
+def test_a_job_that_kills_two_helpers_is_refused_and_the_next_one_checked(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.client.submit(2, desk.write(), Config(), CPU)
+    first = daemon.helper_pid()
+    os.kill(first, signal.SIGKILL)
+    while daemon.client.fileno() == -1 or daemon.helper_pid() == first:
+        daemon.selector.select(0.1)
+        assert daemon.client.poll() == []
+    os.kill(daemon.helper_pid(), signal.SIGKILL)
+    answers = daemon.answers(2)
+    assert answers[0]["error"]["code"] == "environment_invalid"
+    assert "died 2 times" in answers[0]["error"]["message"]
+    assert answers[1]["ok"]
+
+
+def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.answers(1)
+    os.kill(daemon.helper_pid(), signal.SIGKILL)
+    daemon.client.submit(2, desk.write(), Config(), CPU)
+    assert daemon.answers(1)[0]["ok"]
+
+
+@pytest.mark.parametrize(
+    "words", ["print('hello', flush=True)", "print('[]', flush=True)", "print('{\"id\": 9}', flush=True)"]
+)
+def test_a_helper_that_talks_nonsense_is_no_helper(desk: Desk, words: str) -> None:
+    daemon = Daemon(
+        desk.layout, [sys.executable, "-c", f"import sys; sys.stdin.readline(); {words}; sys.stdin.readline()"]
+    )
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    assert "died 2 times" in daemon.answers(1)[0]["error"]["message"]
+    daemon.close()
+
+
+def test_bad_requests_do_not_end_the_helper(desk: Desk) -> None:
+    good = {"id": 3, "spec_path": str(desk.write()), "config": {}, "device": CPU.as_dict()}
+    lines = ["not json", "[]", '{"id": 2}', json.dumps(good)]
+    done = subprocess.run(
+        [sys.executable, "-m", "honed.preflight", "--root", str(desk.layout.root)],
+        input="\n".join(lines) + "\n", env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    finals = [answer for answer in answers if "ok" in answer]
+    assert [answer["ok"] for answer in finals] == [False, False, False, True]
+    assert [answer["error"]["code"] for answer in finals[:3]] == ["error", "error", "error"]
+    assert [answer["stage"] for answer in answers if "stage" in answer][:2] == ["spec", "base model"]
+
+
+def test_closing_ends_the_helper(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    pid = daemon.helper_pid()
+    daemon.client.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

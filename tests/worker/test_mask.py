@@ -1,0 +1,68 @@
+"""The check before the first step: what really reaches the model, whatever lies between it and the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worker.conftest import MakeJob
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+    """A trl whose collator spoils the labels."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collate = DataCollatorForLanguageModeling.torch_call
+
+    def spoilt(self: Any, examples: Any) -> Any:
+        batch = collate(self, examples)
+        spoil(batch)
+        return batch
+
+    monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_call", spoilt)
+
+
+def train_everything(batch: Any) -> None:
+    batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool(), batch["labels"])
+
+
+def train_padding(batch: Any) -> None:
+    batch["labels"] = batch["labels"].where(batch["attention_mask"].bool(), batch["input_ids"])
+
+
+def train_one_token_late(batch: Any) -> None:
+    batch["labels"] = batch["labels"].roll(1, dims=1).where(batch["attention_mask"].bool(), batch["labels"])
+
+
+def train_nothing(batch: Any) -> None:
+    batch["labels"][:] = -100
+
+
+@pytest.mark.parametrize("spoil", [train_everything, train_padding, train_one_token_late, train_nothing])
+def test_a_mask_that_is_spoilt_on_its_way_ends_the_job_before_its_first_step(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, spoil: Any
+) -> None:
+    long = {"prompt": "What is the capital of Norway, and of Sweden?", "completion": "Oslo."}
+    short = {"prompt": "And of Peru?", "completion": "Lima."}
+    sabotage(monkeypatch, spoil)
+    ended = make_job(rows=[long, short], lora={"r": 4}).run()
+    assert ended.status == 81, ended.result
+    assert ended.result["error"]["code"] == "mask_invalid"
+    assert not ended.of("step")
+    assert not ended.of("predictions")
+
+
+def test_the_check_leaves_the_order_of_the_rows_as_it_was(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = make_job(lora={"r": 4, "lora_dropout": 0.1}).run()
+    monkeypatch.setattr("honed.worker.mask.NUM_BATCHES", 0)
+    monkeypatch.setattr("honed.worker.mask._hint", lambda *_: None)
+    assert make_job(lora={"r": 4, "lora_dropout": 0.1}).run().losses == checked.losses
+
+
+def test_a_batch_that_is_mostly_trained_on_earns_a_hint_unless_it_is_text(make_job: MakeJob) -> None:
+    rows = [{"prompt": "Go on", "completion": "and on, " * 20}]
+    off = {"lora": {"r": 4}, "training": {"max_steps": 1}, "predictions": {"sample_frequency": "off"}}
+    assert any("trained on" in text for text in make_job(rows=rows, **off).run().messages("warning"))
+    assert not make_job(format="text", **off).run().messages("warning")
+    assert not make_job("qwen2", **off).run().messages("warning")
