@@ -644,11 +644,13 @@ class _Check:
         first, last = self._text(run[0], run[0] + 1), self._text(run[1] - 1, run[1])
         ends = self.chat._probe.ends
         for form in (str, _despace):
+            openings = [form(opening) for opening, _ in self.chat._probe.fronts if opening]
+            is_opened = any(form(before).endswith(opening) for opening in openings)
             for opening, lead in [(form(o), form(lead)) for o, lead in self.chat._probe.fronts]:
                 over = _overlap(form(before), form(text), opening)
                 if over == len(opening) and not (opening.isspace() and not form(content).startswith(opening)):
                     over = 0  # words that read like a header, or one that `_check_front` has seen
-                if over and not (opening[-over:].isspace() and len(form(first)) > over):
+                if over and not is_opened and not (opening[-over:].isspace() and len(form(first)) > over):
                     raise self._error(f"{opening[-over:]!r}, of the header of the turn, is trained on", run[0])
                 is_late = opening and lead and form(before).endswith(opening + lead)
                 late = 0 if is_late else _overlap(form(before), form(text), opening + lead)

@@ -41,6 +41,8 @@ def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_se
 class Instance:
     """One honed and its directory."""
 
+    command: tuple[str, ...] = (sys.executable, str(HERE / "fakehoned.py"))
+
     def __init__(self, root: Path) -> None:
         self.layout = Layout(root)
         self.root = root
@@ -61,7 +63,7 @@ class Instance:
         """Start the daemon and wait until it is ready."""
         with self.log_path.open("ab") as file:
             num_ready = self.log.count(" ready: ")
-            command = [sys.executable, str(HERE / "fakehoned.py"), str(self.root), *arguments]
+            command = [*self.command, str(self.root), *arguments]
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=self.environment)
         wait_for(lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None, what="ready")
 
@@ -70,9 +72,9 @@ class Instance:
         self.start("--drain")
         return self.wait()
 
-    def wait(self) -> int:
+    def wait(self, *, deadline_sec: float = 2 * DEADLINE_SEC) -> int:
         assert self.process is not None
-        return self.process.wait(timeout=DEADLINE_SEC * 2)
+        return self.process.wait(timeout=deadline_sec)
 
     def kill(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -82,6 +84,17 @@ class Instance:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for job in list(self.spool.jobs(State.RUNNING)):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                record = json.loads((self.layout.job(job.id).attempt(job.attempt.number).dir / "lock").read_text())
+                for key in ("worker_pid", "shim_pid"):
+                    os.kill(record[key], signal.SIGKILL)
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     @property
     def log(self) -> str:
@@ -133,11 +146,4 @@ class Instance:
 def instance(tmp_path: Path) -> Iterator[Instance]:
     made = Instance(tmp_path)
     yield made
-    for job in [job for job in made.spool.jobs(State.RUNNING)]:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            record = json.loads((made.layout.job(job.id).attempt(job.attempt.number).dir / "lock").read_text())
-            for key in ("worker_pid", "shim_pid"):
-                os.kill(record[key], signal.SIGKILL)
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+    made.end()

@@ -70,7 +70,7 @@ def load(backend: Backend, assignment: Assignment) -> Loaded:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device's memory ran out, or the machine's: torch has one class for the first, a message for the other."""
+    """Whether the device's memory ran out, or the machine's: torch has a class for the first alone."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
