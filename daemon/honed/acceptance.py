@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
 from honed.error import HonedError, SpecError, from_dict
 from honed.job import Job, State
-from honed.preflight import PreflightClient
 from honed.spool import Claim, Copy, Spool, refusal
 from honed.watcher import Watcher
 
@@ -41,7 +41,7 @@ class Acceptance:
         self,
         spool: Spool,
         watcher: Watcher,
-        client: PreflightClient,
+        client: Checker,
         config: Config,
         others: Callable[[], Iterable[Job]],
     ) -> None:
@@ -111,7 +111,7 @@ class Acceptance:
         return accepted
 
     def _admit(self, claim: Claim, job: Job, answer: dict[str, Any]) -> Job:
-        identity = {"id": job.id, "name": job.name, "user_id": str(job.uid)}
+        identity = {"id": job.id, "name": job.name, "user_id": str(job.uid), "instance": str(self._spool.root)}
         plan = {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir}
         job = self._spool.admit(job, claim, plan)
         log.info("job %d (%s): accepted from %s, %s", job.id, job.name, job.source, job.state)

@@ -41,7 +41,7 @@ class JobsConfig(_Section):
     retry_delay_sec: Annotated[float, Field(ge=0)] = 30.0
     """Seconds before the second retry, doubled for each one after it; the first retry follows at once."""
     stall_timeout_sec: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds without a word from a worker after which it is taken to hang: its stacks go to its log, and it is ended."""
+    """Seconds without a word from a worker after which it hangs: its stacks go to its log, and it is ended."""
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None

@@ -28,6 +28,7 @@ from honed import __version__, config, control, device, durable, event, query
 from honed import log as logs
 from honed.acceptance import Acceptance
 from honed.attempts import Attempts, progress_text
+from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
@@ -35,7 +36,6 @@ from honed.error import EnvironmentInvalidError, HonedError, UsageError
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.notify import Notifier
-from honed.preflight import PreflightClient
 from honed.runner import ProcessRunner, Runner
 from honed.spool import Spool
 from honed.watcher import Watcher
@@ -88,7 +88,7 @@ class Daemon:
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, self._drain_wake)
         self._watcher = Watcher(self._spool.incoming_dir, settle_sec=config.spool.settle_sec, wake=self.wake)
-        self._client = PreflightClient(layout, self._selector_changed)
+        self._client = Checker(layout, self._selector_changed)
         self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished)
         self._database = Database(layout.database_path)
         self._attempts = Attempts(

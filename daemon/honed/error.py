@@ -10,6 +10,7 @@
     ├── MemoryShortError      memory_insufficient
     ├── DiskShortError        disk_insufficient
     ├── BackendError          backend_unavailable
+    ├── TimeLimitError        time_limit
     ├── OutOfMemoryError      out_of_memory        transient
     ├── DivergedError         diverged
     ├── StalledError          stalled              transient
@@ -101,6 +102,13 @@ class DiskShortError(HonedError):
     exit_status = 73  #: EX_CANTCREAT
 
 
+class TimeLimitError(HonedError):
+    """The job's own time_limit_sec is over; its checkpoint is kept."""
+
+    code = "time_limit"
+    exit_status = 88
+
+
 class BackendError(HonedError):
     """The chosen backend cannot train this model here; the daemon falls back where the job allows it."""
 
@@ -172,8 +180,8 @@ BY_CODE: dict[str, type[HonedError]] = {
     error.code: error
     for error in (
         UsageError, SpecError, DatasetError, ModelError, PrecisionError, MaskError, MemoryShortError, DiskShortError,
-        BackendError, OutOfMemoryError, DivergedError, StalledError, RegressedError, InterruptedRunError, KilledError,
-        EnvironmentInvalidError, InternalError,
+        BackendError, TimeLimitError, OutOfMemoryError, DivergedError, StalledError, RegressedError,
+        InterruptedRunError, KilledError, EnvironmentInvalidError, InternalError,
     )
 }  # fmt: skip
 

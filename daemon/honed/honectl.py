@@ -60,7 +60,7 @@ class Instance:
         """Change a job, through the daemon or, where it is down, in the spool itself."""
         if self.is_up:
             return self._client.ask(verb, id=reference, **arguments)
-        from honed.daemon import change  # noqa: PLC0415 - only here is the daemon's code needed
+        from honed.daemon import change
 
         spool = self._spool(lock=True)
         try:
@@ -79,7 +79,7 @@ class Instance:
 
 
 def submit(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     for path in options.files:
         check_one(instance, path)
@@ -123,7 +123,7 @@ def _verdict(instance: Instance, name: str, since: float) -> dict[str, Any]:
 
 
 def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     if as_json:
         return
@@ -137,7 +137,7 @@ def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
 
 def check_one(instance: Instance, path: Path) -> Any:
     """All that honed would check before it accepts a job file. Raises what it would refuse it with."""
-    from honed import preflight  # noqa: PLC0415
+    from honed import preflight
 
     if not path.exists():
         raise UsageError(f"{path}: no such file")
@@ -145,7 +145,7 @@ def check_one(instance: Instance, path: Path) -> Any:
 
 
 def check(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     answers: list[dict[str, Any]] = []
     for path in options.files:
@@ -169,7 +169,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def plan(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     verdict = check_one(instance, options.file)
     made = verdict.plan.as_dict()
@@ -195,7 +195,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def preview(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     check_one(instance, options.file)
     command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
@@ -217,7 +217,7 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     jobs = instance.read("list")
     if options.state:
@@ -236,7 +236,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def show(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     job = instance.read("show", options.id)
     if options.json:
@@ -283,7 +283,7 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _read_raw(attempt: Any, offset: int) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     try:
         with attempt.log_path.open("rb") as file:
@@ -298,7 +298,7 @@ def _read_raw(attempt: Any, offset: int) -> int:
 
 
 def _read_told(attempt: Any, offset: int) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     reading = event.read(attempt.events_path, offset)
     while reading.offset != offset:
@@ -330,9 +330,9 @@ def _short(value: Any) -> str:
 def watch(instance: Instance, options: argparse.Namespace) -> int:
     if options.id:
         return follow_until_final(instance, options.id)
-    from rich.live import Live  # noqa: PLC0415
+    from rich.live import Live
 
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     if not terminal.console.is_terminal:
         return _watch_lines(instance)
@@ -343,10 +343,10 @@ def watch(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _overview(instance: Instance) -> Any:
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.table import Table
+    from rich.text import Text
 
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
@@ -368,7 +368,7 @@ def _overview(instance: Instance) -> Any:
 
 def _watch_lines(instance: Instance) -> int:
     """In a pipe: a line for each thing that changed, until all jobs that there are are over."""
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     seen: dict[int, tuple[Any, ...]] = {}
     while True:
@@ -384,7 +384,7 @@ def _watch_lines(instance: Instance) -> int:
 
 
 def _line(job: dict[str, Any]) -> str:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     step, loss, eta = terminal.progress_cells(job["progress"])
     parts = [f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
@@ -393,7 +393,7 @@ def _line(job: dict[str, Any]) -> str:
 
 def follow_until_final(instance: Instance, reference: str, *, quiet: bool = False) -> int:
     """Show a job's progress until it is over. Returns 0 if it succeeded, else 1."""
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     if quiet or not terminal.console.is_terminal:
         return _follow_lines(instance, reference, quiet=quiet)
@@ -410,7 +410,7 @@ def follow_until_final(instance: Instance, reference: str, *, quiet: bool = Fals
 
 
 def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     last, said_at = None, 0.0
     for job in _states(instance, reference):
@@ -435,7 +435,7 @@ def _states(instance: Instance, reference: str) -> Iterator[dict[str, Any]]:
 
 
 def _say_end(job: dict[str, Any]) -> None:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     style = terminal.STATE_STYLES.get(job["state"], "")
     terminal.say(f"job {job['id']} ({job['name']}): {job['state']}", style=style)
@@ -446,7 +446,7 @@ def _say_end(job: dict[str, Any]) -> None:
 
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
     changed = [instance.change(options.verb, reference, **arguments) for reference in options.ids]
@@ -460,7 +460,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def pause(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     instance.pause(options.verb == "pause")
     terminal.say(
@@ -470,7 +470,7 @@ def pause(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def predictions(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     rows = instance.read("predictions", options.id)
     if options.sample is not None:
@@ -492,8 +492,8 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal  # noqa: PLC0415
-    from honed.doctor import examine  # noqa: PLC0415
+    from honed import terminal
+    from honed.doctor import examine
 
     found = [finding.as_dict() for finding in examine(instance.layout, config.load(instance.layout))]
     if options.json:
@@ -508,7 +508,7 @@ def doctor(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _say_error(error: dict[str, str], *, prefix: str = "") -> None:
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     terminal.say(f"{prefix}{error['code']}: {error['message']}", style="red")
     if error.get("hint"):
@@ -581,7 +581,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `honectl` command."""
-    from honed import terminal  # noqa: PLC0415
+    from honed import terminal
 
     options = _parser().parse_args(arguments)
     try:

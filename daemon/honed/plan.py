@@ -47,8 +47,8 @@ OPTIMIZER_BYTES: tuple[tuple[str, float], ...] = (
     ("sgd", 0),
     ("adafactor", 0.02),
 )
-#: Tokens; the length that is counted with where a job truncates nothing.
-DEFAULT_MAX_LENGTH = 1024
+#: Tokens that a row is taken to have where nothing cuts it.
+UNCUT_LENGTH = 1024
 #: Seen in transformer layers without attention scores: bytes kept for the backward pass, in units of batch * length *
 #: hidden size * 2 bytes (Korthikanti et al. 2022).
 ACTIVATIONS_PER_LAYER = 17
@@ -260,7 +260,7 @@ def _activation_bytes(spec: JobSpec, model: BaseModelInfo, choices: Precision) -
         return 0
     hidden, layers, heads, vocabulary = sizes
     training = spec.training
-    length = training.max_length or DEFAULT_MAX_LENGTH
+    length = training.max_length or UNCUT_LENGTH
     positions = training.per_device_train_batch_size * length
     is_half = choices.load_dtype in precision.HALF or choices.bf16 or choices.fp16
     each = 2 if is_half else 4

@@ -4,8 +4,8 @@
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
-can stall or bloat the daemon. `PreflightClient` is the daemon's end: it never waits, and it kills a helper that does
-not answer in time. One line of JSON a request, one a stage entered, one an answer:
+can stall or bloat the daemon. The daemon's end of it is checker.py. One line of JSON a request, one a stage entered,
+one an answer:
 
     > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
     < {"id": 7, "stage": "datasets"}
@@ -22,11 +22,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +49,6 @@ from honed.spec import DatasetSpec, JobSpec
 
 #: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
 MAX_HELPER_BYTES = 4 * 1024**3
-#: Each thread reserves address space, and pyarrow starts one a core: few of them, so that the limit fits any machine.
-HELPER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "2", "ARROW_IO_THREADS": "2"}
-#: Bytes; an answer holds a spec and a plan.
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
-#: Helpers that one job file may cost; after the second it is refused.
-MAX_HELPERS_PER_REQUEST = 2
 #: Bytes of a chat template that is read.
 MAX_TEMPLATE_BYTES = 1024 * 1024
 #: Checkpoints that are counted with where save_total_limit says nothing.
@@ -380,7 +371,7 @@ def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
     """Whether the manifest in an output directory is this very job's, of this very instance."""
     try:
         manifest = json.loads((path / MANIFEST_NAME).read_bytes())
-        owner = (manifest["job"]["id"], manifest["instance"])
+        owner = (manifest["job"]["id"], manifest["job"]["instance"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return job_id is not None and owner == (job_id, str(layout.root))
@@ -472,192 +463,6 @@ def unforeseen(error: Exception) -> InternalError:
         f"the check failed in a way that nobody foresaw: {type(error).__name__}: {error}",
         hint="the log has the traceback: journalctl -u honed",
     )
-
-
-# --- The daemon's end -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Request:
-    id: int
-    line: bytes
-    timeout_sec: float
-    deadline: float = 0.0  #: by the client's clock, from when it was sent
-    stage: str = "start"
-    num_helpers: int = 0  #: that it was sent to
-
-
-class PreflightClient:
-    """Hands requests to the helper, one at a time and in order, and never waits for it.
-
-    `helper_changed` is called with the old and the new descriptor to watch for reading (None: there is none), so that
-    the caller's selector can follow: the helper is started with the first request, and again after a death.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        helper_changed: Callable[[int | None, int | None], None] = lambda _old, _new: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        command: list[str] | None = None,
-    ) -> None:
-        self._command = command or [sys.executable, "-P", "-m", "honed.preflight", "--root", str(layout.root)]
-        self._helper_changed = helper_changed
-        self._clock = clock
-        self._waiting: deque[_Request] = deque()
-        self._current: _Request | None = None
-        self._helper: subprocess.Popen[bytes] | None = None
-        self._corpses: list[subprocess.Popen[bytes]] = []  #: killed; one in an unanswered system call may linger
-        self._buffer = b""
-
-    @property
-    def deadline(self) -> float | None:
-        """When `poll` must be called at the latest, by the client's clock."""
-        return self._current.deadline if self._current else None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._current is not None or bool(self._waiting)
-
-    def fileno(self) -> int:
-        """The descriptor that becomes readable with an answer; -1 while there is no helper."""
-        return self._helper.stdout.fileno() if self._helper and self._helper.stdout else -1
-
-    def submit(
-        self,
-        job_id: int,
-        spec_path: Path,
-        config: Config,
-        device: Device | None = None,
-        jobs: Mapping[str, Path] | None = None,
-    ) -> None:
-        """Ask for a job file to be checked; `poll` has the answer."""
-        request = {
-            "id": job_id,
-            "spec_path": str(spec_path),
-            "config": config.model_dump(mode="json"),
-            "device": device.as_dict() if device else None,
-            "jobs": {name: str(path) for name, path in (jobs or {}).items()},
-        }
-        line = json.dumps(request).encode() + b"\n"
-        self._waiting.append(_Request(job_id, line, config.spool.preflight_timeout_sec))
-        self._send_next()
-
-    def poll(self) -> list[dict[str, Any]]:
-        """The answers that have come since the last call, in the helper's own words; see the module's top."""
-        self._corpses = [corpse for corpse in self._corpses if corpse.poll() is None]
-        answers = []
-        for line, is_dead in iter(self._read_line, None):
-            answers += self._revive() if is_dead else self._take(line)
-        if self._current is not None and self._clock() >= self._current.deadline:
-            answers.append(self._give_up(self._current))
-        self._send_next()
-        return answers
-
-    def close(self) -> None:
-        """End the helper, whatever it is at."""
-        self._drop_helper()
-        for corpse in self._corpses:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                corpse.wait(timeout=1.0)
-
-    def _send_next(self) -> None:
-        while self._current is None and self._waiting:
-            self._current = self._waiting.popleft()
-            self._current.deadline = self._clock() + self._current.timeout_sec
-            self._send(self._current)
-
-    def _send(self, request: _Request) -> None:
-        """A helper that is dead already is found so by the next read."""
-        if self._helper is None:
-            self._start_helper()
-        assert self._helper is not None
-        assert self._helper.stdin is not None
-        request.num_helpers += 1
-        with contextlib.suppress(BrokenPipeError):
-            self._helper.stdin.write(request.line)
-
-    def _start_helper(self) -> None:
-        self._helper = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=os.environ | HELPER_ENVIRONMENT,
-        )
-        assert self._helper.stdout is not None
-        os.set_blocking(self._helper.stdout.fileno(), False)
-        self._helper_changed(None, self._helper.stdout.fileno())
-
-    def _drop_helper(self) -> None:
-        """Kill the helper without waiting for its end."""
-        if self._helper is None:
-            return
-        helper, self._helper, self._buffer = self._helper, None, b""
-        assert helper.stdout is not None
-        assert helper.stdin is not None
-        self._helper_changed(helper.stdout.fileno(), None)
-        helper.kill()
-        helper.stdin.close()
-        helper.stdout.close()
-        self._corpses.append(helper)
-
-    def _read_line(self) -> tuple[bytes, bool] | None:
-        """One line, or the news that the helper is dead; None where there is no more to read for now."""
-        while self._helper is not None:
-            line, newline, rest = self._buffer.partition(b"\n")
-            if newline:
-                self._buffer = rest
-                return line, False
-            data = self._helper.stdout.read(65536) if self._helper.stdout else b""
-            if data is None:
-                return None
-            if not data or len(self._buffer) > MAX_ANSWER_BYTES:
-                return b"", True
-            self._buffer += data
-        return None
-
-    def _take(self, line: bytes) -> list[dict[str, Any]]:
-        request = self._current
-        try:
-            answer = json.loads(line)
-            is_ours = request is not None and answer["id"] == request.id
-        except (ValueError, KeyError, TypeError):
-            is_ours = False
-        if not is_ours or request is None:
-            return self._revive()  # a helper that talks nonsense is none
-        if "stage" in answer:
-            request.stage = answer["stage"]
-            return []
-        self._current = None
-        self._send_next()
-        return [answer]
-
-    def _revive(self) -> list[dict[str, Any]]:
-        """After the helper's death: once more with a new one, or the end of a request that has killed two."""
-        self._drop_helper()
-        if self._current is None:
-            return []
-        if self._current.num_helpers < MAX_HELPERS_PER_REQUEST:
-            self._send(self._current)
-            return []
-        request, self._current = self._current, None
-        error = EnvironmentInvalidError(
-            f"could not be checked: the checking process died {request.num_helpers} times, at: {request.stage}",
-            hint="see the journal; a file that the job names may be damaged",
-        )
-        return [{"id": request.id, "ok": False, "error": error.as_dict()}]
-
-    def _give_up(self, request: _Request) -> dict[str, Any]:
-        self._drop_helper()
-        self._current = None
-        error = EnvironmentInvalidError(
-            f"could not be checked within {request.timeout_sec:g} s: it was at: {request.stage}",
-            hint="is a file that the job names on a slow or dead file system, or a pipe?",
-        )
-        return {"id": request.id, "ok": False, "error": error.as_dict()}
 
 
 if __name__ == "__main__":

@@ -104,6 +104,11 @@ class Spool:
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    @property
+    def root(self) -> Path:
+        """The prefix of the instance whose spool this is."""
+        return self._layout.root
+
     def state_dir(self, state: State) -> Path:
         return self.dir / state.value
 

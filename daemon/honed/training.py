@@ -197,6 +197,12 @@ class TrainingSpec(Section):
     dataloader_in_order: Flag = True
     """Whether batches come in the order in which they were asked for."""
 
+    @property
+    def cut_at(self) -> int | None:
+        """Tokens at which a row is cut; None where it never is: packing that splits long rows cuts none."""
+        splits = self.packing and self.packing_strategy != "bfd"
+        return None if splits else self.max_length
+
     def as_kwargs(self) -> dict[str, Any]:
         """What the user set, and nothing else: SFTConfig has the defaults."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}

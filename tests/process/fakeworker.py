@@ -1,14 +1,14 @@
 """A worker that misbehaves on demand: what it does is the job's name. It trains nothing and imports no torch.
 
-    succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
-    explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
-    crash            exit 1 without a word               abort        SIGABRT
-    die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
-    killer           kills itself in every attempt       exit0        exit 0 without a result
-    liar             exit 3 with a result of success     garbage      noise among its events, then success
-    hang             never says a word                   deaf         as slow, but ignores SIGTERM
-    fallback         backend_unavailable under unsloth, success under transformers
-    torn             half a result file, then exit 0
+succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
+explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
+crash            exit 1 without a word               abort        SIGABRT
+die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
+killer           kills itself in every attempt       exit0        exit 0 without a result
+liar             exit 3 with a result of success     garbage      noise among its events, then success
+hang             never says a word                   deaf         as slow, but ignores SIGTERM
+fallback         backend_unavailable under unsloth, success under transformers
+torn             half a result file, then exit 0
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def main() -> int:
 
     def result(outcome: str, step: int, error: dict[str, str] | None = None) -> None:
         artifacts = {"output_dir": str(layout.output_dir), "merged": None}
-        value = {"outcome": outcome, "step": step, "metrics": {"train_loss": 0.5}, "artifacts": artifacts, "error": error}
+        value = {
+            "outcome": outcome,
+            "step": step,
+            "metrics": {"train_loss": 0.5},
+            "artifacts": artifacts,
+            "error": error,
+        }
         durable.write_json(attempt.result_path, value)
 
     def steps(count: int, *, pause: float = 0.0, die_at: int | None = None) -> int:

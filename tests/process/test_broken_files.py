@@ -1,4 +1,4 @@
-"""Many kinds of broken job files at once: each refused with its key and line, none lost, and a good one after them done."""
+"""Many kinds of broken job files at once: each refused with its reason, none lost, and a good one after them done."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_worker_that_ended_while_the_daemon_was_dead_is_settled_by_the_next(in
     job = instance.wait_state("slow", State.RUNNING)
     wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
     instance.kill(signal.SIGKILL)
-    wait_for(lambda: instance.layout.job(job.id).attempt(1).exit_path.exists(), what="the worker's end")
+    wait_for(instance.layout.job(job.id).attempt(1).exit_path.exists, what="the worker's end")
     instance.start()
     done = instance.wait_state("slow", State.SUCCEEDED)
     assert len(done.attempts) == 1

@@ -109,7 +109,10 @@ def test_what_is_not_there_or_not_possible_is_said_in_one_line(instance: Instanc
         assert "Traceback" not in done.stderr
     instance.stop()
     nowhere = subprocess.run(
-        [sys.executable, "-m", "honed.honectl", "--root", "/nowhere", "list"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "honed.honectl", "--root", "/nowhere", "list"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert nowhere.returncode == 69
     assert "there is no spool" in nowhere.stderr

@@ -90,9 +90,13 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
         manifest = json.loads((output / "honed.json").read_text())
         assert manifest["spec"]["base_model"] == str(models / name)
         assert {"train_loss", "eval_loss"} <= set(shown["metrics"])
-        steps = {row[0] for row in db.execute("SELECT step FROM metrics WHERE job_id = ? AND name = 'loss'", (shown["id"],))}
+        steps = {
+            row[0] for row in db.execute("SELECT step FROM metrics WHERE job_id = ? AND name = 'loss'", (shown["id"],))
+        }
         assert steps == {1, 2, 3, 4}
-        predicted = db.execute("SELECT step, count(*) FROM training_predictions WHERE job_id = ? GROUP BY step", (shown["id"],))
+        predicted = db.execute(
+            "SELECT step, count(*) FROM training_predictions WHERE job_id = ? GROUP BY step", (shown["id"],)
+        )
         assert dict(predicted) == {0: 2, 2: 2, 4: 2}, name
     assert "Traceback" not in real.log
 
@@ -111,7 +115,11 @@ def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealIn
     assert job is not None
     record = json.loads((real.layout.job(job.id).attempt(1).dir / "lock").read_text())
     os.kill(record["worker_pid"], signal.SIGKILL)
-    wait_for(lambda: any(event["event"] == "resumed" for event in real.show("long")["events"]), what="resumed", deadline_sec=60)
+    wait_for(
+        lambda: any(event["event"] == "resumed" for event in real.show("long")["events"]),
+        what="resumed",
+        deadline_sec=60,
+    )
     wait_for(lambda: step() >= 30, what="thirty steps", deadline_sec=60)
     real.kill(signal.SIGTERM)
     stopped = real.job("long")

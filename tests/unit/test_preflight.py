@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from honed import preflight
+from honed.checker import Checker
 from honed.config import Config, PolicyConfig, SpoolConfig
 from honed.device import Device
 from honed.error import (
@@ -27,7 +28,7 @@ from honed.error import (
     SpecError,
 )
 from honed.layout import Layout
-from honed.preflight import PreflightClient, Verdict
+from honed.preflight import Verdict
 from honed.spec import JobSpec
 from zoo import plain
 
@@ -254,13 +255,13 @@ def test_an_output_directory_with_something_in_it_is_refused(desk: Desk) -> None
 def test_only_the_jobs_own_output_is_written_again(desk: Desk) -> None:
     target = desk.path / "out"
     target.mkdir()
-    manifest = {"job": {"id": 7}, "instance": str(desk.layout.root)}
+    manifest = {"job": {"id": 7, "instance": str(desk.layout.root)}}
     (target / "honed.json").write_text(json.dumps(manifest))
     assert desk.check(output_dir=str(target), job_id=7).output_dir == target
     for other in (8, None):
         with pytest.raises(SpecError, match="is not empty"):
             desk.check(output_dir=str(target), job_id=other)
-    (target / "honed.json").write_text(json.dumps(manifest | {"instance": "/elsewhere"}))
+    (target / "honed.json").write_text(json.dumps({"job": {"id": 7, "instance": "/elsewhere"}}))
     with pytest.raises(SpecError, match="is not empty"):
         desk.check(output_dir=str(target), job_id=7)
 
@@ -316,7 +317,7 @@ class Daemon:
     def __init__(self, layout: Layout, command: list[str] | None = None) -> None:
         self.clock = Clock()
         self.selector = selectors.DefaultSelector()
-        self.client = PreflightClient(layout, self._follow, clock=self.clock, command=command)
+        self.client = Checker(layout, self._follow, clock=self.clock, command=command)
         self.num_starts = 0
 
     def _follow(self, old: int | None, new: int | None) -> None:

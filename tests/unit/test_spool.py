@@ -93,7 +93,10 @@ def test_a_damaged_sequence_stops_the_start_with_a_remedy(spool: Spool) -> None:
         (lambda path: path.mkdir(), "not a plain file"),
         (os.mkfifo, "not a plain file"),
         (lambda path: path.write_text("x" * (MAX_BYTES + 1)), "larger than"),
-        (lambda path: (path.parent / ".other").write_text("{}") and path.hardlink_to(path.parent / ".other"), "hard link"),
+        (
+            lambda path: (path.parent / ".other").write_text("{}") and path.hardlink_to(path.parent / ".other"),
+            "hard link",
+        ),
     ],
 )
 def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
@@ -172,7 +175,11 @@ def test_of_two_copies_the_newer_wins(spool: Spool) -> None:
 def test_submit_drops_whole_files_and_overwrites_none(tmp_path: Path, spool: Spool) -> None:
     source = tmp_path / "job.yaml"
     source.write_text("a: 1\n")
-    names = [drop(spool.incoming_dir, source), drop(spool.incoming_dir, source), drop(spool.incoming_dir, source, hold=True)]
+    names = [
+        drop(spool.incoming_dir, source),
+        drop(spool.incoming_dir, source),
+        drop(spool.incoming_dir, source, hold=True),
+    ]
     assert names == ["job.yaml", "job-2.yaml", "job.hold.yaml"]
     assert {path.name for path in spool.incoming_dir.iterdir()} == set(names)
 
@@ -195,7 +202,7 @@ OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir")
 class Faults:
     """Makes the n-th file operation of Python's os module fail: by a crash before it or after it, or by an error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_seen = 0
         self.crash_at: int | None = None
         self.error: OSError | None = None
@@ -246,14 +253,14 @@ def verify(spool: Spool, names: list[str]) -> None:
         assert list(spool.state_dir(state).iterdir()) == [], state
     assert list(spool.incoming_dir.iterdir()) == []
     assert list(spool.claimed_dir.iterdir()) == []
-    assert not [path for path in spool.dir.rglob(".*")]
+    assert not list(spool.dir.rglob(".*"))
 
 
 @pytest.mark.parametrize("errno", [None, 28, 5, 30])  # a crash; ENOSPC, EIO, EROFS
 def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None
 ) -> None:
-    faults = Faults(monkeypatch, tmp_path)
+    faults = Faults(monkeypatch)
     names = ["a.json", "bad.json", "c.json"]
     point = 0
     while True:

@@ -13,9 +13,6 @@ from honed.error import DatasetError
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
-#: SFTConfig's own default, in tokens.
-DEFAULT_MAX_LENGTH = 1024
-
 
 @dataclass
 class Rows:
@@ -55,7 +52,7 @@ def build(assignment: Assignment, chat: ChatFormat, stop: Stop) -> Data:
         held_out = list(dataset.load(spec.eval_datasets, seed=assignment.seed, has_chat_template=has_template).examples)
     elif spec.eval_split:
         examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed)
-    max_length = _max_length(spec.training.as_kwargs())
+    max_length = spec.training.cut_at
     train = encode(examples, chat, max_length, stop)
     if not train.examples:
         raise DatasetError(
@@ -112,14 +109,6 @@ def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None
         columns["labels"].append(cut.labels)
     rows.dataset = Dataset.from_dict(columns)
     return rows
-
-
-def _max_length(kwargs: dict[str, Any]) -> int | None:
-    """Tokens that a row may have; none where the packing splits long rows instead of cutting them."""
-    if kwargs.get("packing") and kwargs.get("packing_strategy", "bfd") != "bfd":
-        return None
-    length = kwargs.get("max_length", DEFAULT_MAX_LENGTH)
-    return None if length is None else int(length)
 
 
 def _counts(count: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
     spec = assignment.spec
     return {
         "honed": __version__,
-        "job": {"id": assignment.job_id, "name": assignment.name},
+        "job": assignment.plan["job"],
         "spec": assignment.plan["spec"],
         "plan": {key: value for key, value in assignment.plan.items() if key not in ("spec", "job")},
         "backend": assignment.backend,
@@ -123,7 +123,7 @@ def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _files(data: Any) -> list[Path]:
-    return dataset.files(Path(data.path))
+    return dataset.files(Path(data.path), split=data.split)
 
 
 def _sha256(file: Path) -> str:

@@ -29,7 +29,6 @@ from honed.dataset import Example
 from honed.error import DatasetError, HonedError, ModelError, SpecError
 from honed.spec import DatasetSpec, JobSpec
 from honed.worker.assignment import Assignment
-from honed.worker.data import DEFAULT_MAX_LENGTH
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     if any(example.kind == "messages" for example in examples):
         for note in chat.notes():
             _tell(note)
-    max_length = job_spec.training.as_kwargs().get("max_length", DEFAULT_MAX_LENGTH)
+    max_length = job_spec.training.cut_at
     shown = []
     for example, encoded in _encoded(chat, examples, num_rows):
         cut = encoded.truncate(max_length)

@@ -21,9 +21,9 @@ from honed.error import (
     HonedError,
     InternalError,
     InterruptedRunError,
-    KilledError,
     OutOfMemoryError,
     RegressedError,
+    TimeLimitError,
 )
 from honed.event import EventWriter
 from honed.layout import JobLayout
@@ -184,7 +184,7 @@ class _Story:
                 predict(trainer.model, trainer.state)
             after = _exact_match(predictor.ask(trainer.model, guarded), guarded) if guarded else None
             stop.check()
-        except (InterruptedRunError, KilledError):
+        except (InterruptedRunError, TimeLimitError):
             trainer.save()
             raise
         finally:

@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
-from honed.error import InterruptedRunError, KilledError, SpecError
+from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
 from honed.worker import audit, checkpoint
 from honed.worker.assignment import Assignment
@@ -144,7 +144,7 @@ class Trainer(SFTTrainer):
             raise InterruptedRunError(
                 f"stopped on request at step {self.state.global_step}", hint="it goes on from its last checkpoint"
             )
-        raise KilledError(
+        raise TimeLimitError(
             f"time limit of {self._assignment.spec.time_limit_sec:g} s reached at step {self.state.global_step}",
             hint="a higher time_limit_sec; honectl requeue goes on from the checkpoint",
         )

@@ -40,7 +40,7 @@ class UnslothBackend:
         kwargs = spec.training.as_kwargs()
         model, _ = FastLanguageModel.from_pretrained(
             str(assignment.base_model_path),
-            max_seq_length=kwargs.get("max_length") or 1024,
+            max_seq_length=spec.training.max_length or 1024,
             dtype=getattr(torch, precision.load_dtype),
             load_in_4bit=precision.quantization == "4bit",
             load_in_8bit=precision.quantization == "8bit",
