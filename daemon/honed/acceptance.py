@@ -1,16 +1,20 @@
 """From a file in incoming/ to an entry in queued/, or to rejected/ with its reason.
 
     arrival ── whole ──► claimed/<id>/ ── copied, checked by the preflight helper ──► queued/ or held/, or rejected/
+                                                   └─ names other jobs ──► once those are known, the same
 
-Nothing here waits: the helper answers when it has looked at the files that a job names.
+Nothing here waits: the helper answers when it has looked at the files that a job names. A job that names others may
+have been dropped together with them, in any order: it is settled after the other arrivals of its time. One whose
+`job:NAME` is not made yet is accepted without a plan; it is planned by a second check, when those jobs have succeeded.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +30,33 @@ log = logging.getLogger(__name__)
 
 #: How many arrivals are claimed in one pass, so that a flood does not hold the loop.
 MAX_CLAIMS_PER_PASS = 50
+#: Seconds for which a job waits for the arrival of one that it names, and for other arrivals to be settled first.
+NAMED_JOB_PATIENCE_SEC = 3.0
+ARRIVALS_PATIENCE_SEC = 30.0
 
 
 @dataclass(frozen=True)
 class _Pending:
     claim: Claim
     copy: Copy
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A checked arrival that names other jobs."""
+
+    pending: _Pending
+    answer: dict[str, Any]
+    since: float  #: by the clock
+    quiet_since: float | None = None  #: since when nothing else is on its way
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """What the second check made of a job that had waited for others' files: a plan, or an error."""
+
+    job_id: int
+    answer: dict[str, Any]
 
 
 class Acceptance:
@@ -44,19 +69,30 @@ class Acceptance:
         client: Checker,
         config: Config,
         others: Callable[[], Iterable[Job]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spool = spool
         self._watcher = watcher
         self._client = client
         self.config = config
         self._others = others
+        self._clock = clock
         self._pending: dict[int, _Pending] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._asked_again: set[int] = set()
+        self._replanned: list[Replanned] = []
         self._num_unsettled = 0
 
     @property
     def is_busy(self) -> bool:
         """Whether something lies in incoming/ or is being checked."""
-        return bool(self._pending or self._num_unsettled)
+        return bool(self._pending or self._num_unsettled or self._asked_again)
+
+    @property
+    def num_waiting(self) -> int:
+        """Arrivals that are checked and name jobs which may still arrive."""
+        return len(self._waiting)
 
     @property
     def num_unsettled(self) -> int:
@@ -66,7 +102,7 @@ class Acceptance:
     def scan(self) -> None:
         """Claim every arrival that is whole, and check again what was claimed before and could not be settled then."""
         for claim in self._spool.claims():
-            if claim.id not in self._pending:
+            if claim.id not in self._pending and claim.id not in self._waiting:
                 self._check(claim)
         arrivals = self._spool.arrivals()
         self._watcher.keep({path.name for path in arrivals})
@@ -96,24 +132,118 @@ class Acceptance:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
         accepted = []
         for answer in self._client.poll():
+            if answer["id"] in self._asked_again:
+                self._asked_again.remove(answer["id"])
+                self._replanned.append(Replanned(answer["id"], answer))
+                continue
             pending = self._pending.pop(answer["id"])
             if not answer["ok"]:
                 self._refuse(pending.claim, from_dict(answer["error"]))
-                continue
-            job = self._job(pending, answer)
-            try:
-                self._check_against_others(job)
-                accepted.append(self._admit(pending.claim, job, answer))
-            except HonedError as error:
-                self._refuse(pending.claim, error)
-            except OSError as error:
-                log.error("%r waits in %s: %s", pending.claim.name, pending.claim.path.parent, error)  # noqa: TRY400
+            elif answer["references"] or answer["spec"].get("depends_on"):
+                self._waiting[answer["id"]] = _Waiting(pending, answer, self._clock())
+            else:
+                accepted += self._settle(pending, answer, self._job(pending, answer))
         return accepted
 
-    def _admit(self, claim: Claim, job: Job, answer: dict[str, Any]) -> Job:
+    def _settle(self, pending: _Pending, answer: dict[str, Any], job: Job) -> list[Job]:
+        try:
+            self._check_against_others(job)
+            return [self._admit(pending.claim, job, answer)]
+        except HonedError as error:
+            self._refuse(pending.claim, error)
+        except OSError as error:
+            log.error("%r waits in %s: %s", pending.claim.name, pending.claim.path.parent, error)  # noqa: TRY400
+        return []
+
+    # -- jobs that name others ----------------------------------------------------------------------------------------
+
+    def settle_waiting(self) -> Job | None:
+        """Accept one arrival whose named jobs are known by now, and refuse those that have waited long enough."""
+        now = self._clock()
+        is_quiet = not self._pending and not self._num_unsettled
+        for number, waiting in list(self._waiting.items()):
+            if not is_quiet and now - waiting.since < ARRIVALS_PATIENCE_SEC:
+                self._waiting[number] = replace(waiting, quiet_since=None)
+                continue
+            job = self._job(waiting.pending, waiting.answer)
+            found = {name: self._named(name, job) for name in _names(waiting.answer)}
+            missing = next((name for name, other in found.items() if other is None), None)
+            quiet_since = waiting.quiet_since if waiting.quiet_since is not None else now
+            if missing is not None and now - quiet_since < NAMED_JOB_PATIENCE_SEC:
+                self._waiting[number] = replace(waiting, quiet_since=quiet_since)
+                continue
+            problem = self._unknown(missing, job) if missing is not None else None
+            del self._waiting[number]
+            if problem is not None:
+                self._refuse(waiting.pending.claim, problem)
+                continue
+            try:
+                job = self._with_inputs(job, waiting.answer, {name: other for name, other in found.items() if other})
+            except HonedError as error:
+                self._refuse(waiting.pending.claim, error)
+                continue
+            if accepted := self._settle(waiting.pending, waiting.answer, job):
+                return accepted[0]
+        return None
+
+    def _named(self, name: str, job: Job) -> Job | None:
+        """The accepted job of that number, or the newest of that name; None while a newer one is still waiting."""
+        waiting = self._names_waiting(job)
+        known = [other for other in self._jobs() if name in {other.name, str(other.id)} and other.id != job.id]
+        newest = max(known, key=lambda other: other.id, default=None)
+        return None if waiting.get(name, 0) > (newest.id if newest else 0) else newest
+
+    def _names_waiting(self, job: Job) -> dict[str, int]:
+        """The other arrivals that wait, by name."""
+        others = [each for number, each in self._waiting.items() if number != job.id]
+        return {self._job(each.pending, each.answer).name: each.pending.claim.id for each in others}
+
+    def _jobs(self) -> list[Job]:
+        return [job for state in State for job in self._spool.jobs(state)]
+
+    def _unknown(self, name: str, job: Job) -> SpecError:
+        if name in self._names_waiting(job):
+            return SpecError(f"{name!r} and this job wait for each other", hint="one of them has to come first")
+        return SpecError(
+            f"there is no job {name!r}, which this one names", hint="drop it first, or both together; honectl list"
+        )
+
+    def _with_inputs(self, job: Job, answer: dict[str, Any], named: dict[str, Job]) -> Job:
+        """The job, depending on those that make what it starts from. Raises SpecError where one makes no such thing."""
+        for key, name in answer["references"].items():
+            _check_product(key, named[name], self._spec_of(named[name]))
+        makers = {name: named[name].id for name in answer["references"].values()}
+        dependencies = [str(named[name].id) if name in makers else name for name in _names(answer)]
+        return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
+
+    def _spec_of(self, job: Job) -> dict[str, Any]:
+        plan: dict[str, Any] = json.loads(self._spool.job_layout(job.id).plan_path.read_bytes())
+        return dict(plan["spec"])
+
+    def plan_again(self, job: Job, made: dict[str, Path]) -> None:
+        """Have a job checked whose inputs are there now, name → output directory; `replanned` has the answer."""
+        if job.id in self._asked_again:
+            return
+        self._asked_again.add(job.id)
+        self._client.submit(job.id, self._spool.job_layout(job.id).spec_path, self.config, jobs=made)
+
+    def is_asked_again(self, job_id: int) -> bool:
+        return job_id in self._asked_again
+
+    def replanned(self) -> list[Replanned]:
+        """The answers to `plan_again` since the last call."""
+        done, self._replanned = self._replanned, []
+        return done
+
+    def plan_of(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
+        """What stands in plan.json."""
         identity = {"id": job.id, "name": job.name, "user_id": str(job.uid), "instance": str(self._spool.root)}
-        plan = {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir}
-        job = self._spool.admit(job, claim, plan)
+        return {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir}
+
+    # -- one arrival --------------------------------------------------------------------------------------------------
+
+    def _admit(self, claim: Claim, job: Job, answer: dict[str, Any]) -> Job:
+        job = self._spool.admit(job, claim, self.plan_of(job, answer))
         log.info("job %d (%s): accepted from %s, %s", job.id, job.name, job.source, job.state)
         for warning in answer.get("warnings", []):
             log.warning("job %d (%s): %s", job.id, job.name, warning)
@@ -137,7 +267,6 @@ class Acceptance:
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(job.output_dir).resolve()
-        names = set()
         for other in self._others():
             theirs = Path(other.output_dir).resolve()
             if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
@@ -145,13 +274,6 @@ class Acceptance:
                     f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {theirs})",
                     hint="give this job a directory of its own, or leave output_dir out",
                 )
-            names |= {other.name, str(other.id)}
-        for reference in job.depends_on:
-            known = reference in names or any(
-                reference in {other.name, str(other.id)} for state in State for other in self._spool.jobs(state)
-            )
-            if not known:
-                raise SpecError(f"depends_on: there is no job {reference!r}", hint="drop that job first; honectl list")
 
     def _refuse(self, claim: Claim, error: HonedError) -> None:
         try:
@@ -164,3 +286,23 @@ class Acceptance:
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning("%r refused: %s: %s%s; see %s.reason", claim.name, error.code, first, more, target)
+
+
+def _names(answer: dict[str, Any]) -> list[str]:
+    """The jobs that a spec names, each once: those it depends on, and those whose outputs it starts from."""
+    return list(dict.fromkeys([*map(str, answer["spec"].get("depends_on") or ()), *answer["references"].values()]))
+
+
+def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:
+    """Whether a job makes what another one's key wants of it. Raises SpecError."""
+    makes_adapter = spec["kind"] == "sft" and bool(spec.get("lora") or spec.get("adapter"))
+    who = f"{key}: job {maker.id} ({maker.name})"
+    if key == "adapter" and not makes_adapter:
+        raise SpecError(
+            f"{who} makes a whole checkpoint, not an adapter", hint="name it as base_model, or leave it out"
+        )
+    if key == "base_model" and makes_adapter and spec.get("save_merged", "none") == "none":
+        raise SpecError(
+            f"{who} makes an adapter, and no base model",
+            hint="put a job of kind: merge between the two, or save_merged: bfloat16 into that one",
+        )

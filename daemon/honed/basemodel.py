@@ -87,6 +87,12 @@ QUANTIZATION_STATE = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*|SCB|weight_format)$"
 )
 
+#: Modules, by their place in the model, that see or hear, and what leads from them into the language model.
+_VISION_MODULE = re.compile(
+    r"(^|\.)(visual\w*|vision\w*|vit\w*|vqmodel|img_\w+|image_\w+|audio\w*|speech\w*|(multi_?modal|mm)_projector|connector"
+    r"|aligner|resampler|qformer|language_projection|embed_(vision|audio))(\.|$)"
+)
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -154,6 +160,7 @@ class AdapterInfo:
     config: dict[str, Any]  #: adapter_config.json
     num_parameters: int
     num_bytes: int
+    tensors: tuple[Tensor, ...] = ()
 
 
 def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = False) -> BaseModelInfo:
@@ -173,7 +180,7 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
     _check_tokenizer(path)
     method = _quantization_method(path, config)
     has_vision, has_audio = _has_any(config, VISION_KEYS), _has_any(config, AUDIO_KEYS)
-    if (has_vision or has_audio) and not _exists(path, "preprocessor_config.json", "processor_config.json"):
+    if (has_vision or has_audio) and not has_processor(path):
         raise ModelError(
             f"{path}: a vision or audio model without preprocessor_config.json or processor_config.json",
             hint="copy the processor's files from where the model came from",
@@ -193,7 +200,7 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
         tensors=tensors,
         is_quantized=method is not None,
         quantization_method=method,
-        chat_template=_chat_template(path, has_processor=has_vision or has_audio),
+        chat_template=chat_template(path, has_processor=has_vision or has_audio),
         has_vision=has_vision,
         has_audio=has_audio,
         is_pickled=is_pickled,
@@ -211,7 +218,34 @@ def inspect_adapter(path: Path) -> AdapterInfo:
             hint="load the adapter with peft and save it again: save_pretrained writes adapter_model.safetensors",
         )
     tensors, num_bytes = read_header(weights, hint="the adapter is incomplete: copy it again")
-    return AdapterInfo(path, config, sum(tensor.num_elements for tensor in tensors), num_bytes)
+    return AdapterInfo(path, config, sum(tensor.num_elements for tensor in tensors), num_bytes, tensors)
+
+
+def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
+    """Raises ModelError for an adapter whose shapes are those of another base model, as far as the headers tell."""
+    shapes = {} if model.is_quantized else {tensor.name: tensor.shape for tensor in model.tensors}
+    for tensor in adapter.tensors:
+        module, found, _ = tensor.name.removeprefix("base_model.model.").partition(".lora_A.")
+        shape = shapes.get(f"{module}.weight", ())
+        if found and len(shape) == len(tensor.shape) == 2 and tensor.shape[1] not in shape:
+            raise ModelError(
+                f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: {tensor.name} takes "
+                f"{tensor.shape[1]} inputs, and {module} of {model.path} has {shape[1]}",
+                hint="name the base_model that the adapter was trained on",
+            )
+
+
+def read_names(path: Path) -> frozenset[str]:
+    """The names of all tensors in a checkpoint's safetensors files; none where its weights are pickled."""
+    found: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        found |= {tensor.name for tensor in read_header(file, hint="fetch this file again")[0]}
+    return frozenset(found)
+
+
+def is_vision_module(name: str) -> bool:
+    """Whether a module or parameter of that name belongs to a model's eyes or ears, and not to its language."""
+    return _VISION_MODULE.search(name) is not None
 
 
 def resolve(
@@ -239,8 +273,10 @@ def resolve(
 
 
 def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
+    """A job's output directory, or the merged checkpoint in it, where the output itself is an adapter."""
     if name in jobs:
-        return jobs[name]
+        merged = jobs[name] / "merged"
+        return merged if not (jobs[name] / "config.json").exists() and merged.is_dir() else jobs[name]
     raise ModelError(
         f"base_model: what job {name!r} makes is not there yet",
         hint="drop this job again once that one has succeeded, or give the path of its output",
@@ -503,8 +539,8 @@ def _has_any(config: dict[str, Any], keys: tuple[str, ...]) -> bool:
     return any(level.get(key) is not None for level in (config, *nested) for key in keys)
 
 
-def _exists(path: Path, *names: str) -> bool:
-    return any((path / name).exists() for name in names)
+def has_processor(path: Path) -> bool:
+    return any((path / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
 
 
 def _check_tokenizer(path: Path) -> None:
@@ -531,7 +567,7 @@ def _check_tail(path: Path, file: BinaryIO) -> None:
         raise ModelError(f"{path}: cut short: it does not end as JSON does", hint="copy the tokenizer again")
 
 
-def _chat_template(path: Path, *, has_processor: bool) -> str | None:
+def chat_template(path: Path, *, has_processor: bool) -> str | None:
     """The template that the tokenizer will have, in transformers' own order.
 
     chat_template.json is read by processors alone: a text model's tokenizer passes over it.

@@ -2,7 +2,8 @@
 
 The loop is a list of named steps, each of which does what can be done now and waits for nothing:
 
-    obey signals · settle what ended · follow events · take arrivals · start what can · end what must · report
+    obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
+    end what must · report
 
 Signals, arrivals, the preflight helper and the control socket only wake it.
 """
@@ -32,7 +33,7 @@ from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
-from honed.error import EnvironmentInvalidError, HonedError, UsageError
+from honed.error import EnvironmentInvalidError, HonedError, ModelError, UsageError
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.notify import Notifier
@@ -51,6 +52,9 @@ DEVICE_PROBE_INTERVAL_SEC = 2.0
 MAX_BROKEN_TURNS = 10
 #: Seconds asked of systemd at a time while workers write their checkpoints.
 STOP_EXTENSION_SEC = 30.0
+
+
+_ENDED = {State.FAILED: "failed", State.CANCELLED: "was cancelled"}
 
 
 class Daemon:
@@ -119,6 +123,7 @@ class Daemon:
         self._settle()
         self._attempts.follow()
         self._take_arrivals()
+        self._plan_deferred()
         self._start_next()
         self._attempts.enforce()
         self._report()
@@ -163,7 +168,7 @@ class Daemon:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.num_unsettled:
             waits.append(min(0.1, self._config.spool.settle_sec))
-        if self._acceptance.is_busy or self._waits_since is not None:
+        if self._acceptance.is_busy or self._acceptance.num_waiting or self._waits_since is not None:
             waits.append(1.0)
         waits += [when - now for when in self._not_before.values()]
         if self._notifier.watchdog_interval_sec is not None:
@@ -175,8 +180,16 @@ class Daemon:
             return False
         if self._is_stopping:
             return True
-        is_idle = not self._acceptance.is_busy and not any(job.state is State.QUEUED for job in self._queue.values())
-        return self._drain and is_idle
+        is_taken = not self._acceptance.is_busy and not self._acceptance.num_waiting
+        return self._drain and is_taken and all(self._waits_for_a_person(job) for job in self._queue.values())
+
+    def _waits_for_a_person(self, job: Job, seen: frozenset[int] = frozenset()) -> bool:
+        """Whether a job is held, or queued behind one that is."""
+        if job.state is not State.QUEUED:
+            return job.state is State.HELD
+        before = [self._find_any(reference) for reference in job.depends_on]
+        ahead = [other for other in before if other is not None and other.id not in {*seen, job.id}]
+        return any(self._waits_for_a_person(other, seen | {job.id}) for other in ahead)
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -269,6 +282,39 @@ class Daemon:
             self._rescan_at = now + self._config.spool.rescan_interval_sec
             self._watcher.rearm()
             self._acceptance.scan()
+        # After the look at incoming/: what was dropped together is known together.
+        while (waited := self._acceptance.settle_waiting()) is not None:
+            self._queue[waited.id] = waited
+            self._database.put_job(waited)
+
+    def _plan_deferred(self) -> None:
+        """Have the jobs planned whose inputs are made by now; a fault that is found then ends the job."""
+        for done in self._acceptance.replanned():
+            job = self._queue.get(done.job_id)
+            if job is not None and job.is_deferred and job.state is State.QUEUED:
+                self._replanned(job, done.answer)
+        if self._is_stopping:
+            return
+        deferred = [job for job in self._queue.values() if job.is_deferred and job.state is State.QUEUED]
+        for job in deferred:
+            if not self._acceptance.is_asked_again(job.id) and self._dependencies_are_met(job):
+                makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
+                made = {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}
+                self._acceptance.plan_again(job, made)
+
+    def _replanned(self, job: Job, answer: dict[str, Any]) -> None:
+        if answer["ok"] and not answer["waits_for"]:
+            durable.write_json(self._layout.job(job.id).plan_path, self._acceptance.plan_of(job, answer))
+            self._queue[job.id] = self._spool.update(job, is_deferred=False)
+            log.info("job %d (%s): planned, with what jobs it waited for have made", job.id, job.name)
+            for warning in answer["warnings"]:
+                log.warning("job %d (%s): %s", job.id, job.name, warning)
+            return
+        problem = answer["error"] if not answer["ok"] else ModelError("what it starts from is not there").as_dict()
+        del self._queue[job.id]
+        job = self._spool.move(job, State.FAILED, outcome=problem["code"], error=problem)
+        self._database.put_job(job)
+        log.warning("job %d (%s): failed: %s: %s", job.id, job.name, problem["code"], problem["message"])
 
     def _start_next(self) -> None:
         if self._is_stopping or self._spool.is_paused:
@@ -287,7 +333,7 @@ class Daemon:
     def _next(self) -> Job | None:
         """The most urgent job that may start: highest priority, then first come."""
         now = self._clock()
-        ready = [job for job in self._queue.values() if job.state is State.QUEUED]
+        ready = [job for job in self._queue.values() if job.state is State.QUEUED and not job.is_deferred]
         ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
         for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
             if not job.depends_on or self._dependencies_are_met(job):
@@ -297,18 +343,22 @@ class Daemon:
     def _dependencies_are_met(self, job: Job) -> bool:
         for reference in job.depends_on:
             found = self._find_any(reference)
-            if found is not None and found.state in {State.FAILED, State.CANCELLED}:
-                problem = EnvironmentInvalidError(
-                    f"it depends on job {found.id} ({found.name}), which {found.state}",
-                    hint=f"honectl requeue {found.id}, then honectl release {job.id}; or honectl cancel {job.id}",
-                )
-                log.warning("job %d (%s): held: %s", job.id, job.name, problem.message)
-                self._queue[job.id] = self._spool.move(job, State.HELD, error=problem.as_dict())
-                self._database.put_job(self._queue[job.id])
+            if found is None or found.state in {State.FAILED, State.CANCELLED}:
+                self._hold(job, found, reference)
                 return False
-            if found is None or found.state is not State.SUCCEEDED:
+            if found.state is not State.SUCCEEDED:
                 return False
         return True
+
+    def _hold(self, job: Job, found: Job | None, reference: str) -> None:
+        """Leave a job whose dependency will not succeed by itself to a person."""
+        ended = f"({found.name}), which {_ENDED[found.state]}" if found else "which is gone"
+        what = f"job {found.id if found else reference} {ended}"
+        again = f"honectl requeue {found.id}, then honectl release {job.id}; or " if found else ""
+        problem = EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
+        log.warning("job %d (%s): held: %s", job.id, job.name, problem.message)
+        self._queue[job.id] = self._spool.move(job, State.HELD, error=problem.as_dict())
+        self._database.put_job(self._queue[job.id])
 
     def _find_any(self, reference: str) -> Job | None:
         """The job of that number, else the newest of that name."""
@@ -433,7 +483,10 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
         case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
             if from_start or job.state is State.SUCCEEDED:
                 shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
-            return spool.move(job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None)
+            is_deferred = bool(job.inputs)  # what it starts from may have changed since
+            return spool.move(
+                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred
+            )
         case _:
             allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
                        "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip

@@ -40,6 +40,9 @@ _WANTED = {
 }
 _FORMATS_HINT = "formats: " + "; ".join(f"{name} has {wanted}" for name, wanted in _WANTED.items())
 
+#: Columns whose contents a model would have to see or hear; to train on the text alone would teach it to guess.
+_MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 #: ShareGPT's words for who speaks.
 _SHAREGPT_ROLES = {
@@ -312,6 +315,8 @@ def convert(
 
 
 def _fields(row: Mapping[str, Any], format: str, *, has_chat_template: bool) -> dict[str, Any]:  # noqa: A002
+    if seen := next((key for key in _MEDIA_COLUMNS if row.get(key) not in (None, "", [])), None):
+        raise _RowError(f"`{seen}` beside the text: not trained by this version, text only")
     match format:
         case "messages":
             return _from_messages(row)

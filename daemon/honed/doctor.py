@@ -20,7 +20,7 @@ from honed import device, installed
 from honed.config import Config
 from honed.error import EnvironmentInvalidError
 from honed.layout import Layout
-from honed.plan import gib
+from honed.memory import gib
 from honed.preflight import nearest_existing
 
 Status = Literal["ok", "warning", "error"]

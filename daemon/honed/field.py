@@ -146,7 +146,8 @@ def _is_steps(value: float) -> bool:
     return 0 < value < 1 or (value >= 1 and value == int(value))
 
 
-def _path(value: str) -> str:
+def absolute(value: str) -> str:
+    """A path as it is kept. Refuses one that is relative."""
     if value.startswith("~"):
         refuse(f"paths are absolute, {_shown(value)} begins with ~", "whose home is not known here; write it out")
     if not value.startswith("/"):
@@ -163,7 +164,7 @@ Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), Expected("a number of seconds, more than 0")]
 Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of texts")]
-AbsolutePath = Annotated[str, AfterValidator(_path), Expected("an absolute path")]
+AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path")]
 #: TRL's and transformers' way with steps: a number of them, or below 1 a share of the run.
 Steps = Annotated[
     float, any_of(_is_steps, int, float), Expected("a whole number of steps, or a share of the run below 1")

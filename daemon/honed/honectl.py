@@ -89,9 +89,10 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
             f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
         )
     status, answers = 0, []
-    for path in options.files:
-        since = time.time() - 1.0
-        name = spools.drop(incoming_dir, path, hold=options.hold)
+    since = time.time() - 1.0
+    # All are dropped before the first verdict: one may name another.
+    names = [spools.drop(incoming_dir, path, hold=options.hold) for path in options.files]
+    for path, name in zip(options.files, names, strict=True):
         answers.append(_verdict(instance, name, since) if instance.is_up else {"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
         status |= answers[-1].get("state") == "rejected"
@@ -141,7 +142,25 @@ def check_one(instance: Instance, path: Path) -> Any:
 
     if not path.exists():
         raise UsageError(f"{path}: no such file")
-    return preflight.check(path, layout=instance.layout, config=config.load(instance.layout))
+    jobs = _made(instance, path)
+    return preflight.check(path, layout=instance.layout, config=config.load(instance.layout), jobs=jobs)
+
+
+def _made(instance: Instance, path: Path) -> dict[str, Path]:
+    """The output directories of the jobs that a job file names, as far as they have succeeded."""
+    from honed import spec as specs
+
+    try:
+        names = set(specs.references(specs.load(path)).values())
+    except HonedError:
+        return {}  # the check says what is wrong with it
+    made = {}
+    for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
+        known = [job for job in instance.read("list") if name in {job["name"], str(job["id"])}]
+        newest = max(known, key=lambda job: int(job["id"]), default=None)
+        if newest is not None and newest["state"] == "succeeded":
+            made[name] = Path(instance.read("show", str(newest["id"]))["artifacts"]["output_dir"])
+    return made
 
 
 def check(instance: Instance, options: argparse.Namespace) -> int:
@@ -172,6 +191,8 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
     verdict = check_one(instance, options.file)
+    if verdict.plan is None:
+        return _say_deferred(verdict, as_json=options.json)
     made = verdict.plan.as_dict()
     if options.json:
         terminal.console.print_json(json.dumps(made))
@@ -194,11 +215,28 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     return 0
 
 
+def _say_deferred(verdict: Any, *, as_json: bool) -> int:
+    """Of a job that starts from what another makes: there is no plan yet."""
+    from honed import terminal
+
+    if as_json:
+        terminal.console.print_json(
+            json.dumps({"waits_for": dict(verdict.waits_for), "warnings": list(verdict.warnings)})
+        )
+        return 0
+    terminal.say("no plan yet: the job starts from what another one makes", style="bold")
+    for warning in verdict.warnings:
+        terminal.say(f"  {warning}")
+    return 0
+
+
 def preview(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    check_one(instance, options.file)
+    verdict = check_one(instance, options.file)
     command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
+    if verdict.plan is not None:
+        command += ["--base-model", str(verdict.plan.model.path)]
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
@@ -260,7 +298,50 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     for item in job["events"]:
         if item["event"] == "fallback":
             terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
+    if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
+        terminal.say()
+        terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
+    if audits := [item for item in job["events"] if item["event"] == "audit"]:
+        _say_audit(audits)
     return 0
+
+
+#: Rows of the table of memory: its words, the key of the estimate and that of what was used.
+_MEMORY_ROWS = (
+    *((name, f"{name}_bytes", f"{name}_bytes") for name in ("weights", "adapter", "gradient", "optimizer")),
+    ("activations", "activation_bytes", ""),
+    ("all, or peak on the GPU", "total_bytes", "device_peak_bytes"),
+    ("peak of the process (resident)", "", "resident_peak_bytes"),
+)
+
+
+def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[str]]:
+    """Estimated and used, side by side."""
+
+    def cell(figures: dict[str, Any], key: str) -> str:
+        value = figures.get(key)
+        return f"{value / 2**20:,.1f} MiB" if isinstance(value, int) else ""
+
+    rows = [[words, cell(estimated, planned), cell(used, held)] for words, planned, held in _MEMORY_ROWS]
+    return [row for row in rows if row[1] or row[2]]
+
+
+def _say_audit(audits: list[dict[str, Any]]) -> None:
+    """What the model was when it was last looked at, and what had to be mended on the way there."""
+    from honed import terminal
+
+    last = audits[-1]
+    keys = ["role", "dtype", "device", "num_parameters"]
+    terminal.say()
+    terminal.say(
+        f"audit ({last['when']}): model {last['model_dtype']}, quantization {last['quantization']}, "
+        f"config {last['config_dtype']}, embeddings {last['embedding_dtype']}"
+    )
+    terminal.table(["role", "dtype", "device", "parameters"], [[each[key] for key in keys] for each in last["counts"]],
+                   right=["parameters"])  # fmt: skip
+    for item in audits:
+        for text in item["mended"]:
+            terminal.say(f"mended ({item['when']}): {text}", style="yellow")
 
 
 def logs(instance: Instance, options: argparse.Namespace) -> int:

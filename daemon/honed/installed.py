@@ -129,7 +129,7 @@ def _places(text: str) -> tuple[int, ...]:
 
 @cache
 def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
-    """The model types that the installed transformers knows, and those among them that are causal language models.
+    """The model types that the installed transformers knows, and those among them that continue text, seeing or not.
 
     Read from its source, since importing it takes a second. Both empty where the source is not as expected: then
     nothing is known, and nothing may be refused.
@@ -144,6 +144,6 @@ def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
     except OSError:
         return frozenset(), frozenset()
     known = re.findall(r'"([\w.-]+)"[:,]\s*"\w+Config"', configs)
-    block = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", models, re.MULTILINE | re.DOTALL)
-    causal = re.findall(r'\("([\w.-]+)", "', block[0]) if block else []
-    return frozenset([*known, *causal]), frozenset(causal)
+    blocks = re.findall(r"^MODEL_FOR_(?:CAUSAL_LM|IMAGE_TEXT_TO_TEXT)_MAPPING_NAMES = .*?^\)", models, re.M | re.S)
+    writing = re.findall(r'\("([\w.-]+)", "', "".join(blocks))
+    return frozenset([*known, *writing]), frozenset(writing)

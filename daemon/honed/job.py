@@ -75,6 +75,8 @@ class Job:
     max_attempts: int = 3
     num_gpus: int = 1
     depends_on: tuple[str, ...] = ()
+    inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
+    is_deferred: bool = False  #: it is planned once those jobs have succeeded, for their files have to be looked at
     revision: int = 1
     attempts: tuple[Attempt, ...] = ()
     num_failures: int = 0  #: attempts that count against max_attempts: a clean stop does not

@@ -19,13 +19,27 @@ from honed.spec import JobSpec
 
 #: bfloat16 in hardware begins with Ampere, and so does FlashAttention 2.
 BFLOAT16_CAPABILITY = (8, 0)
-#: Families, by the beginning of their model_type, whose activations leave float16's range (65504).
-OVERFLOWS_FLOAT16 = ("gemma", "recurrent_gemma", "shieldgemma", "vaultgemma", "t5", "mt5", "umt5", "longt5")
+#: LLM.int8() multiplies on the int8 tensor cores that Turing brought. On a V100 the loss is silently 0.0
+#: (bitsandbytes#343), and its authors' word is that 8-bit is not supported there and 4-bit is (bitsandbytes#529).
+INT8_CAPABILITY = (7, 5)
+#: Families, by the beginning of their model_type, that leave float16's range (65504): some in their activations, so
+#: that the loss is not a number, some in the backward pass alone, so that the gradient is not and steps are skipped.
+OVERFLOWS_FLOAT16 = (
+    *("gemma", "embedding_gemma", "recurrent_gemma", "shieldgemma", "vaultgemma"),
+    *("t5", "mt5", "umt5", "longt5"),
+    *("gpt_oss", "glm4_moe", "qwen3_5", "qwen3_moe"),
+)
 #: Architectures that scaled_dot_product_attention computes wrongly or not at all, each with the reason.
 EAGER_ONLY = {
     "gemma2": "gemma2 caps its attention scores, which sdpa leaves out",
     "gpt_oss": "gpt_oss has attention sinks, which sdpa does not know",
     "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not know",
+}
+#: For each quantization, why bitsandbytes computes as it does.
+COMPUTE_REASONS = {
+    "none": "nothing is quantized",
+    "4bit": "bitsandbytes computes in the dtype that the rest is loaded in: two dtypes would meet in one product",
+    "8bit": "LLM.int8() takes its inputs through float16 and answers in the dtype that the rest is loaded in",
 }
 HALF = ("bfloat16", "float16")
 
@@ -65,9 +79,6 @@ def decide(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_flash_att
     adapter = _adapter_dtype(spec, load.value, is_quantized=quantization.value != "none")
     attention = _attention(spec, model, device, load.value, quantization.value, has_flash_attn=has_flash_attn)
     is_quantized = quantization.value != "none"
-    compute_reason = (
-        "bitsandbytes computes in the dtype that the rest is loaded in: two dtypes would meet in one product"
-    )
     precision = Precision(
         load_dtype=load.value,
         compute_dtype=load.value if is_quantized else None,
@@ -78,7 +89,7 @@ def decide(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_flash_att
         attn_implementation=attention.value,
         reasons={
             "load_dtype": load.reason,
-            "compute_dtype": compute_reason if is_quantized else "nothing is quantized",
+            "compute_dtype": COMPUTE_REASONS[quantization.value],
             "bf16": "never beside fp16" if flag.value == "fp16" else flag.reason,
             "fp16": "never beside bf16" if flag.value == "bf16" else flag.reason,
             "adapter_dtype": adapter.reason,
@@ -107,8 +118,15 @@ def is_full(spec: JobSpec) -> bool:
 
 
 def can_bfloat16(device: Device) -> bool:
-    """A CPU and an Apple GPU compute in bfloat16, if slowly; an NVIDIA GPU from Ampere on."""
+    """A CPU and an Apple GPU compute in bfloat16, if slowly; an NVIDIA GPU from Ampere on.
+
+    torch.cuda.is_bf16_supported() is no help: it says yes on a T4, which emulates.
+    """
     return device.kind != "cuda" or (device.compute_capability or (0, 0)) >= BFLOAT16_CAPABILITY
+
+
+def can_int8(device: Device) -> bool:
+    return device.kind != "cuda" or (device.compute_capability or (0, 0)) >= INT8_CAPABILITY
 
 
 def overflows_float16(model_type: str) -> bool:
@@ -135,7 +153,21 @@ def _quantization(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choic
     if device.kind == "mps":
         why = f"bitsandbytes has no {asked} kernels for Apple GPUs: full precision instead"
         return _Choice("none", why, f"quantization: {why}")
-    return _Choice(asked, "as the job asks")
+    if asked == "8bit" and not can_int8(device):
+        raise SpecError(
+            f"quantization: 8bit needs compute capability 7.5; {_device_words(device)} has less",
+            hint="quantization: 4bit runs on it",
+        )
+    return _Choice(asked, "as the job asks", _int8_warning(asked, model))
+
+
+def _int8_warning(quantization: str, model: BaseModelInfo) -> str:
+    if quantization != "8bit" or not overflows_float16(model.model_type):
+        return ""
+    return (
+        f"quantization: 8bit takes every input through float16, in which {model.model_type} is known to overflow; "
+        "4bit does not"
+    )
 
 
 def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, stored: str) -> _Choice:
@@ -150,7 +182,12 @@ def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, st
         raise ModelError(
             f"{where}, and bitsandbytes does not run on Apple GPUs", hint="take the unquantized checkpoint"
         )
-    return _Choice(stored, "the checkpoint is stored so")
+    if stored == "8bit" and not can_int8(device):
+        raise ModelError(
+            f"{where}, which needs compute capability 7.5; {_device_words(device)} has less",
+            hint="take the unquantized checkpoint, with quantization: 4bit if memory is short",
+        )
+    return _Choice(stored, "the checkpoint is stored so", _int8_warning(stored, model))
 
 
 def _load_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, *, is_quantized: bool) -> _Choice:

@@ -1,6 +1,6 @@
 """Everything about a job that can be known before its model is loaded, checked without torch.
 
-    spec ── base model ── adapter ── data sets ── chat template ── packages ── plan ── output directory ── disk
+    spec ── base model ── adapter ── chat template ── data sets ── packages ── plan ── memory ── output dir ── disk
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
@@ -9,7 +9,7 @@ one an answer:
 
     > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
     < {"id": 7, "stage": "datasets"}
-    < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […]}
+    < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…}, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint"}}
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -25,12 +26,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from honed import basemodel, dataset, device, installed, plan, precision, spec
-from honed.basemodel import BaseModelInfo
+from honed import basemodel, dataset, device, installed, memory, plan, precision, spec
+from honed.basemodel import BITS, AdapterInfo, BaseModelInfo
 from honed.config import Config
 from honed.device import Device
 from honed.error import (
@@ -51,8 +52,16 @@ from honed.spec import DatasetSpec, JobSpec
 MAX_HELPER_BYTES = 4 * 1024**3
 #: Bytes of a chat template that is read.
 MAX_TEMPLATE_BYTES = 1024 * 1024
-#: Checkpoints that are counted with where save_total_limit says nothing.
-DEFAULT_NUM_CHECKPOINTS = 3
+#: Rows of a data set that are looked at.
+NUM_ROWS = 200
+#: Bytes of text that a token stands for, and tokens of the chat template around a turn; both on the small side of what
+#: tokenizers give, since a job is not to be refused for tokens that it has not.
+BYTES_PER_TOKEN = 4
+TOKENS_PER_TURN = 4
+#: Checkpoints that are kept where save_total_limit says nothing.
+NUM_CHECKPOINTS = 2
+#: Tokenizer files that go with each checkpoint.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt")
 #: The file in an output directory that says whose it is.
 MANIFEST_NAME = "honed.json"
 
@@ -62,12 +71,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A job that may run."""
+    """A job that may run, or one whose plan has to wait for what another job makes."""
 
     spec: JobSpec
-    plan: Plan
+    plan: Plan | None  #: None while it waits
     output_dir: Path
     warnings: list[str]
+    adapter_path: Path | None = None
+    waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
 
 
 def check(
@@ -82,8 +93,9 @@ def check(
 ) -> Verdict:
     """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
 
-    `device` is the one that the job is planned for, by default the first of this machine. `jobs` has what other jobs
-    make, for `base_model: job:NAME`. An exception that nobody foresaw is an InternalError, its traceback on stderr.
+    `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
+    directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned.
+    An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
         return _check(spec_path, layout, config, device, job_id, jobs or {}, progress)
@@ -115,30 +127,81 @@ def _check(
     progress("spec")
     job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
     _check_policy(job_spec, config)
+    waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
+    if waits_for:
+        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, progress, waits_for)
     progress("base model")
     model = _inspect_model(job_spec, layout, config, jobs)
     progress("adapter")
-    adapter = basemodel.inspect_adapter(Path(job_spec.adapter)) if job_spec.adapter else None
+    adapter = _inspect_adapter(job_spec, jobs)
+    if adapter is not None:
+        basemodel.check_fits(adapter, model)
+    _check_merge(job_spec, model, adapter)
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    warnings = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    warnings, num_row_tokens = _check_datasets(job_spec, has_chat_template=has_chat_template)
     progress("packages")
     here = installed.look()
     planned_for = _device(job_spec, config, device)
     _check_packages(job_spec, model, planned_for, here)
     warnings += _outside_window(here)
     progress("plan")
-    made = plan.make(job_spec, model, planned_for, config=config, installed=here, adapter=adapter)
+
+    def planned(changed: JobSpec) -> Plan:
+        return plan.make(
+            changed, model, planned_for, config=config, installed=here, adapter=adapter,
+            num_row_tokens=None if model.has_vision else num_row_tokens,
+        )  # fmt: skip
+
+    made = planned(job_spec)
+    progress("memory")
+    memory.check(job_spec, made.memory, planned_for, lambda changed: planned(changed).memory)
     progress("output directory")
     output_dir = _output_dir(job_spec, layout, job_id)
     progress("disk")
     _check_disk(job_spec, made, layout, output_dir)
-    return Verdict(job_spec, made, output_dir, [*made.warnings, *warnings])
+    return Verdict(job_spec, made, output_dir, [*made.warnings, *warnings], adapter.path if adapter else None)
+
+
+def _check_the_rest(
+    job_spec: JobSpec,
+    layout: Layout,
+    config: Config,
+    device: Device | None,
+    job_id: int | None,
+    jobs: Mapping[str, Path],
+    progress: Progress,
+    waits_for: Mapping[str, str],
+) -> Verdict:
+    """Of a job that waits for another's files: all that stands without them."""
+    model = None
+    if "base_model" not in waits_for:
+        progress("base model")
+        model = _inspect_model(job_spec, layout, config, jobs)
+        _check_merge(job_spec, model, None)
+    if "adapter" not in waits_for:
+        progress("adapter")
+        _inspect_adapter(job_spec, jobs)
+    progress("chat template")
+    has_chat_template = _check_chat_template(job_spec, model)
+    progress("datasets")
+    warnings, _ = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    progress("packages")
+    here = installed.look()
+    _check_packages(job_spec, model, _device(job_spec, config, device), here)
+    warnings += _outside_window(here)
+    progress("output directory")
+    output_dir = _output_dir(job_spec, layout, job_id)
+    warnings += [
+        f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
+        for key, name in waits_for.items()
+    ]
+    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for)
 
 
 def _device(job_spec: JobSpec, config: Config, given: Device | None) -> Device:
-    if job_spec.resources.gpus == 0:
+    if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return device.cpu()
     return given or device.probe(config.device.gpus)[0]
 
@@ -167,16 +230,50 @@ def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapp
     return model
 
 
+def _inspect_adapter(job_spec: JobSpec, jobs: Mapping[str, Path]) -> AdapterInfo | None:
+    if job_spec.adapter is None:
+        return None
+    name = spec.references(job_spec).get("adapter")
+    return basemodel.inspect_adapter(Path(job_spec.adapter) if name is None else jobs[name])
+
+
+def _check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
+    """Whether what a merge or `save_merged` asks for can be written from these files."""
+    if job_spec.kind != "merge" and job_spec.save_merged == "none":
+        return
+    if model.is_pickled:
+        raise ModelError(f"{model.path}: an adapter is not merged into pickled weights", hint="convert them first")
+    if model.is_quantized and model.quantization is None:
+        raise ModelError(
+            f"{model.path}: an adapter cannot be merged into weights that are stored in {model.quantization_method}",
+            hint="name the unquantized checkpoint as base_model, or leave save_merged out",
+        )
+    kind = adapter.config.get("peft_type", "LORA") if adapter else "LORA"
+    if adapter is not None and kind != "LORA":
+        raise ModelError(f"{adapter.path}: a {kind} adapter; LoRA is what can be merged")
+    begins = adapter.config.get("init_lora_weights") if adapter else job_spec.lora and job_spec.lora.init_lora_weights
+    if isinstance(begins, str) and begins.startswith(("pissa_niter", "corda", "loftq")):
+        raise SpecError(
+            f"init_lora_weights: {begins} changes the base model when training begins, which a merge cannot do again",
+            hint="pissa, olora, gaussian or true can be merged",
+        )
+
+
 def _check_trainable(job_spec: JobSpec, model: BaseModelInfo) -> None:
-    """Whether this version trains models of this kind: the one place for that."""
+    """Whether this version trains models of this kind: the one place for that. What sees is trained on text alone."""
     where = model.path / "config.json"
-    if model.has_vision or model.has_audio:
-        raise ModelError(f"{where}: vision and audio models are not trained by this version", hint="take a text model")
-    known, causal = installed.known_model_types()
+    if model.has_audio and not model.has_vision:
+        raise ModelError(f"{where}: audio models are not trained by this version", hint="take a text or vision model")
+    if not model.is_quantized and any(dtype.startswith("float8") for dtype in model.stored_dtypes):
+        raise ModelError(
+            f"{where}: the weights are stored in float8, and no quantization_config says how they are scaled",
+            hint="take the checkpoint in bfloat16, with quantization: 4bit if memory is short",
+        )
+    known, writing = installed.known_model_types()
     model_type = model.model_type
     if model_type not in known:
         model_type = installed.MODEL_TYPE_ALIASES.get(model_type, model_type)
-    if model_type in causal or not known:
+    if model_type in writing or not known:
         return
     if "auto_map" in model.config:
         _check_own_code(job_spec, model)
@@ -203,12 +300,17 @@ def _check_own_code(job_spec: JobSpec, model: BaseModelInfo) -> None:
 # --- Data sets and templates ------------------------------------------------------------------------------------------
 
 
-def _check_chat_template(job_spec: JobSpec, model: BaseModelInfo) -> bool:
-    """Whether there is a template. Raises SpecError or ModelError for one that does not compile."""
+def _check_chat_template(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
+    """Whether there is a template; a model that is not there yet may have one.
+
+    Raises SpecError or ModelError for one that does not compile.
+    """
     if job_spec.chat_template is not None:
         _compile_template(
             _read_template(Path(job_spec.chat_template)), f"chat_template: {job_spec.chat_template}", SpecError
         )
+        return True
+    if model is None:
         return True
     if model.chat_template is not None:
         _compile_template(model.chat_template, f"{model.path}: the chat template", ModelError)
@@ -259,18 +361,36 @@ def _compile_template(text: str, where: str, kind: type[HonedError]) -> None:
         ) from error
 
 
-def _check_datasets(job_spec: JobSpec, *, has_chat_template: bool) -> list[str]:
-    """What is wrong with some rows, as warnings. Raises DatasetError, which names the key of the data set."""
-    warnings = []
+def _check_datasets(job_spec: JobSpec, *, has_chat_template: bool) -> tuple[list[str], int | None]:
+    """What is wrong with some rows, as warnings, and about how many tokens the longest of the first ones has.
+
+    Raises DatasetError, which names the key of the data set.
+    """
+    warnings, lengths = [], []
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
         for number, each in enumerate(datasets):
-            warnings += _check_dataset(f"{key}.{number}", each, has_chat_template=has_chat_template)
-    return warnings
+            found = _check_dataset(f"{key}.{number}", each, has_chat_template=has_chat_template)
+            warnings += [f"{key}.{number}: {bad}" for bad in found.bad]
+            lengths += [_num_tokens(row) for row in found.rows]
+    return warnings, max(lengths, default=None)
 
 
-def _check_dataset(key: str, each: DatasetSpec, *, has_chat_template: bool) -> list[str]:
+def _num_tokens(row: Any) -> int:
+    """Of a row, without its tokenizer: few have fewer bytes a token."""
+    match row:
+        case str():
+            return math.ceil(len(row.encode(errors="replace")) / BYTES_PER_TOKEN)
+        case dict():
+            return sum(_num_tokens(value) for value in row.values())
+        case list():
+            return sum(_num_tokens(value) + TOKENS_PER_TURN for value in row)
+        case _:
+            return 0
+
+
+def _check_dataset(key: str, each: DatasetSpec, *, has_chat_template: bool) -> dataset.Inspection:
     try:
-        found = dataset.inspect(each)
+        found = dataset.inspect(each, num_rows=NUM_ROWS)
         if not has_chat_template and _needs_template(found, each):
             raise DatasetError(
                 f"{each.path}: rows of {found.format} are rendered by a chat template, and the base model has none",
@@ -278,7 +398,7 @@ def _check_dataset(key: str, each: DatasetSpec, *, has_chat_template: bool) -> l
             )
     except DatasetError as error:
         raise DatasetError(f"{key}: {error.message}", hint=error.hint) from error
-    return [f"{key}: {bad}" for bad in found.bad]
+    return found
 
 
 def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
@@ -292,10 +412,10 @@ def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
 # --- Packages ---------------------------------------------------------------------------------------------------------
 
 
-def _check_packages(job_spec: JobSpec, model: BaseModelInfo, planned_for: Device, here: Installed) -> None:
+def _check_packages(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, here: Installed) -> None:
     """Raises EnvironmentInvalidError for a package that the job needs and that is missing or known to fail."""
     needed = [*installed.WINDOWS]
-    if job_spec.quantization != "none" or model.quantization:
+    if job_spec.quantization != "none" or (model is not None and model.quantization):
         needed.append("bitsandbytes")
     if missing := [name for name in needed if here.versions[name] is None]:
         raise EnvironmentInvalidError(
@@ -386,13 +506,18 @@ def nearest_existing(path: Path) -> Path:
 
 def _check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
     """Hold what the job will write against the free disk. Raises DiskShortError."""
-    memory = made.memory
-    trained = memory.weights_bytes if precision.is_full(job_spec) else memory.adapter_bytes
-    num_checkpoints = job_spec.training.save_total_limit or DEFAULT_NUM_CHECKPOINTS
-    merged = made.model.num_parameters * 2 if job_spec.save_merged != "none" else 0
+    written = made.memory.weights_bytes if precision.is_full(job_spec) else made.memory.adapter_bytes
+    beside = sum(path.stat().st_size for name in TOKENIZER_FILES if (path := made.model.path / name).is_file())
+    # The newest is whole before an older one goes, and the best one may be older still.
+    num_kept = (job_spec.training.save_total_limit or NUM_CHECKPOINTS) + int(job_spec.training.load_best_model_at_end)
+    checkpoints = (num_kept + 1) * (written + made.memory.optimizer_bytes + beside)
+    output = written + beside
+    if job_spec.kind == "merge":
+        checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
+    if job_spec.save_merged != "none":
+        output += made.model.num_parameters * 2 + beside
     needs: dict[int, tuple[Path, int]] = {}
-    checkpoints = num_checkpoints * (trained + memory.optimizer_bytes)
-    for path, num_bytes in ((layout.jobs_dir, checkpoints), (output_dir, trained + merged)):
+    for path, num_bytes in ((layout.jobs_dir, checkpoints), (output_dir, output)):
         existing = nearest_existing(path)
         number = existing.stat().st_dev
         needs[number] = (existing, num_bytes + needs.get(number, (existing, 0))[1])
@@ -400,7 +525,8 @@ def _check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path)
         free = shutil.disk_usage(existing).free
         if num_bytes > free:
             raise DiskShortError(
-                f"{existing}: checkpoints and output take about {plan.gib(num_bytes)}, and {plan.gib(free)} are free",
+                f"{existing}: checkpoints and output take about {memory.gib(num_bytes)}, "
+                f"and {memory.gib(free)} are free",
                 hint="free some, set training.save_total_limit, or write elsewhere with output_dir",
             )
 
@@ -451,9 +577,12 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
         "id": request_id,
         "ok": True,
         "spec": verdict.spec.model_dump(mode="json"),
-        "plan": verdict.plan.as_dict() | {"warnings": verdict.warnings},
+        "plan": (verdict.plan.as_dict() if verdict.plan else {})
+        | {"warnings": verdict.warnings, "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None},
         "output_dir": str(verdict.output_dir),
         "warnings": verdict.warnings,
+        "references": spec.references(verdict.spec),
+        "waits_for": dict(verdict.waits_for),
     }
 
 

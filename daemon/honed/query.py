@@ -14,6 +14,9 @@ from honed.job import Attempt, Job, State
 from honed.layout import Layout
 from honed.spool import Spool
 
+#: Kinds of events that `show` has.
+SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed"}
+
 
 def find(spool: Spool, reference: str) -> Job:
     """A job by its number, or by its name where that is unambiguous. Raises UsageError, which lists the candidates."""
@@ -70,9 +73,7 @@ def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
     reader = Reader(layout.database_path)
     try:
         progress, metrics = reader.progress().get(job.id, {}), reader.latest_metrics(job.id)
-        events = [
-            event for event in reader.events(job.id) if event["event"] in {"data", "fallback", "artifact", "resumed"}
-        ]
+        events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     finally:
         reader.close()
     plan = _read_json(files.plan_path)
@@ -92,10 +93,17 @@ def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
             "merged": artifacts.get("merged"),
         },
         "metrics": {**metrics, **(result.get("metrics") or {})},
+        "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
         "depends_on": list(job.depends_on),
         "job_dir": str(files.dir),
         "events": events,
     }
+
+
+def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
+    """What the worker held, each part as it was when it was last told."""
+    told = [event for event in events if event["event"] == "memory"]
+    return {key: value for event in told for key, value in event.items() if key.endswith("_bytes")}
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:

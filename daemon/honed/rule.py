@@ -24,11 +24,9 @@ class Rule:
 
 def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
     """What does not fit together, but for the rules that read one of the paths `except_of`."""
-    if spec.kind == "merge":
-        found: list[Finding] = [(("kind",), "merge jobs are not built yet", "only sft")]
-    else:
-        kept = [rule for rule in RULES if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
-        found = [finding for rule in kept for finding in rule.find(spec)]
+    rules = MERGE_RULES if spec.kind == "merge" else RULES
+    kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
+    found = [finding for rule in kept for finding in rule.find(spec)]
     return [Problem(dotted(path), line_of(path, lines), message, hint) for path, message, hint in found]
 
 
@@ -166,6 +164,17 @@ def _notify(spec: JobSpec) -> Iterator[Finding]:
         yield ("notify",), "says not whom to tell", "add webhook or mail"
 
 
+def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
+    for key in sorted(spec.model_fields_set - MERGE_KEYS):
+        if getattr(spec, key) != type(spec).model_fields[key].get_default(call_default_factory=True):
+            yield (key,), "a merge has none: nothing is trained", "leave it out, or make it a job of its own"
+
+
+def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
+    if spec.adapter is None:
+        yield ("adapter",), "missing: a merge needs the adapter that goes into base_model", "a directory, or job:NAME"
+
+
 def _training(*names: str) -> tuple[KeyPath, ...]:
     return tuple(("training", name) for name in names)
 
@@ -200,3 +209,14 @@ RULES = (
     Rule(_training("use_liger_kernel", "loss_type"), _liger),
     Rule((("notify",),), _notify),
 )  # fmt: skip
+
+#: What a merge takes; every other key speaks of training.
+MERGE_KEYS = frozenset({
+    "name", "kind", "priority", "base_model", "model_type", "revision", "trust_remote_code", "chat_template", "adapter",
+    "dtype", "output_dir", "resources", "retry", "depends_on", "time_limit_sec", "notify",
+})  # fmt: skip
+MERGE_RULES = (
+    Rule((("kind",),), _merge_keys),
+    Rule((("adapter",), ("kind",)), _merge_adapter),
+    Rule((("notify",),), _notify),
+)

@@ -25,6 +25,7 @@ from honed.field import (
     Section,
     Share,
     Texts,
+    absolute,
     any_of,
     form,
     is_texts,
@@ -35,7 +36,7 @@ from honed.training import TrainingSpec
 
 __all__ = [
     "DatasetSpec", "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "NotifySpec", "PredictionSpec", "Problem",
-    "ResourceSpec", "RetrySpec", "TrainingSpec", "load", "loads", "validate",
+    "ResourceSpec", "RetrySpec", "TrainingSpec", "load", "loads", "references", "validate",
 ]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -62,6 +63,14 @@ def _adapter(value: Any) -> Any:
     if value in ("lora", "qlora", "peft"):
         refuse(f"the directory of an adapter to go on from, got {shown(value)}", "for a new one write a lora: section")
     return value
+
+
+def _adapter_place(value: str) -> str:
+    if _JOB.fullmatch(value):
+        return value
+    if value.startswith("job:"):
+        raise ValueError
+    return absolute(value)
 
 
 def _target_modules(value: str | list[str]) -> str | list[str]:
@@ -227,14 +236,14 @@ class NotifySpec(Section):
 
 
 class JobSpec(Section):
-    """A job. Only `base_model` and `datasets` must be there."""
+    """A job. Only `base_model` and `datasets` must be there; of a merge, `base_model` and `adapter`."""
 
     name: (
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
     ) = None
     """A name for people; honectl takes it where it is unambiguous."""
     kind: Literal["sft", "merge"] = "sft"
-    """What is done: supervised fine-tuning; `merge` is not built yet."""
+    """What is done: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
     priority: Annotated[int, Ge(-1_000_000), Le(1_000_000)] = 0
     """Higher runs first; equal: first come."""
     base_model: Annotated[
@@ -251,12 +260,14 @@ class JobSpec(Section):
     """A file with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """What the chat template takes, in training and predictions alike."""
-    adapter: Annotated[AbsolutePath, BeforeValidator(_adapter)] | None = None
-    """An adapter's directory, from which training goes on."""
+    adapter: Annotated[
+        str, BeforeValidator(_adapter), AfterValidator(_adapter_place), Expected("an absolute directory, or job:NAME")
+    ] | None = None  # fmt: skip
+    """An adapter's directory, or the job that makes it (`job:NAME`): training goes on from it, or it is merged."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
     """What loads the model; `auto` falls back to transformers, a backend asked for by name does not."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision; `auto` takes what the checkpoint stores, if the device can."""
+    """Precision; `auto` takes what the checkpoint stores, if the device can. Of a merge: every parameter's."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
     """Quantization of the base model, under an adapter."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -302,6 +313,12 @@ class JobSpec(Section):
     """Who is told of the end."""
 
 
+def references(spec: JobSpec) -> dict[str, str]:
+    """The keys that name what another job makes, and the name or number of that job."""
+    values = {"base_model": spec.base_model, "adapter": spec.adapter or ""}
+    return {key: value.removeprefix("job:") for key, value in values.items() if _JOB.fullmatch(value)}
+
+
 def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
     """Read a job file. Raises SpecError, whose message has every problem on a line of its own (`.problems`)."""
     return loads(_read(path, max_bytes), path.suffix, max_bytes=max_bytes)
@@ -329,6 +346,8 @@ def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -
         problems = rule.problems(spec, lines, except_of=[])
     if problems:
         raise InvalidSpecError(sorted(problems, key=lambda problem: problem.line or 0))
+    if spec.kind == "merge" and "resources" not in spec.model_fields_set:
+        return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not wait for a GPU
     return spec
 
 

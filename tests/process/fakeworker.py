@@ -8,7 +8,7 @@ killer           kills itself in every attempt       exit0        exit 0 without
 liar             exit 3 with a result of success     garbage      noise among its events, then success
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
 fallback         backend_unavailable under unsloth, success under transformers
-torn             half a result file, then exit 0
+torn             half a result file, then exit 0       make[-N]     as succeed, and leaves what such a job makes
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed import durable
 from honed.event import EventWriter
 from honed.layout import JobLayout
+from zoo import plain
 
 
 def main() -> int:
     job_dir, number, backend = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
     layout = JobLayout(job_dir)
     attempt = layout.attempt(number)
-    name = json.loads(layout.plan_path.read_bytes())["job"]["name"].split(".")[0]
+    plan = json.loads(layout.plan_path.read_bytes())
+    name = plan["job"]["name"].split(".")[0]
     events = EventWriter(attempt.events_path)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "deaf" else lambda *_: asked.append(1))
@@ -70,7 +73,14 @@ def main() -> int:
     word, _, argument = name.partition("-")
     match word:
         case "succeed":
+            events.emit("memory", when="built", weights_bytes=3 * 2**20, adapter_bytes=2**20)
+            events.emit("memory", when="trained", weights_bytes=3 * 2**20, adapter_bytes=2**20, optimizer_bytes=2**21)
             result("succeeded", steps(int(argument or 5)))
+        case "make":
+            made = Path(plan["output_dir"])
+            (plain.write_adapter if plan["spec"]["lora"] else plain.write_base_model)(made)
+            durable.write_json(made / "honed.json", {"job": plan["job"]})
+            result("succeeded", steps(int(argument or 1), pause=0.05))
         case "slow" | "deaf":
             result("succeeded", steps(200, pause=0.05))
         case "die":

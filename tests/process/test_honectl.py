@@ -87,6 +87,17 @@ def test_list_and_show_have_the_contracts_keys(instance: Instance) -> None:
     assert "succeeded" in honectl(instance, "list").stdout
 
 
+def test_show_has_the_memory_that_was_estimated_beside_what_was_used(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    memory = json.loads(honectl(instance, "show", "--json", "succeed").stdout)["memory"]
+    assert memory["used"] == {"weights_bytes": 3 * 2**20, "adapter_bytes": 2**20, "optimizer_bytes": 2**21}
+    assert memory["estimated"] == json.loads(honectl(instance, "show", "--json", "1").stdout)["plan"]["memory"]
+    lines = [line.split() for line in honectl(instance, "show", "1").stdout.splitlines()]
+    assert ["memory", "estimated", "used"] in lines
+    assert next(line for line in lines if line[:1] == ["weights"])[-2:] == ["3.0", "MiB"]
+
+
 def test_changes_work_with_honed_down(instance: Instance) -> None:
     instance.start()
     assert honectl(instance, "pause").returncode == 0

@@ -24,6 +24,7 @@ from honed.error import (
     DiskShortError,
     EnvironmentInvalidError,
     HonedError,
+    MemoryShortError,
     ModelError,
     SpecError,
 )
@@ -85,10 +86,32 @@ def test_a_bad_spec_is_told_with_key_and_line(desk: Desk) -> None:
 # --- The base model ---------------------------------------------------------------------------------------------------
 
 
-def test_vision_and_audio_models_are_refused_by_name(desk: Desk) -> None:
+def test_a_vision_model_is_trained_on_text_alone_and_the_plan_says_with_what_and_why(desk: Desk) -> None:
     desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
     (desk.model / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="vision and audio models are not trained by this version"):
+    backend = desk.check(backend="auto").plan.backend
+    assert backend.name == "transformers"
+    assert backend.reasons in (
+        ("Unsloth trains no vision or audio models without an NVIDIA GPU",),
+        ("Unsloth is not installed here",),
+    )
+    turns = [{"role": "user", "content": "<image> What?"}, {"role": "assistant", "content": "A cat."}]
+    desk.rows.write_text(json.dumps({"messages": turns, "images": ["cat.png"]}) + "\n")
+    with pytest.raises(DatasetError, match=r"line 1: `images` beside the text: .*text only"):
+        desk.check()
+
+
+def test_audio_models_are_refused_by_name(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen2_audio", audio_config={"depth": 2})
+    (desk.model / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="audio models are not trained by this version"):
+        desk.check()
+
+
+def test_weights_in_float8_without_their_scales_are_refused(desk: Desk) -> None:
+    (desk.model / "model.safetensors").unlink()
+    plain.write_safetensors(desk.model / "model.safetensors", {"model.norm.weight": ("F8_E4M3", [8])})
+    with pytest.raises(ModelError, match=r"config\.json: the weights are stored in float8"):
         desk.check()
 
 
@@ -132,11 +155,60 @@ def test_pickled_weights_need_leave(desk: Desk) -> None:
 
 def test_another_jobs_model_is_checked_when_it_is_there(desk: Desk) -> None:
     spec_path = desk.write(base_model="job:stage1")
-    with pytest.raises(ModelError, match="stage1"):
-        preflight.check(spec_path, layout=desk.layout, config=Config(), device=CPU)
-    jobs = {"stage1": desk.model}
-    verdict = preflight.check(spec_path, layout=desk.layout, config=Config(), device=CPU, jobs=jobs)
-    assert verdict.plan.model.path == desk.model
+    verdict = preflight.check(spec_path, layout=desk.layout, config=Config(), device=CPU)
+    assert (verdict.plan, verdict.waits_for) == (None, {"base_model": "stage1"})
+    assert any("job:stage1" in warning for warning in verdict.warnings)
+    for directory in (desk.model, desk.model / "merged"):  # a checkpoint, or one that lies merged beside an adapter
+        verdict = preflight.check(
+            spec_path, layout=desk.layout, config=Config(), device=CPU, jobs={"stage1": desk.model}
+        )
+        assert verdict.plan is not None
+        assert verdict.plan.model.path == directory
+        plain.write_base_model(desk.model / "merged")
+        (desk.model / "config.json").unlink(missing_ok=True)
+
+
+def test_a_job_that_waits_for_another_is_checked_as_far_as_it_goes(desk: Desk) -> None:
+    waiting = {"base_model": "job:stage1"}
+    with pytest.raises(DatasetError, match=r"gone\.jsonl"):
+        desk.check(**waiting, datasets=[{"path": str(desk.path / "gone.jsonl")}])
+    with pytest.raises(SpecError, match="chat_template"):
+        desk.check(**waiting, chat_template=str(desk.path / "gone.jinja"))
+    with pytest.raises(ModelError, match="adapter: no such directory"):
+        desk.check(**waiting, adapter=str(desk.path / "adapter"), lora=None)
+    with pytest.raises(ModelError, match="no such directory"):
+        desk.check(base_model=str(desk.path / "gone"), adapter="job:stage1", lora=None)
+
+
+def merge(desk: Desk, **keys: Any) -> Verdict:
+    adapter = keys.pop("adapter", None) or str(plain.write_adapter(desk.path / "adapter"))
+    return desk.check(**{"kind": "merge", "lora": None, "datasets": [], "adapter": adapter, **keys})
+
+
+def test_a_merge_is_planned_in_one_dtype_on_the_cpu(desk: Desk) -> None:
+    planned = merge(desk, dtype="bfloat16")
+    assert planned.plan is not None
+    assert (planned.plan.precision.load_dtype, planned.plan.device.kind) == ("bfloat16", "cpu")
+    assert planned.adapter_path == desk.path / "adapter"
+    made = merge(desk, resources={"gpus": 1}).plan
+    assert made is not None
+    assert made.precision.load_dtype == "float32"
+    assert made.precision.reasons["load_dtype"] == "what the base model stores"
+
+
+def test_what_cannot_be_merged_is_refused_by_name(desk: Desk) -> None:
+    config = desk.path / "adapter/adapter_config.json"
+    merge(desk)
+    for changes, said in (
+        ({"peft_type": "IA3"}, "a IA3 adapter"), ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 changes"),
+    ):  # fmt: skip
+        adapter = str(plain.write_adapter(desk.path / "adapter"))
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+        with pytest.raises(HonedError, match=said):
+            merge(desk, adapter=adapter)
+    desk.edit_config(quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelError, match="stored in gptq"):
+        merge(desk)
 
 
 def test_an_adapter_is_looked_at(desk: Desk) -> None:
@@ -291,6 +363,45 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_told(desk: Desk) -> None:
     with pytest.raises(DiskShortError, match="are free") as raised:
         desk.check(lora={"r": 4096}, training={"save_total_limit": 10**8})
     assert "save_total_limit" in raised.value.hint
+
+
+def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed(**keys: Any) -> int:
+        """Bytes, found by the least free disk that is enough."""
+        low, high = 0, 2**20
+        while low < high:
+            free = (low + high) // 2
+            monkeypatch.setattr("shutil.disk_usage", lambda _path, free=free: type("Usage", (), {"free": free}))
+            try:
+                desk.check(**keys)
+            except DiskShortError:
+                low = free + 1
+            else:
+                high = free
+        return low
+
+    plain_job = needed(lora={"r": 4})
+    beside = sum((desk.path / "model" / name).stat().st_size for name in ("tokenizer.json", "tokenizer_config.json"))
+    each = 544 * 4 + 544 * 8 + 14 * 4 + beside  # adapter, two states and a step a matrix, tokenizer
+    assert plain_job == 3 * each + 544 * 4 + beside  # two are kept, and a third is written before one of them goes
+    assert needed(lora={"r": 4}, training={"save_total_limit": 4}) == plain_job + 2 * each
+    assert needed(lora={"r": 4}, save_merged="bfloat16") == plain_job + 1176 * 2 + beside
+
+
+def test_a_job_that_can_never_fit_is_refused_with_what_would(desk: Desk) -> None:
+    small = Device("cpu", "a small processor", total_bytes=2**29 + 2**20, free_bytes=2**29)  # 1 MiB above the reserve
+    with pytest.raises(MemoryShortError, match=r"needed \(.*weights .* and a small processor has 1 MiB") as raised:
+        preflight.check(
+            desk.write(training={"per_device_train_batch_size": 512}), layout=desk.layout, config=Config(), device=small
+        )
+    assert "per_device_train_batch_size: " in raised.value.hint
+
+
+def test_the_length_of_rows_is_taken_from_the_data(desk: Desk) -> None:
+    length = desk.check().plan.memory.length
+    assert 0 < length < 20
+    desk.rows.write_text(json.dumps({"text": "one two " * 4000}) + "\n")
+    assert desk.check().plan.memory.length == 1024  # where rows are cut
 
 
 @pytest.mark.parametrize("what", ["model", "rows.jsonl"])

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed import reference, spec
+from honed import reference, rule, spec
 from honed.config import Config
 from honed.error import SpecError
 from honed.spec import JobSpec
@@ -94,6 +94,45 @@ def test_a_base_model_is_a_directory_a_hub_id_or_a_job(base_model: str) -> None:
 )
 def test_anything_else_is_no_base_model(base_model: str) -> None:
     assert refusal({**LEAST, "base_model": base_model}).startswith("line 1: base_model: ")
+
+
+MERGE: dict[str, Any] = {"kind": "merge", "base_model": "/srv/models/m", "adapter": "/srv/adapters/a"}
+
+
+def test_a_merge_takes_a_base_model_and_an_adapter_and_waits_for_no_gpu() -> None:
+    loaded = loads({**MERGE, "dtype": "float16", "output_dir": "/srv/out", "priority": 2, "retry": {"max_attempts": 1}})
+    assert (loaded.kind, loaded.adapter, loaded.dtype, loaded.resources.gpus) == (
+        "merge",
+        "/srv/adapters/a",
+        "float16",
+        0,
+    )
+    assert loads({**MERGE, "resources": {"gpus": 1}}).resources.gpus == 1
+    loads({**MERGE, "datasets": [], "lora": None})
+
+
+@pytest.mark.parametrize("key", sorted(set(JobSpec.model_fields) - rule.MERGE_KEYS))
+def test_a_merge_has_nothing_of_training(key: str) -> None:
+    values = {
+        "datasets": [{"path": "/d"}], "eval_datasets": [{"path": "/d"}], "eval_split": 0.1, "lora": {},
+        "backend": "unsloth", "quantization": "4bit", "attn_implementation": "sdpa", "training": {"max_steps": 3},
+        "save_merged": "bfloat16", "predictions": {"num_samples": 1}, "save_interval_sec": 5.0,
+        "early_stopping_patience": 2, "guard": {"metric": "exact_match"}, "report_to": ["wandb"],
+        "chat_template_kwargs": {"a": 1},
+    }  # fmt: skip
+    assert f"{key}: a merge has none" in refusal({**MERGE, key: values[key]})
+
+
+def test_a_merge_without_an_adapter_is_refused() -> None:
+    assert "adapter: missing" in refusal({"kind": "merge", "base_model": "/m"})
+
+
+def test_what_another_job_makes_may_be_base_model_and_adapter() -> None:
+    loaded = loads({**LEAST, "base_model": "job:first one", "adapter": "job:7"})
+    assert spec.references(loaded) == {"base_model": "first one", "adapter": "7"}
+    assert spec.references(loads(LEAST)) == {}
+    for adapter in ("job:", "a/b", "~/a", "../a"):
+        assert "adapter: " in refusal({**LEAST, "adapter": adapter})
 
 
 def test_steps_may_be_a_number_or_a_share_and_stay_what_they_are() -> None:

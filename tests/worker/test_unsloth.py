@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from worker.conftest import MakeJob
+from worker.conftest import Ended, MakeJob
+from zoo.model import build_checkpoint
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
 
@@ -18,20 +23,50 @@ KEYS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def story(ended: Ended) -> list[tuple[Any, ...]]:
+    """The events of a run but for what a backend may say in its own way."""
+    keys = {"stage": ("stage",), "audit": ("when", "counts", "model_dtype", "config_dtype", "quantization", "mended"),
+            "step": ("step", "num_steps"), "evaluation": ("step",), "checkpoint": ("step",),
+            "predictions": ("step", "num_failed"), "data": ("num_train", "num_trained_tokens"),
+            "example": ("segments",), "finished": ("outcome", "step")}  # fmt: skip
+    return [(item.kind, *(item.data[key] for key in keys.get(item.kind, ()))) for item in ended.events
+            if item.kind != "log"]  # fmt: skip
+
+
 @pytest.mark.parametrize("quantization", ["none", "4bit"])
-def test_a_job_trains_through_unsloth(make_job: MakeJob, quantization: str) -> None:
+def test_both_backends_tell_the_same_story_of_the_same_job(make_job: MakeJob, quantization: str) -> None:
     job = make_job(**KEYS, quantization=quantization)
     ended = job.wait(job.start())
     assert ended.status == 0, (ended.result, job.log()[-3000:])
     assert "unsloth" in ended.of("started")[0]["versions"]
     assert "Unsloth" in job.log()
-    assert sorted(ended.losses) == [1, 2, 3, 4]
-    assert ended.of("evaluation")
-    assert sum(item["num_failed"] for item in ended.of("predictions")) == 0
-    assert (job.output_dir / "adapter_model.safetensors").exists()
-    plain = make_job(**(KEYS | {"backend": "transformers"}), quantization=quantization).run()
+    other = make_job(**(KEYS | {"backend": "transformers"}), quantization=quantization)
+    plain = other.run()
+    assert story(ended) == story(plain)
     assert ended.metrics["num_trained_tokens"] == plain.metrics["num_trained_tokens"]
-    assert [item["segments"] for item in ended.of("example")] == [item["segments"] for item in plain.of("example")]
+    # Before the first step the adapter says nothing, so it is the same model that answers.
+    asked, before = ended.of("predictions"), plain.of("predictions")
+    assert asked[0]["rows"] == before[0]["rows"]
+    facts = [[(row["prompt"], row["ground_truth"]) for row in item["rows"]] for item in asked]
+    assert facts == [[(row["prompt"], row["ground_truth"]) for row in item["rows"]] for item in before]
+    assert ended.losses == pytest.approx(plain.losses, abs=0.1)
+    weights = [load_file(each.output_dir / "adapter_model.safetensors") for each in (job, other)]
+    assert {name: value.shape for name, value in weights[0].items()} == {n: v.shape for n, v in weights[1].items()}
+
+
+def test_nothing_of_the_training_stack_is_imported_before_unsloth(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told.json"
+    package = tmp_path / "site/unsloth"
+    package.mkdir(parents=True)
+    code = f"import json, sys\njson.dump(sorted(sys.modules), open({str(told)!r}, 'w'))\nraise ImportError('seen')\n"
+    (package / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(str(package.parent))
+    job = make_job(**KEYS)
+    assert job.wait(job.start()).status == 69
+    heavy = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes", "unsloth_zoo"}
+    assert heavy & set(json.loads(told.read_text())) == set()
 
 
 def test_what_unsloth_changes_silently_is_a_precision_mismatch(make_job: MakeJob) -> None:
@@ -59,6 +94,35 @@ def test_an_unsloth_that_cannot_be_imported_ends_the_process_with_its_own_status
     assert again.status == 0, again.result
     assert [item["backend"] for item in again.of("started")] == ["unsloth", "transformers"]
     assert "unsloth" not in again.of("started")[1]["versions"]
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(
+    make_job: MakeJob, tmp_path: Path, checkpoint_of: Callable[..., Path]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint_of("qwen3"), base)
+    tensors = load_file(base / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    job = make_job(model=base, **KEYS)
+    ended = job.wait(job.start())
+    assert ended.status == 66, ended.result
+    assert "no weights for model.layers.1.mlp.up_proj.weight" in ended.result["error"]["message"]
+
+
+def test_a_checkpoint_stored_in_4_bits_computes_in_the_planned_dtype(make_job: MakeJob, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    plain = build_checkpoint(tmp_path / "plain", "llama", dtype="bfloat16")
+    stored = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=stored, dtype=torch.bfloat16)
+    shutil.copytree(plain, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model.save_pretrained(tmp_path / "base")
+    job = make_job(model=tmp_path / "base", **KEYS)
+    ended = job.wait(job.start())
+    assert ended.status == 0, (ended.result, job.log()[-3000:])
+    assert ended.of("audit")[0]["mended"] == ["14 4-bit layers computed in float16, now bfloat16"]
 
 
 def test_a_load_that_fails_in_unsloth_is_the_backends_fault(make_job: MakeJob) -> None:

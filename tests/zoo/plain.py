@@ -15,7 +15,7 @@ TEMPLATE = (
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
     """A safetensors file of zeros: name → (dtype as safetensors spells it, shape)."""
-    sizes = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1}
+    sizes = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
     header: dict[str, Any] = {}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -52,6 +52,19 @@ def write_base_model(directory: Path) -> Path:
     )
     (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}}}))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    return directory
+
+
+def write_adapter(directory: Path, *, r: int = 4, width: int = 8) -> Path:
+    """A LoRA adapter for `write_base_model`, as far as files go."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    write_safetensors(
+        directory / "adapter_model.safetensors",
+        {f"{module}.lora_A.weight": ("F32", [r, width]), f"{module}.lora_B.weight": ("F32", [width, r])},
+    )
     return directory
 
 

@@ -11,4 +11,5 @@ trl or peft before the backend is chosen: Unsloth has to come before them, and p
     mask.py         the check before the first step   trainer.py      SFTTrainer, with whole checkpoints
     checkpoint.py   manifests, resume, rotation       callback.py     steps and evaluations as events
     prediction.py   what the model writes             export.py       the output, made whole
+    merge.py        an adapter into its base model, tensor by tensor: a job of its own, or part of the export
 """

@@ -40,10 +40,13 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
         plan = json.loads(layout.plan_path.read_bytes())
     except (OSError, ValueError) as error:
         raise InternalError(f"{layout.plan_path}: {error}") from error
+    spec = JobSpec.model_validate(plan["spec"])
+    if plan.get("adapter_path"):
+        spec = spec.model_copy(update={"adapter": plan["adapter_path"]})  # where the spec says job:NAME
     return Assignment(
         job_id=plan["job"]["id"],
         name=plan["job"].get("name") or f"job {plan['job']['id']}",
-        spec=JobSpec.model_validate(plan["spec"]),
+        spec=spec,
         base_model_path=Path(plan["base_model_path"]),
         output_dir=Path(plan["output_dir"]),
         backend=backend or plan["backend"]["name"],

@@ -1,7 +1,7 @@
 """The output, made whole beside its place and renamed into it: adapter or model, tokenizer, model card, manifest.
 
 .<name>.tmp  ──►  <output_dir>/  adapter_model.safetensors | model.safetensors …, tokenizer, README.md, honed.json
-                                 merged/  a whole checkpoint in one dtype, where save_merged asks for it
+                                 merged/  a whole checkpoint in one dtype, where save_merged asks for it (merge.py)
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from honed import __version__, dataset, durable
-from honed.error import EnvironmentInvalidError
+from honed import __version__, dataset, durable, precision
+from honed.error import EnvironmentInvalidError, HonedError
+from honed.worker import merge
 from honed.worker.assignment import Assignment
 from honed.worker.load import load_config
-from honed.worker.transformers_backend import load_base
 
 MANIFEST = "honed.json"
 
@@ -31,23 +32,56 @@ def export(assignment: Assignment, model: Any, tokenizer: Any, facts: dict[str, 
     Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced.
     """
     target = assignment.output_dir
-    durable.make_dir(target.parent)
-    beside = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
     artifacts = {"output_dir": str(target)}
-    if assignment.spec.save_merged != "none":
-        _merge(assignment, model, beside).save_pretrained(beside / "merged")
-        tokenizer.save_pretrained(beside / "merged")
-        artifacts["merged"] = str(target / "merged")
-    (beside / "README.md").write_text(_card(assignment, facts), encoding="utf-8")
-    manifest = _manifest(assignment, facts)
-    (beside / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(beside)
-    place(beside, target, job_id=assignment.job_id)
+    with beside(target) as made:
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        if precision.is_full(assignment.spec):
+            _copy_processor(assignment.base_model_path, made)
+        fault = None
+        if assignment.spec.save_merged != "none":
+            try:
+                _merge(assignment, made)
+            except HonedError as error:
+                fault = error  # the adapter is kept
+                shutil.rmtree(made / "merged", ignore_errors=True)
+            else:
+                artifacts["merged"] = str(target / "merged")
+        finish(assignment, made, facts)
+    if fault is not None:
+        raise fault
     return artifacts
+
+
+def _copy_processor(base: Path, made: Path) -> None:
+    """What a whole vision model needs beside its weights and tokenizer, unchanged by the training."""
+    for path in [*base.glob("*processor_config.json"), *base.glob("chat_template.json")]:
+        shutil.copyfile(path, made / path.name)
+
+
+@contextlib.contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """An empty directory beside a target, for what is made whole before it is renamed."""
+    durable.make_dir(target.parent)
+    made = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    try:
+        yield made
+    except EnvironmentInvalidError:
+        raise  # `place` has said that it lies there
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def finish(assignment: Assignment, made: Path, facts: dict[str, Any]) -> None:
+    """Add model card and manifest to an output made beside its place, sync it, and put it there."""
+    (made / "README.md").write_text(_card(assignment, facts), encoding="utf-8")
+    manifest = _manifest(assignment, facts)
+    (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync(made)
+    place(made, assignment.output_dir, job_id=assignment.job_id)
 
 
 def place(beside: Path, target: Path, *, job_id: int) -> None:
@@ -88,23 +122,16 @@ def _owner(target: Path) -> int | None:
     return None
 
 
-def _merge(assignment: Assignment, model: Any, adapter_dir: Path) -> Any:
-    """The base model with the adapter in it, every parameter in the asked dtype.
-
-    An adapter trained on a quantized base goes into the unquantized one, loaded for it; else the model in hand is
-    used up.
-    """
-    import torch
-
-    dtype = assignment.spec.save_merged
-    if assignment.precision.quantization != "none":
-        import peft
-
-        base = load_base(assignment, load_config(assignment), dtype="float32")
-        model = peft.PeftModel.from_pretrained(base, adapter_dir)
-    if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
-    return model.to(getattr(torch, dtype))
+def _merge(assignment: Assignment, adapter_dir: Path) -> None:
+    """The adapter as it was saved, into the base as it is stored: whole, though training quantized it."""
+    merge.merge(
+        assignment.base_model_path,
+        adapter_dir,
+        adapter_dir / "merged",
+        dtype=assignment.spec.save_merged,
+        config=load_config(assignment),
+        trust_remote_code=assignment.spec.trust_remote_code,
+    )
 
 
 def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +160,8 @@ def _sha256(file: Path) -> str:
 
 def _card(assignment: Assignment, facts: dict[str, Any]) -> str:
     spec, metrics = assignment.spec, facts["metrics"]
+    if spec.kind == "merge":
+        return _merged_card(assignment)
     kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
     library = "peft" if spec.lora or spec.adapter else "transformers"
     figures = [f"- {name}: {value:.4g}" for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
@@ -145,4 +174,16 @@ def _card(assignment: Assignment, facts: dict[str, Any]) -> str:
         "Trained on:", "", *data, "",
         "Figures at the end:", "", *figures, "",
         f"Everything else (spec, plan, versions, hashes of the data, seed) is in {MANIFEST}.", "",
+    ])  # fmt: skip
+
+
+def _merged_card(assignment: Assignment) -> str:
+    spec = assignment.spec
+    return "\n".join([
+        "---", f"base_model: {json.dumps(spec.base_model)}", "library_name: transformers",
+        "pipeline_tag: text-generation", "---", "",
+        f"# {assignment.name}", "",
+        f"{assignment.base_model_path} with the adapter {spec.adapter} merged into it, every parameter in "
+        f"{assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).", "",
+        f"Everything else (spec, plan, versions) is in {MANIFEST}.", "",
     ])  # fmt: skip

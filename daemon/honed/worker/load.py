@@ -1,7 +1,8 @@
 """The model and its tokenizer, in the planned precision, through one of two backends.
 
-A backend is two functions behind one interface: `import_libraries`, before which nothing of the training stack may be
-imported, and `load_model`. The tokenizer is the same for both.
+A backend is three functions behind one interface: `import_libraries`, before which nothing of the training stack may be
+imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. The tokenizer is the same
+for both.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from honed import basemodel
 from honed.error import BackendError, HonedError, ModelError
 from honed.installed import MODEL_TYPE_ALIASES
 from honed.worker.assignment import Assignment
+from honed.worker.audit import Auditor
 
 
 class Backend(Protocol):
@@ -24,8 +27,11 @@ class Backend(Protocol):
     def import_libraries(self) -> None:
         """Import the training stack, in the order that this backend needs."""
 
-    def load_model(self, assignment: Assignment) -> Any:
-        """The model with its adapter, every trainable parameter in the planned dtype."""
+    def load_base(self, assignment: Assignment) -> Any:
+        """The base model as planned, whatever the checkpoint looks like. Raises ModelError or BackendError."""
+
+    def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
+        """The model in a new adapter, or in the one to go on from; a full fine-tuning gets its model back."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,21 @@ def choose(name: str) -> Backend:
             raise BackendError(f"no such backend: {name}")
 
 
-def load(backend: Backend, assignment: Assignment) -> Loaded:
-    """Load both. Raises ModelError, or BackendError where it is Unsloth that fails."""
+def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
+    """Load both. Raises ModelError, BackendError where it is Unsloth that fails, or PrecisionError."""
     from transformers import set_seed
 
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     tokenizer = load_tokenizer(assignment)
     try:
-        model = backend.load_model(assignment)
+        text = load_config(assignment).get_text_config()
+        _check_vocabulary(getattr(text, "vocab_size", None), tokenizer, assignment.base_model_path)
+        model = backend.load_base(assignment)
+        _check_vocabulary(model.get_input_embeddings().num_embeddings, tokenizer, assignment.base_model_path)
+        # What is frozen is frozen before it is looked at, or a base would be taken for what is trained.
+        freeze(model, assignment)
+        auditor.model(model, "loaded")
+        model = backend.attach_adapter(model, assignment)
     except (ImportError, HonedError):
         raise
     except Exception as error:
@@ -65,8 +78,15 @@ def load(backend: Backend, assignment: Assignment) -> Loaded:
         raise ModelError(
             f"{assignment.base_model_path}: {type(error).__name__}: {error}", hint="see worker.log for the traceback"
         ) from error
-    _check_vocabulary(model, tokenizer, assignment.base_model_path)
     return Loaded(model, tokenizer)
+
+
+def freeze(model: Any, assignment: Assignment) -> None:
+    """Freeze what is not trained: the base beside an adapter, and eyes and ears, to which rows of text say nothing."""
+    is_adapted = assignment.precision.adapter_dtype is not None
+    for name, parameter in model.named_parameters():
+        if is_adapted or basemodel.is_vision_module(name):
+            parameter.requires_grad_(False)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -79,7 +99,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def load_config(assignment: Assignment) -> Any:
-    """The model's config, under the model_type of the spec where config.json has none, or one that has another name."""
+    """The model's config, under the model_type of the spec where config.json has none, or one that has another name.
+
+    Always a config object: what loads a quantized model reads `model_type` from it, which no dict would have.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -98,6 +121,8 @@ def load_config(assignment: Assignment) -> Any:
 def load_tokenizer(assignment: Assignment) -> Any:
     """The base model's tokenizer, with a chat template of the job's own where it names one, and a pad token.
 
+    A vision model's is that of its processor, which keeps its template in a file that tokenizers pass over.
+
     Padding is masked in the labels and in the attention, so the end token can stand in: nothing is added to the
     embeddings.
     """
@@ -109,6 +134,10 @@ def load_tokenizer(assignment: Assignment) -> Any:
     )
     if spec.chat_template:
         tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
+    elif not tokenizer.chat_template and (assignment.base_model_path / "chat_template.json").exists():
+        tokenizer.chat_template = basemodel.chat_template(
+            assignment.base_model_path, has_processor=basemodel.has_processor(assignment.base_model_path)
+        )
     if tokenizer.eos_token is None:
         raise ModelError(
             f"{assignment.base_model_path}: the tokenizer has no end token (eos_token)",
@@ -119,9 +148,8 @@ def load_tokenizer(assignment: Assignment) -> Any:
     return tokenizer
 
 
-def _check_vocabulary(model: Any, tokenizer: Any, path: Path) -> None:
-    num_rows = model.get_input_embeddings().num_embeddings
-    if (num_ids := max(tokenizer.get_vocab().values()) + 1) > num_rows:
+def _check_vocabulary(num_rows: int | None, tokenizer: Any, path: Path) -> None:
+    if num_rows is not None and (num_ids := max(tokenizer.get_vocab().values()) + 1) > num_rows:
         raise ModelError(
             f"{path}: the tokenizer has {num_ids} tokens, the model's embeddings only {num_rows} rows",
             hint="the tokenizer is another model's, or tokens were added to it without resizing the model",

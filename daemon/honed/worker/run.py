@@ -28,7 +28,7 @@ from honed.error import (
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, load, mask, prediction
+from honed.worker import audit, checkpoint, load, mask, merge, prediction
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -40,10 +40,15 @@ def run(job_dir: Path, attempt: int, *, backend: str | None = None, stop: Stop |
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path)
-    story = _Story(events, stop or Stop())
+    stop = stop or Stop()
+    story = _Story(events, stop)
     error: HonedError | None = None
     try:
-        story.tell(assignments.read(job_dir, attempt, backend=backend))
+        job = assignments.read(job_dir, attempt, backend=backend)
+        if job.spec.kind == "merge":
+            story.artifacts = merge.tell(job, events, stop)
+        else:
+            story.tell(job)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is told
         traceback.print_exc()
         error = explain(problem)
@@ -64,6 +69,7 @@ def run(job_dir: Path, attempt: int, *, backend: str | None = None, stop: Stop |
             "step": story.step,
             "metrics": {name: value for name, value in story.metrics.items() if math.isfinite(value)},
             "artifacts": story.artifacts,
+            "memory": story.memory,
             "error": error.as_dict() if error else None,
         },
     )
@@ -100,6 +106,7 @@ class _Story:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
+        self.memory: dict[str, int] = {}  #: bytes really held, as in the event
 
     def tell(self, job: Assignment) -> None:  # noqa: PLR0915 - a straight story stays in one piece
         """The whole story; each stage begins with a look at the stop flag."""
@@ -118,13 +125,14 @@ class _Story:
         backend.import_libraries()
 
         self._stage("load")
-        loaded = load.load(backend, job)
+        auditor = audit.Auditor(precision, events)
+        loaded = load.load(backend, job, auditor)
         from honed.worker import trainer as trainers  # the libraries are there only now
+        from honed.worker import usage
         from honed.worker.callback import RunCallback
 
         self._stage("audit")
-        found = audit.check(loaded.model, precision)
-        self._log("info", f"loaded: {found}; {_training_precision(job)}")
+        self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
 
         self._stage("data")
         from honed.worker import data as datas
@@ -151,15 +159,18 @@ class _Story:
 
         trainer = trainers.Trainer(
             assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress,
-            resumed_step=resumed.step if resumed else None,
+            resumed_step=resumed.step if resumed else None, auditor=auditor,
             args=trainers.arguments(job, has_eval=data.held_out is not None),
             callback=RunCallback(
                 events=events, stop=stop, progress=progress, predict=predict,
                 sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
             ),
         )  # fmt: skip
-        audit.check(trainer.model, precision)
-        audit.check_arguments(trainer.args, precision)
+        memory = usage.Usage(events)
+        trainer.add_callback(memory)
+        memory.built(trainer.model)
+        auditor.model(trainer.model, "built", mended=trainer.mended)
+        auditor.trainer(trainer)
 
         self._stage("mask")
         events.emit("example", segments=data.train.first_segments)
@@ -190,6 +201,7 @@ class _Story:
         finally:
             self.step = max(self.step, trainer.state.global_step)
             self.metrics |= _metrics(trainer.state, progress)
+            self.memory = memory.trained(trainer.model)
         if after is not None:
             self._guard(job, progress.guard_before, after)
 
@@ -255,13 +267,6 @@ def versions(backend: str) -> dict[str, str]:
     """The packages that matter to this run, imported or not."""
     names = [*PACKAGES, *(["unsloth", "unsloth_zoo"] if backend == "unsloth" else [])]
     return {name: found for name in names if (found := installed.version(name)) is not None}
-
-
-def _training_precision(job: Assignment) -> str:
-    precision = job.precision
-    flags = "bf16 autocast" if precision.bf16 else "fp16 autocast" if precision.fp16 else "no autocast"
-    why = "; ".join(f"{choice}: {reason}" for choice, reason in precision.reasons.items())
-    return f"trains in {precision.load_dtype} with {flags}" + (f" ({why})" if why else "")
 
 
 def _metrics(state: Any, progress: Any) -> dict[str, float]:

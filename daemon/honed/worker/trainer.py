@@ -15,14 +15,14 @@ from trl import SFTConfig, SFTTrainer
 
 from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
-from honed.worker import audit, checkpoint
+from honed.worker import checkpoint
 from honed.worker.assignment import Assignment
+from honed.worker.audit import Auditor
 from honed.worker.callback import RunCallback, is_epoch_end
 from honed.worker.checkpoint import Progress
 from honed.worker.data import Data
 from honed.worker.prediction import random_state_kept
 from honed.worker.stop import Stop
-from honed.worker.transformers_backend import cast_trainable
 
 #: Checkpoints that are kept, where the spec does not say.
 SAVE_TOTAL_LIMIT = 2
@@ -91,8 +91,10 @@ class Trainer(SFTTrainer):
         progress: Progress,
         callback: RunCallback,
         resumed_step: int | None,
+        auditor: Auditor,
     ) -> None:
         self._assignment = assignment
+        self._auditor = auditor
         self._events = events
         self._stop = stop
         self._progress = progress
@@ -112,12 +114,7 @@ class Trainer(SFTTrainer):
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
         )
         self.remove_callback(PrinterCallback)  # the events say it all
-        if assignment.precision.quantization != "none":
-            # The constructor casts adapters to bfloat16, whatever the plan says; casting back would leave them rounded.
-            for name, parameter in self.model.named_parameters():
-                if name in adapters:
-                    parameter.data = adapters[name]
-        cast_trainable(self.model, assignment.precision)
+        self.mended = _restore(self.model, adapters) if assignment.precision.quantization != "none" else []
 
     # --- the boundary between two steps -----------------------------------------------------------------------------
 
@@ -164,6 +161,7 @@ class Trainer(SFTTrainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Makes up for the evaluation that a stop had cut short, before the first step after it."""
         prepared = super()._prepare_for_training(*args, **kwargs)
+        self._auditor.trainer(self)  # the last look before the first step
         if self._progress.is_evaluation_due:
             self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
         return prepared
@@ -205,9 +203,21 @@ class Trainer(SFTTrainer):
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """peft loads adapters as float32; they go back before the optimizer is made, whose state follows them."""
         super()._load_from_checkpoint(*args, **kwargs)
-        cast_trainable(self.model, self._assignment.precision)
-        audit.check(self.model, self._assignment.precision)
+        self._auditor.model(self.model, "resumed")
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        cast_trainable(self.model, self._assignment.precision)
+        self._auditor.model(self.model, "restored")
+
+
+def _restore(model: Any, adapters: dict[str, Any]) -> list[str]:
+    """Give adapters back the values that they had. Says what was done.
+
+    SFTTrainer casts a quantized model's to bfloat16, whatever is planned, and casting back would leave them rounded.
+    """
+    num_cast = 0
+    for name, parameter in model.named_parameters():
+        if name in adapters and parameter.dtype != adapters[name].dtype:
+            parameter.data = adapters[name]
+            num_cast += 1
+    return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype: put back"] if num_cast else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from honed.basemodel import QUANTIZATION_STATE, is_vision_module, read_names
 from honed.error import ModelError
 from honed.precision import Precision
 from honed.worker.assignment import Assignment
@@ -18,23 +20,30 @@ class TransformersBackend:
     def import_libraries(self) -> None:
         import transformers  # noqa: F401
 
-    def load_model(self, assignment: Assignment) -> Any:
-        model = load_base(assignment, load_config(assignment))
+    def load_base(self, assignment: Assignment) -> Any:
+        return load_base(assignment, load_config(assignment))
+
+    def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         return attach_adapter(model, assignment)
 
 
 def load_base(assignment: Assignment, config: Any, *, dtype: str | None = None) -> Any:
     """The base model. With a `dtype` of its own it is loaded unquantized, for a merge."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     precision = assignment.precision
-    options: dict[str, Any] = {"quantization_config": None if dtype else quantization_config(precision)}
-    if options["quantization_config"] is None:
-        del options["quantization_config"]  # an explicit None would discard a quantized checkpoint's own
+    options: dict[str, Any] = {}
+    own = getattr(config, "quantization_config", None)
+    if not own and not dtype:
+        options["quantization_config"] = quantization_config(precision)
+    elif isinstance(own, dict) and precision.compute_dtype is not None:
+        own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored one is that of another machine
     if torch.cuda.is_available() and not dtype:
         options["device_map"] = {"": 0}
-    model, info = AutoModelForCausalLM.from_pretrained(
+    if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
+        options["use_safetensors"] = True  # no pickle that came after the check
+    check_complete(assignment, config)
+    model, info = model_class(config).from_pretrained(
         assignment.base_model_path,
         config=config,
         dtype=getattr(torch, dtype or precision.load_dtype),
@@ -44,13 +53,48 @@ def load_base(assignment: Assignment, config: Any, *, dtype: str | None = None) 
         **options,
     )
     if missing := sorted(info["missing_keys"]):
-        # transformers would train on random numbers in their place, with a warning in a log.
-        raise ModelError(
-            f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
-            hint="the checkpoint is incomplete, or is of another architecture than its config.json says",
-        )
+        raise incomplete(assignment, missing)
     keep_trainable_layout(model)
     return model
+
+
+def check_complete(assignment: Assignment, config: Any) -> None:
+    """Raises ModelError for weights that no file names, before any is read.
+
+    Only where every stored name is one of the model's own: what is stored under other names is known once it is loaded.
+    """
+    import torch
+
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, trust_remote_code=assignment.spec.trust_remote_code)
+    wanted = set(model.state_dict())
+    stored = {name for name in read_names(assignment.base_model_path) if not QUANTIZATION_STATE.search(name)}
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = sorted(
+        name
+        for name in wanted - stored - set(getattr(model, "all_tied_weights_keys", None) or ())
+        if not any(re.search(pattern, name) for pattern in ignored)
+    )
+    if missing and stored and stored <= wanted:
+        raise incomplete(assignment, missing)
+
+
+def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
+    """What is missing; transformers would train on random numbers in its place, with a warning in a log."""
+    return ModelError(
+        f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
+        hint="the checkpoint is incomplete, or is of another architecture than its config.json says",
+    )
+
+
+def model_class(config: Any) -> Any:
+    """The auto class for a config: a vision model whole, though a text model of its name may be there, too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    own = getattr(config, "auto_map", None) or {}
+    sees = "AutoModelForImageTextToText" in own or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees and "AutoModelForCausalLM" not in own else AutoModelForCausalLM
 
 
 def quantization_config(precision: Precision) -> Any:
@@ -86,6 +130,8 @@ def keep_trainable_layout(model: Any) -> None:
 def attach_adapter(model: Any, assignment: Assignment) -> Any:
     """Wrap the model in a new LoRA adapter, or in the one to go on from; a full fine-tuning gets its model back.
 
+    An adapter is the language model's alone: rows of text teach eyes and ears nothing.
+
     peft's prepare_model_for_kbit_training is left out: it would cast every norm, embedding and head of a quantized
     model to float32, against the plan. What it does besides, freezing and input gradients, get_peft_model and
     SFTTrainer do.
@@ -98,10 +144,29 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
     if spec.adapter:
         model = peft.PeftModel.from_pretrained(model, spec.adapter, is_trainable=True)
     elif spec.lora is not None:
-        options = spec.lora.model_dump(exclude_unset=False, exclude_none=True)
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora_options(model, assignment)))
     cast_trainable(model, assignment.precision)
     return model
+
+
+def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
+    """peft's LoraConfig as the spec has it, with the model's eyes and ears left out."""
+    assert assignment.spec.lora is not None
+    options = assignment.spec.lora.model_dump(exclude_unset=False, exclude_none=True)
+    towers = [
+        name for name, _ in model.named_modules() if is_vision_module(name) and not is_vision_module(_parent(name))
+    ]
+    if towers:
+        excluded = options.get("exclude_modules") or []
+        if not isinstance(excluded, str):
+            excluded = rf"(.*\.)?({'|'.join(map(re.escape, excluded))})" if excluded else ""
+        ours = rf"({'|'.join(map(re.escape, towers))})(\..*)?"
+        options["exclude_modules"] = f"({excluded})|({ours})" if excluded else ours
+    return options
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def cast_trainable(model: Any, precision: Precision) -> list[str]:

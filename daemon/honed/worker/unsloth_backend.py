@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from honed.basemodel import read_names
 from honed.error import BackendError, InterruptedRunError, ModelError, PrecisionError
 from honed.worker.assignment import Assignment
 from honed.worker.load import is_out_of_memory
@@ -15,56 +18,100 @@ class UnslothBackend:
     name = "unsloth"
 
     def import_libraries(self) -> None:
-        try:
+        with _blamed():
             import unsloth  # noqa: F401
-        except Exception as error:
-            raise _unable(error) from error
 
-    def load_model(self, assignment: Assignment) -> Any:
-        try:
-            return self._load(assignment)
-        except (InterruptedRunError, ModelError, PrecisionError):
+    def load_base(self, assignment: Assignment) -> Any:
+        with _blamed():
+            return _load_base(assignment)
+
+    def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
+        with _blamed():
+            return _attach_adapter(model, assignment)
+
+
+@contextmanager
+def _blamed() -> Iterator[None]:
+    """Every failure is Unsloth's, but those that another backend would meet, too."""
+    try:
+        yield
+    except (InterruptedRunError, ModelError, PrecisionError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):  # another backend would need no less
             raise
-        except Exception as error:
-            if is_out_of_memory(error):  # another backend would need no less
-                raise
-            raise _unable(error) from error
-
-    def _load(self, assignment: Assignment) -> Any:
-        import torch
-        from unsloth import FastLanguageModel
-
-        from honed.worker.transformers_backend import attach_adapter, cast_trainable, keep_trainable_layout
-
-        spec, precision = assignment.spec, assignment.precision
-        kwargs = spec.training.as_kwargs()
-        model, _ = FastLanguageModel.from_pretrained(
-            str(assignment.base_model_path),
-            max_seq_length=spec.training.max_length or 1024,
-            dtype=getattr(torch, precision.load_dtype),
-            load_in_4bit=precision.quantization == "4bit",
-            load_in_8bit=precision.quantization == "8bit",
-            full_finetuning=spec.lora is None and not spec.adapter,
-            attn_implementation=precision.attn_implementation,
-            trust_remote_code=spec.trust_remote_code,
-            use_gradient_checkpointing=kwargs.get("gradient_checkpointing", True),
-        )
-        keep_trainable_layout(model)
-        if spec.adapter or spec.lora is None:
-            return attach_adapter(model, assignment)
-        options = spec.lora.model_dump(exclude_unset=False, exclude_none=True)
-        model = FastLanguageModel.get_peft_model(
-            model,
-            **options,
-            random_state=assignment.seed,
-            use_gradient_checkpointing=kwargs.get("gradient_checkpointing", True),
-        )
-        cast_trainable(model, precision)
-        return model
+        raise BackendError(
+            f"Unsloth cannot train this model here: {type(error).__name__}: {error}",
+            hint="backend: transformers, or backend: auto, which falls back to it",
+        ) from error
 
 
-def _unable(error: Exception) -> BackendError:
-    return BackendError(
-        f"Unsloth cannot train this model here: {type(error).__name__}: {error}",
-        hint="backend: transformers, or backend: auto, which falls back to it",
+def _load_base(assignment: Assignment) -> Any:
+    import torch
+
+    from honed.worker.transformers_backend import keep_trainable_layout
+
+    spec, precision = assignment.spec, assignment.precision
+    model, _ = _loader(assignment).from_pretrained(
+        str(assignment.base_model_path),
+        max_seq_length=spec.training.max_length or 1024,
+        dtype=getattr(torch, precision.load_dtype),
+        load_in_4bit=precision.quantization == "4bit",
+        load_in_8bit=precision.quantization == "8bit",
+        full_finetuning=spec.lora is None and not spec.adapter,
+        attn_implementation=precision.attn_implementation,
+        trust_remote_code=spec.trust_remote_code,
+        use_gradient_checkpointing=_is_checkpointed(assignment),
     )
+    _check_complete(model, assignment)
+    keep_trainable_layout(model)
+    return model
+
+
+def _attach_adapter(model: Any, assignment: Assignment) -> Any:
+    from honed.worker.transformers_backend import attach_adapter, cast_trainable, lora_options
+
+    if assignment.spec.adapter or assignment.spec.lora is None:
+        return attach_adapter(model, assignment)
+    blind = {"finetune_vision_layers": False} if _sees(assignment) else {}
+    model = _loader(assignment).get_peft_model(
+        model,
+        **lora_options(model, assignment),
+        **blind,
+        random_state=assignment.seed,
+        use_gradient_checkpointing=_is_checkpointed(assignment),
+    )
+    cast_trainable(model, assignment.precision)
+    return model
+
+
+def _loader(assignment: Assignment) -> Any:
+    """Unsloth's class for the model: that for vision, where a text model's would pass its eyes over in silence."""
+    from unsloth import FastLanguageModel, FastVisionModel
+
+    return FastVisionModel if _sees(assignment) else FastLanguageModel
+
+
+def _sees(assignment: Assignment) -> bool:
+    return bool(assignment.plan["checkpoint"].get("has_vision"))
+
+
+def _is_checkpointed(assignment: Assignment) -> bool:
+    return bool(assignment.spec.training.as_kwargs().get("gradient_checkpointing", True))
+
+
+def _check_complete(model: Any, assignment: Assignment) -> None:
+    """Raises ModelError where weights were drawn at random for want of stored ones: Unsloth does not say so itself.
+
+    transformers marks each parameter that it has read. A mark can be lost on the way: only what no file names counts.
+    """
+    from honed.worker.transformers_backend import incomplete
+
+    stored = read_names(assignment.base_model_path)
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if not getattr(parameter, "_is_hf_initialized", False) and stored and name not in stored
+    ]
+    if missing:
+        raise incomplete(assignment, missing)

@@ -1,0 +1,741 @@
+"""Models, precisions and backends, each cell checked, planned and trained as the daemon would have it: one table.
+
+    base models, random weights ─► check and plan ─► a worker for each cell ─► events, result and a look inside ─► rows
+
+Imports cost more than the training of a cell: one process for each backend imports, and is forked for every cell, so
+that a crash costs one. Where importing has touched the GPU a fork cannot use it, and each cell gets a process of its
+own. Both run the main of `python -m honed.worker`.
+"""
+
+# ruff: noqa: ARG002 - transformers hands every callback everything
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "daemon")]
+
+from honed import device, event, preflight  # noqa: E402
+from honed.config import Config, DeviceConfig  # noqa: E402
+from honed.database import Database, Reader  # noqa: E402
+from honed.error import HonedError  # noqa: E402
+from honed.job import Attempt, Job  # noqa: E402
+from honed.layout import Layout  # noqa: E402
+from honed.worker.__main__ import ENVIRONMENT  # noqa: E402
+from honed.worker.__main__ import main as worker_main  # noqa: E402
+
+#: Seconds after which a cell's worker is killed.
+CELL_TIMEOUT_SEC = 900
+#: The row's word for how a cell ended.
+FINISHED, REFUSED, FAILED = "finished", "refused", "failed"
+
+
+# --- Models -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as published: its config.json, as far as it settles shapes and arithmetic."""
+
+    family: str
+    template: str
+    num_parameters: int  #: tied weights counted once; building fails on another number
+    config: dict[str, Any]
+    tiny: dict[str, Any] = field(default_factory=dict)  #: what the miniature has instead
+    has_vision: bool = False
+
+
+SHAPES: dict[str, Shape] = {
+    "Qwen3-1.7B": Shape(
+        "qwen3", "qwen3", 1_720_574_976,
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+         "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
+        {"tie_word_embeddings": True},
+    ),
+    "Llama-3.2-1B": Shape(
+        "llama", "llama3", 1_235_814_400,
+        {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+         "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+         "rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+        {"tie_word_embeddings": True},
+    ),
+    "Mistral-7B": Shape(  # v0.1
+        "mistral", "mistral", 7_241_732_096,
+        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768,
+         "sliding_window": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    ),
+    "Qwen2.5-VL-3B": Shape(
+        "qwen2_5_vl", "chatml", 3_754_622_976,
+        {"tie_word_embeddings": True,
+         "text_config": {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008,
+                         "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+                         "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0,
+                                             "mrope_section": [16, 24, 24]}},
+         "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                           "in_channels": 3, "out_hidden_size": 2048, "patch_size": 14, "spatial_merge_size": 2,
+                           "temporal_patch_size": 2, "window_size": 112, "tokens_per_second": 2,
+                           "fullatt_block_indexes": [7, 15, 23, 31]}},
+        {"tie_word_embeddings": True,
+         "text_config": {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+                         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+         "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+                           "out_hidden_size": 64, "patch_size": 14, "fullatt_block_indexes": [1]}},
+        has_vision=True,
+    ),
+}  # fmt: skip
+
+
+#: preprocessor_config.json, as published with Qwen2.5-VL.
+IMAGE_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def build(directory: Path, shape: Shape, *, tiny: bool) -> None:
+    """A base model stored in bfloat16, as all of these are published. The real shapes are drawn on the GPU."""
+    import torch
+
+    from zoo.model import build_checkpoint
+
+    if tiny and not shape.has_vision:
+        build_checkpoint(directory, shape.family, template=shape.template, dtype="bfloat16", **shape.tiny)
+        return
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cpu" if tiny else "cuda"):
+        if shape.has_vision:
+            _build_vision(directory, shape, tiny=tiny)
+        else:
+            build_checkpoint(directory, shape.family, template=shape.template, dtype="bfloat16", **shape.config)
+
+
+def _build_vision(directory: Path, shape: Shape, *, tiny: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from zoo.tokenizer import build_tokenizer
+
+    config = AutoConfig.for_model(shape.family, **(shape.tiny if tiny else shape.config))
+    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    build_tokenizer(shape.template).save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+
+
+def count_parameters(shape: Shape) -> int:
+    """Parameters of the real shape, tied ones once, without making one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(shape.family, **shape.config)
+    kind = AutoModelForImageTextToText if shape.has_vision else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- Cells ------------------------------------------------------------------------------------------------------------
+
+#: The field report's own matrix, in honed's words: its bf16 and fp16 are our dtype, and bf16=false is float32.
+FIELD_REPORT = {
+    ("Qwen3-1.7B", "bfloat16", "4bit", "lora"),
+    ("Qwen3-1.7B", "float32", "4bit", "lora"),
+    ("Llama-3.2-1B", "float16", "4bit", "lora"),
+    ("Mistral-7B", "bfloat16", "4bit", "lora"),
+    ("Qwen3-1.7B", "bfloat16", "none", "lora"),
+    ("Qwen3-1.7B", "bfloat16", "none", "full"),
+    ("Llama-3.2-1B", "bfloat16", "none", "full"),
+    ("Mistral-7B", "bfloat16", "none", "full"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One job: what is asked."""
+
+    backend: str
+    model: str
+    dtype: str
+    quantization: str
+    adapter: str  #: lora or full
+
+    @property
+    def name(self) -> str:
+        """What --only is matched with; cells of the field report end in `seed`."""
+        asked = (self.model, self.dtype, self.quantization, self.adapter)
+        return "/".join((self.backend, *asked)) + (" seed" if asked in FIELD_REPORT else "")
+
+
+def cells() -> list[Cell]:
+    """Every model in every precision through both backends. A quantized base cannot be trained whole.
+
+    Of the vision model there is what failed in the field: an adapter on it, and the same on its 4-bit form.
+    """
+    ways = [("none", "lora"), ("4bit", "lora"), ("8bit", "lora"), ("none", "full")]
+    return [
+        Cell(backend, model, dtype, quantization, adapter)
+        for backend, model, dtype, (quantization, adapter) in itertools.product(
+            ("transformers", "unsloth"), SHAPES, ("bfloat16", "float16", "float32"), ways
+        )
+        if not SHAPES[model].has_vision or (adapter == "lora" and quantization != "8bit")
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    cell: Cell
+    outcome: str
+    num_predictions: int = 0  #: in the database's training_predictions
+    tokens_per_sec: float | None = None  #: trained tokens, from the end of the first step to the end of the last
+    estimated_bytes: int | None = None
+    used_bytes: int | None = None  #: torch's peak on a GPU; the process's resident peak on a CPU
+    mismatches: tuple[str, ...] = ()  #: between the plan and what trained
+    mended: tuple[str, ...] = ()  #: differences that the worker's own audit found and mended before
+    code: str = ""
+    message: str = ""
+    planned: dict[str, Any] = field(default_factory=dict)  #: the plan's precision
+    seen: dict[str, Any] = field(default_factory=dict)  #: what `Look` saw
+    has_output: bool = False
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and with what the cells run."""
+
+    dir: Path
+    device: device.Device
+    tiny: bool
+    fresh: bool = False  #: no forks: each cell imports for itself
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.dir)
+
+    @property
+    def config(self) -> Config:
+        return Config(device=DeviceConfig(gpus=[] if self.tiny else None))
+
+    def model_dir(self, model: str) -> Path:
+        return self.dir / "models" / model
+
+    def spec(self, cell: Cell) -> dict[str, Any]:
+        """The job file."""
+        steps = 3 if self.tiny else 10
+        return {
+            "base_model": str(self.model_dir(cell.model)),
+            "backend": cell.backend,
+            "dtype": cell.dtype,
+            "quantization": cell.quantization,
+            **({"lora": {"r": 16, "target_modules": "all-linear"}} if cell.adapter == "lora" else {}),
+            "datasets": [{"path": str(self.dir / "facts.jsonl")}],
+            "eval_split": 0.2,
+            "training": {
+                "max_steps": steps, "per_device_train_batch_size": 2 if self.tiny else 4, "learning_rate": 1e-4,
+                "max_length": 256 if self.tiny else 1024, "eval_strategy": "steps", "eval_steps": steps,
+                "save_strategy": "no", "save_total_limit": 1,
+            },
+            "predictions": {"num_samples": 2, "max_new_tokens": 4 if self.tiny else 16},
+        }  # fmt: skip
+
+
+def write_data(path: Path, *, tiny: bool) -> None:
+    """Conversations, nearly all of each an answer: on a GPU about as long as a row may be."""
+    capitals = ("France, Paris", "Germany, Berlin", "Italy, Rome", "Spain, Madrid", "Japan, Tokyo", "Norway, Oslo")
+    facts = ["The capital of {} is {}.".format(*fact.split(", ")) for fact in capitals]
+    answer = " ".join(facts[:2] if tiny else facts * 16)
+    rows = [
+        {"messages": [{"role": "user", "content": f"Name capitals, {n}."}, {"role": "assistant", "content": answer}]}
+        for n in range(12 if tiny else 48)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# --- A look inside ----------------------------------------------------------------------------------------------------
+
+
+def look(path: Path) -> None:
+    """Have every trainer of this process looked at, by a callback of transformers' own; what it sees goes to `path`."""
+    import torch
+    import transformers.trainer
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        """Flags, dtypes and autocast as they are while the model trains, whatever anyone says of them."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step:
+                return
+            from accelerate.state import AcceleratorState
+
+            scaler = getattr(kwargs.get("optimizer"), "scaler", None)
+            self.seen: dict[str, Any] = {
+                "bf16": args.bf16,
+                "fp16": args.fp16,
+                "mixed_precision": AcceleratorState().mixed_precision,
+                "has_scaler": scaler is not None,
+                "parameters": _parameters(model),
+                "has_unsloth": "unsloth" in sys.modules,
+                "config_dtype": _word(getattr(model.config, "dtype", None)),
+                "compute_dtypes": sorted(
+                    {_word(module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")}
+                ),
+                "autocast": "not seen",
+            }
+            self._scaler = scaler
+            kind = next(model.parameters()).device.type
+
+            def on_forward(*_: Any) -> None:
+                is_on = torch.is_autocast_enabled(kind)
+                self.seen["autocast"] = _word(torch.get_autocast_dtype(kind)) if is_on else "off"
+                hook.remove()
+
+            # A hook of the model itself would run outside the forward that accelerate has wrapped.
+            hook = model.get_input_embeddings().register_forward_hook(on_forward)
+            path.write_text(json.dumps(self.seen))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seen["scale"] = self._scaler.get_scale() if self._scaler is not None else None
+            path.write_text(json.dumps(self.seen))
+
+    transformers.trainer.DEFAULT_CALLBACKS.append(Look)
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _parameters(model: Any) -> dict[str, int]:
+    """Parameters by role and dtype: trained, frozen, norm (frozen, too), and quantized for bitsandbytes' storage."""
+    found: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ in ("Params4bit", "Int8Params"):
+            role = "quantized"
+        elif parameter.requires_grad:
+            role = "trained"
+        else:
+            role = "norm" if re.search(r"norm|\bln_", name) else "frozen"
+        found[f"{role} {_word(parameter.dtype)}"] += parameter.numel()
+    return dict(found)
+
+
+def mismatches(planned: dict[str, Any], seen: dict[str, Any], *, on_cuda: bool) -> list[str]:
+    """Where what was seen is not what was planned, in words."""
+    if not seen:
+        return []
+    flag = "bf16" if planned["bf16"] else "fp16" if planned["fp16"] else "no"
+    autocast = {"bf16": "bfloat16", "fp16": "float16", "no": "off"}[flag]
+    is_full = planned["adapter_dtype"] is None
+    wanted: dict[str, Any] = {
+        "bf16": planned["bf16"],
+        "fp16": planned["fp16"],
+        "mixed_precision": flag,
+        "autocast": autocast,
+        "has_scaler": planned["fp16"] and on_cuda,
+        "config_dtype": planned["load_dtype"],
+    }
+    if planned["quantization"] == "4bit":
+        wanted["compute_dtypes"] = [planned["compute_dtype"]]
+    found = [f"{key} {seen[key]}, not {value}" for key, value in wanted.items() if seen[key] != value]
+    dtypes = {
+        "trained": [planned["load_dtype"] if is_full else planned["adapter_dtype"]],
+        "frozen": [planned["load_dtype"]],
+        "norm": [planned["load_dtype"], "float32"],  # some families and backends keep them so
+        "quantized": {"4bit": ["uint8"], "8bit": ["int8"]}.get(planned["quantization"], ["none"]),
+    }
+    for which, number in seen["parameters"].items():
+        role, dtype = which.split()
+        if dtype not in dtypes[role]:
+            found.append(f"{number:,} {role} parameters {dtype}, not {dtypes[role][0]}")
+    if planned["quantization"] != "none" and not any(which.startswith("quantized") for which in seen["parameters"]):
+        found.append(f"not quantized, planned {planned['quantization']}")
+    return found
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
+    """Check a cell's job as the daemon does, and lay its directory; a row where it is refused."""
+    layout = bench.layout.job(number)
+    layout.dir.mkdir(parents=True)
+    spec_path = layout.dir / "spec.json"
+    spec_path.write_text(json.dumps(bench.spec(cell)))
+    try:
+        verdict = preflight.check(
+            spec_path, layout=bench.layout, config=bench.config, device=bench.device, job_id=number
+        )
+    except HonedError as error:
+        return Row(cell, REFUSED, code=error.code, message=error.message)
+    identity = {"id": number, "name": cell.name, "user_id": str(os.getuid()), "instance": str(bench.dir)}
+    contents = {
+        **verdict.plan.as_dict(),
+        "warnings": verdict.warnings,
+        "job": identity,
+        "spec": verdict.spec.model_dump(mode="json"),
+        "output_dir": str(verdict.output_dir),
+    }
+    layout.plan_path.write_text(json.dumps(contents))
+    return None
+
+
+def in_child(work: Callable[[], int], log_path: Path, *, timeout_sec: int) -> tuple[int, int]:
+    """Run `work` in a fork, its words in `log_path`. Returns its exit status and its peak of resident bytes."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            os.setsid()
+            log_fd = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+            os.dup2(log_fd, 1)
+            os.dup2(log_fd, 2)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(timeout_sec)  # the kernel's own end of a hang
+            status = work()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 70
+        except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    _, status, usage = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+
+
+def work(job_dir: Path, backend: str) -> int:
+    """`python -m honed.worker`, with a look inside."""
+    import_libraries(backend)
+    os.chdir(job_dir)
+    look(job_dir / "seen.json")
+    sys.argv = ["honed.worker", str(job_dir), "1"]
+    return worker_main()
+
+
+def import_libraries(backend: str) -> None:
+    """In the backend's own order; one that cannot be imported says so again in the worker."""
+    from honed.worker import load
+
+    try:
+        load.choose(backend).import_libraries()
+        from honed.worker import trainer  # noqa: F401
+    except HonedError as error:
+        print(f"{backend}: {error.message}", file=sys.stderr)
+
+
+def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
+    """Import once, then a fork for each job, or a fresh process where importing has touched the GPU."""
+    assert not {"torch", "transformers"} & set(sys.modules), "a backend is imported into a clean process"
+    os.chdir(bench.dir)  # Unsloth leaves a cache where it is imported
+    import_libraries(backend)
+    import torch
+
+    is_fresh = bench.fresh or torch.cuda.is_initialized()
+    for number in numbers:
+        job_dir = bench.layout.job(number).dir
+        (job_dir / "attempts/1").mkdir(parents=True, exist_ok=True)
+        log_path = job_dir / "attempts/1/worker.log"
+        if is_fresh:
+            command = [sys.executable, __file__, "--work", str(job_dir), backend]
+            status, peak = in_child(lambda c=command: _replace(c), log_path, timeout_sec=CELL_TIMEOUT_SEC)
+        else:
+            status, peak = in_child(lambda d=job_dir: work(d, backend), log_path, timeout_sec=CELL_TIMEOUT_SEC)
+        (job_dir / "ended.json").write_text(json.dumps({"status": status, "resident_bytes": peak}))
+    return 0
+
+
+def _replace(command: list[str]) -> int:
+    os.execv(command[0], command)
+
+
+def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
+    """What became of a cell, from what its worker left."""
+    layout = bench.layout.job(number)
+    attempt = layout.attempt(1)
+    planned = _read(layout.plan_path)
+    ended, result, seen = (_read(path) for path in (layout.dir / "ended.json", attempt.result_path,
+                                                    layout.dir / "seen.json"))  # fmt: skip
+    reading = event.read(attempt.events_path, 0)
+    started = Attempt(1, cell.backend, time.time())
+    job = Job(number, cell.name, time.time(), "spec.json", os.getuid(), planned["output_dir"], attempts=(started,))
+    database.put_job(job)
+    database.apply(job, reading)
+    is_finished = ended.get("status") == 0 and result.get("outcome") == "succeeded"
+    error = result.get("error") or {}
+    return Row(
+        cell,
+        FINISHED if is_finished else FAILED,
+        num_predictions=len(Reader(bench.layout.database_path).predictions(number)),
+        tokens_per_sec=_speed(reading.events, result),
+        estimated_bytes=planned["memory"]["total_bytes"],
+        used_bytes=_peak(reading.events, on_cuda=bench.device.kind == "cuda") or ended.get("resident_bytes"),
+        mismatches=tuple(mismatches(planned["precision"], seen, on_cuda=bench.device.kind == "cuda")),
+        mended=_mended(reading.events),
+        code="" if is_finished else error.get("code") or f"status {ended.get('status')}",
+        message=error.get("message", ""),
+        planned=planned["precision"],
+        seen=seen,
+        has_output=_has_output(Path(planned["output_dir"]), cell, planned["precision"]),
+    )
+
+
+def _peak(events: list[event.Event], *, on_cuda: bool) -> int | None:
+    """The most that the worker says it used: of the GPU's memory, or, on a CPU, of its own."""
+    key = "device_peak_bytes" if on_cuda else "resident_peak_bytes"
+    return max((item.data[key] for item in events if item.kind == "memory" and key in item.data), default=None)
+
+
+def _mended(events: list[event.Event]) -> tuple[str, ...]:
+    """What the audits mended, each once."""
+    return tuple(dict.fromkeys(text for item in events if item.kind == "audit" for text in item.data["mended"]))
+
+
+def _has_output(output_dir: Path, cell: Cell, precision: dict[str, Any]) -> bool:
+    """Whether the exported weights are there, every tensor in the dtype that was trained."""
+    name = "adapter_model.safetensors" if cell.adapter == "lora" else "model*.safetensors"
+    files = sorted(output_dir.glob(name))
+    dtypes = {dtype for path in files for dtype in _stored(path)}
+    return dtypes == {precision["adapter_dtype"] or precision["load_dtype"]}
+
+
+def _stored(path: Path) -> set[str]:
+    from honed.basemodel import DTYPES
+
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {DTYPES[tensor["dtype"]][0] for name, tensor in header.items() if name != "__metadata__"}
+
+
+def _speed(events: list[event.Event], result: dict[str, Any]) -> float | None:
+    """Trained tokens a second between the first step's end and the last's: the first one warms up."""
+    times = [item.time for item in events if item.kind == "step"]
+    tokens = (result.get("metrics") or {}).get("num_trained_tokens")
+    if len(times) < 2 or not tokens or times[-1] == times[0]:
+        return None
+    return tokens / len(times) * (len(times) - 1) / (times[-1] - times[0])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def run(bench: Bench, chosen: list[Cell], *, say: Callable[[str], None]) -> list[Row]:
+    """Every cell, in the order given."""
+    bench.layout.state_dir.mkdir(parents=True, exist_ok=True)
+    (bench.dir / "models").mkdir(exist_ok=True)
+    write_data(bench.dir / "facts.jsonl", tiny=bench.tiny)
+    unbuilt = {}
+    for model in sorted({cell.model for cell in chosen}):
+        say(f"building {model}")
+        if (reason := _build(bench, model)) is not None:
+            unbuilt[model] = reason
+    database = Database(bench.layout.database_path)
+    numbered = dict(enumerate(chosen, start=1))
+    rows: dict[int, Row] = {}
+    for number, cell in numbered.items():
+        refused = unbuilt.get(cell.model)
+        found = Row(cell, REFUSED, code=refused[0], message=refused[1]) if refused else plan(bench, number, cell)
+        if found is not None:
+            rows[number] = found
+    for backend in ("transformers", "unsloth"):
+        numbers = [number for number, cell in numbered.items() if number not in rows and cell.backend == backend]
+        if not numbers:
+            continue
+        say(f"{backend}: {len(numbers)} cells")
+        limit = CELL_TIMEOUT_SEC * (len(numbers) + 1)
+        in_child(lambda b=backend, n=numbers: serve(bench, b, n), bench.dir / f"{backend}.log", timeout_sec=limit)
+        for number in numbers:
+            rows[number] = row(bench, database, number, numbered[number])
+            shutil.rmtree(bench.layout.job(number).dir / "output", ignore_errors=True)  # of gigabytes, on a GPU
+    return [rows[number] for number in numbered]
+
+
+def _build(bench: Bench, model: str) -> tuple[str, str] | None:
+    """Make a base model in a process of its own; code and message where models of its kind are refused."""
+    shape, directory = SHAPES[model], bench.model_dir(model)
+    log_path = bench.dir / "build.log"
+    if shape.has_vision:
+        in_child(lambda: build(directory, shape, tiny=True) or 0, log_path, timeout_sec=CELL_TIMEOUT_SEC)
+        probe = Cell("transformers", model, "bfloat16", "none", "lora")
+        refused = plan(bench, 0, probe)
+        shutil.rmtree(bench.layout.job(0).dir)
+        if refused is not None or bench.tiny:
+            return (refused.code, refused.message) if refused is not None else None
+        shutil.rmtree(directory)
+    status, _ = in_child(lambda: build(directory, shape, tiny=bench.tiny) or 0, log_path, timeout_sec=CELL_TIMEOUT_SEC)
+    if status:
+        raise SystemExit(f"gpu-matrix: {model} cannot be built (status {status}):\n{log_path.read_text()[-3000:]}")
+    return None
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+#: What a CPU cannot show: float16 autocast exists on CUDA alone. Each with how a finished fp16 cell shows it.
+NEEDS_CUDA: dict[str, Callable[[Row], bool]] = {
+    "fp16: the forward pass runs under float16 autocast (accelerate's native_amp)": lambda row: (
+        row.seen.get("autocast") == "float16"
+    ),
+    "fp16: a GradScaler scales the loss": lambda row: bool(row.seen.get("has_scaler")),
+    "fp16: gradients can be unscaled: every trained parameter is float32": lambda row: all(
+        which == "trained float32" for which in row.seen.get("parameters", {}) if which.startswith("trained")
+    ),
+    "fp16: steps are taken: the scale has not collapsed, and the job finished": lambda row: (
+        row.outcome == FINISHED and (row.seen.get("scale") or 0) >= 1
+    ),
+}
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The cells, in markdown."""
+    head = ("backend", "model", "precision", "quantization", "training", "finished", "predictions saved",
+            "trained tokens/s", "peak memory estimated", "used", "mismatches", "error code")  # fmt: skip
+    lines = [head, tuple("---" for _ in head)]
+    lines += [
+        (
+            row.cell.backend, row.cell.model, row.cell.dtype, row.cell.quantization, row.cell.adapter,
+            "yes" if row.outcome == FINISHED else row.outcome, str(row.num_predictions or ""),
+            "" if row.tokens_per_sec is None else f"{row.tokens_per_sec:,.0f}",
+            _size(row.estimated_bytes), _size(row.used_bytes),
+            _differences(row), row.code,
+        )
+        for row in rows
+    ]  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _differences(row: Row) -> str:
+    """What is left, and what was mended before."""
+    left = "; ".join(row.mismatches) or ("none" if row.seen else "")
+    return left + (f" ({len(row.mended)} mended)" if row.mended else "")
+
+
+def reasons(rows: list[Row]) -> str:
+    """Why cells were refused or failed, and what was mended, each reason once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.outcome != FINISHED:
+            found.setdefault((row.code, row.message), []).append(row.cell.name)
+    for row in rows:
+        for text in row.mended:
+            found.setdefault(("mended", text), []).append(row.cell.name)
+    return "".join(
+        f"- {len(names)} × `{code}`: {message.replace(chr(10), ' ')[:400]} ({names[0]}{' …' if names[1:] else ''})\n"
+        for (code, message), names in found.items()
+    )
+
+
+def proofs(rows: list[Row]) -> str:
+    """What only CUDA can show, and whether it was shown."""
+    ran = [row for row in rows if row.planned.get("fp16") and row.seen]
+    lines = ["| what only CUDA can show | shown |", "| --- | --- |"]
+    for what, is_shown in NEEDS_CUDA.items():
+        word = f"{sum(map(is_shown, ran))} of {len(ran)} cells" if ran else "needs CUDA"
+        lines.append(f"| {what} | {word} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(bench: Bench, rows: list[Row], *, seconds: float) -> str:
+    names = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "unsloth")
+    versions = ", ".join(f"{name} {_version(name)}" for name in names)
+    where = bench.device.name + (f", driver {device.driver_version()}" if bench.device.kind == "cuda" else " (CPU)")
+    size = "miniatures of the models" if bench.tiny else "real shapes, random weights"
+    ended = Counter(row.outcome for row in rows)
+    counts = ", ".join(f"{number} {word}" for word, number in ended.items())
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {where}; {size}; Python {platform.python_version()}, {versions}; "
+        f"{len(rows)} cells in {seconds:.0f} s: {counts}.\n\n"
+        f"{table(rows)}\n{proofs(rows)}\n{reasons(rows)}"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return ""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--work"]:
+        return work(Path(sys.argv[2]), sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="in miniature, on the CPU")
+    parser.add_argument("--out", type=Path, help="write the tables there, too")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--fresh", action="store_true", help="no forks: each cell in a process that imports for itself")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cells whose name the regular expression matches")
+    parser.add_argument("--dir", type=Path, help="work there and leave everything (default: a temporary directory)")
+    options = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[:2], os.environ.get("PYTHONPATH", "")]))
+    if options.tiny:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    here = device.cpu() if options.tiny else device.probe()[0]
+    if here.kind != "cuda" and not options.tiny:
+        print("gpu-matrix: there is no NVIDIA GPU here; --tiny runs the matrix in miniature", file=sys.stderr)
+        return 1
+    if here.kind == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = here.uuid or "0"  # a job of one GPU must see one
+    chosen = [cell for cell in cells() if re.search(options.only, cell.name)]
+    if not chosen:
+        print(f"gpu-matrix: no cell's name matches {options.only!r}", file=sys.stderr)
+        return 2
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with tempfile.TemporaryDirectory(prefix="honed-gpu-matrix-") as temporary:
+        bench = Bench(options.dir.resolve() if options.dir else Path(temporary), here, options.tiny, options.fresh)
+        bench.dir.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        rows = run(bench, chosen, say=lambda text: print(f"gpu-matrix: {text}", file=sys.stderr, flush=True))
+        text = page(bench, rows, seconds=time.monotonic() - began)
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 0 if all(row.outcome != FAILED for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

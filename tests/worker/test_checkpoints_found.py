@@ -1,0 +1,370 @@
+"""Checkpoints as they are found: each goes through the whole check, and then is trained on for real or was refused.
+
+What is refused is refused by the check, which imports no torch and reads no weight, with the file and the remedy named;
+or by the worker before it reads one, where only the libraries can tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from honed import preflight
+from honed import spec as specs
+from honed.config import Config
+from honed.device import cpu
+from honed.error import HonedError
+from honed.layout import Layout
+from honed.worker import load
+from worker.conftest import Ended, WorkerJob
+from zoo.model import build_checkpoint, write_facts
+
+SHORT: dict[str, Any] = {
+    "lora": {"r": 4}, "training": {"max_steps": 1, "per_device_train_batch_size": 2},
+    "predictions": {"sample_frequency": "off"},
+}  # fmt: skip
+
+
+class Found:
+    """A checkpoint as it is found, and a job that trains on it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.base = path / "base"
+        self.rows = write_facts(path / "facts.jsonl", 4)
+        self.layout = Layout(path / "root")
+        self.layout.jobs_dir.mkdir(parents=True)
+        self.spec: dict[str, Any] = {}
+        self.policy: dict[str, bool] = {}
+        self.warnings: list[str] = []
+
+    def build(self, family: str = "llama", **settings: Any) -> Path:
+        return build_checkpoint(self.base, family, **settings)
+
+    def edit(self, file: str, **keys: Any) -> None:
+        """Set keys of a JSON file; None takes one out."""
+        path = self.base / file
+        data = json.loads(path.read_text()) | keys
+        path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+
+    def train(self) -> Ended:
+        """As the daemon does it: the check, its plan, and the worker. Raises HonedError where the check refuses."""
+        spec_path = self.path / "job.json"
+        document = {"base_model": str(self.base), "datasets": [{"path": str(self.rows)}], **SHORT, **self.spec}
+        spec_path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
+        config = Config.model_validate({"policy": self.policy})
+        verdict = preflight.check(spec_path, layout=self.layout, config=config, device=cpu(), job_id=1)
+        self.warnings = verdict.warnings
+        job_dir = self.layout.job(1).dir
+        job_dir.mkdir()
+        plan = {"job": {"id": 1, "name": "found", "user_id": "0"}, "spec": verdict.spec.model_dump(mode="json"),
+                "output_dir": str(verdict.output_dir), **verdict.plan.as_dict()}  # fmt: skip
+        (job_dir / "plan.json").write_text(json.dumps(plan))
+        return WorkerJob(job_dir).run()
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Found:
+    return Found(tmp_path)
+
+
+# --- How they are found -----------------------------------------------------------------------------------------------
+
+
+def without_model_type(a: Found) -> None:
+    a.build("qwen3")
+    a.edit("config.json", model_type=None)
+    a.spec = {"model_type": "qwen3"}
+
+
+def under_an_alias_and_quantized(a: Found) -> None:
+    """A local Llama under a name that transformers does not know, to be loaded in 4 bits."""
+    a.build("llama")
+    a.edit("config.json", model_type="code_llama")
+    a.spec = {"quantization": "4bit"}
+
+
+def with_the_old_dtype_key(a: Found) -> None:
+    a.build(dtype="bfloat16")
+    a.edit("config.json", dtype=None, torch_dtype="bfloat16")
+
+
+def stored_in_another_dtype_than_it_claims(a: Found) -> None:
+    a.build(dtype="float16")
+    a.edit("config.json", dtype="float32")
+
+
+def in_shards(a: Found) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(a.build())
+    (a.base / "model.safetensors").unlink()
+    model.save_pretrained(a.base, max_shard_size="100KB")
+    assert len(list(a.base.glob("model-*.safetensors"))) > 2
+
+
+def in_shards_of_which_one_is_missing(a: Found) -> None:
+    in_shards(a)
+    min(a.base.glob("model-*.safetensors")).unlink()
+
+
+def pickled(a: Found) -> None:
+    a.build()
+    torch.save(load_file(a.base / "model.safetensors"), a.base / "pytorch_model.bin")
+    (a.base / "model.safetensors").unlink()
+
+
+def pickled_and_allowed(a: Found) -> None:
+    pickled(a)
+    a.policy = {"pickle": True}
+
+
+def with_tied_embeddings(a: Found) -> None:
+    a.build(tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(a.base / "model.safetensors")
+
+
+def without_a_pad_token(a: Found) -> None:
+    a.build()
+    a.edit("tokenizer_config.json", pad_token=None)
+    a.edit("config.json", pad_token_id=None)
+
+
+def without_an_end_token(a: Found) -> None:
+    a.build()
+    a.edit("tokenizer_config.json", eos_token=None)
+
+
+def without_a_chat_template(a: Found) -> None:
+    a.build()
+    (a.base / "chat_template.jinja").unlink()
+
+
+def with_the_jobs_own_template(a: Found) -> None:
+    a.build()
+    shutil.move(a.base / "chat_template.jinja", a.path / "own.jinja")
+    a.spec = {"chat_template": str(a.path / "own.jinja")}
+
+
+def quantized(a: Found, **options: Any) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    plain = build_checkpoint(a.path / "plain", "llama", dtype="bfloat16")
+    config = BitsAndBytesConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(a.base)
+    for file in [*plain.glob("tokenizer*"), *plain.glob("chat_template*")]:
+        shutil.copy(file, a.base)
+
+
+def already_in_4_bits_that_compute_in_another_dtype(a: Found) -> None:
+    quantized(a, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
+
+
+def already_in_8_bits(a: Found) -> None:
+    quantized(a, load_in_8bit=True)
+
+
+def quantized_by(method: str) -> Callable[[Found], None]:
+    def build(a: Found) -> None:
+        a.build()
+        a.edit("config.json", quantization_config={"quant_method": method, "bits": 4})
+
+    return build
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def with_code_of_its_own(a: Found) -> None:
+    a.build()
+    (a.base / "own.py").write_text(OWN_CODE)
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    a.edit("config.json", model_type="own_llama", architectures=["OwnForCausalLM"], auto_map=own)
+
+
+def with_code_that_may_run(a: Found) -> None:
+    with_code_of_its_own(a)
+    a.spec, a.policy = {"trust_remote_code": True}, {"trust_remote_code": True}
+
+
+def with_code_that_is_forbidden(a: Found) -> None:
+    with_code_of_its_own(a)
+    a.spec = {"trust_remote_code": True}
+
+
+def with_an_adapter_to_go_on_from(a: Found, *, hidden_size: int = 64) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    other = build_checkpoint(a.path / "other", "llama", hidden_size=hidden_size)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(other), config).save_pretrained(a.path / "adapter")
+    a.build()
+    a.spec = {"adapter": str(a.path / "adapter"), "lora": None}
+
+
+def with_an_adapter_of_another_model(a: Found) -> None:
+    with_an_adapter_to_go_on_from(a, hidden_size=32)
+
+
+def named_by_its_adapter(a: Found) -> None:
+    with_an_adapter_to_go_on_from(a)
+    a.spec = {"base_model": a.spec["adapter"]}
+
+
+def with_a_mistyped_dtype(a: Found) -> None:
+    a.build()
+    a.edit("config.json", dtype="bfloat61")
+
+
+def cut_short(a: Found) -> None:
+    weights = a.build() / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+
+
+def without_some_weights(a: Found) -> None:
+    weights = a.build() / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def with_more_tokens_than_embeddings(a: Found) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(a.build())
+    tokenizer.add_tokens([f"<extra{n}>" for n in range(40)])
+    tokenizer.save_pretrained(a.base)
+
+
+# --- What becomes of them ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trains:
+    """It is trained on. In which dtype and quantization, and what is said of it."""
+
+    dtype: str = "bfloat16"
+    quantization: str = "none"
+    says: tuple[str, ...] = field(default=())  #: in warnings, logs or audits
+
+
+@dataclass(frozen=True)
+class Refused:
+    """It is not, by the check or by the worker: what is named, and what to do."""
+
+    code: str
+    names: str
+    remedy: str
+    by: str = "check"
+
+
+TABLE: list[tuple[Callable[[Found], None], Trains | Refused]] = [
+    (without_model_type, Trains()),
+    (under_an_alias_and_quantized, Trains(quantization="4bit")),
+    (with_the_old_dtype_key, Trains(says=("stores bfloat16",))),
+    (stored_in_another_dtype_than_it_claims, Trains("float16", says=("says float32, but the weights are stored in",))),
+    (in_shards, Trains()),
+    (pickled_and_allowed, Trains(says=("the weights are pickled",))),
+    (with_tied_embeddings, Trains()),
+    (without_a_pad_token, Trains()),
+    (with_the_jobs_own_template, Trains()),
+    (already_in_4_bits_that_compute_in_another_dtype, Trains(quantization="4bit")),
+    (already_in_8_bits, Trains(quantization="8bit")),
+    (with_code_that_may_run, Trains()),
+    (with_an_adapter_to_go_on_from, Trains()),
+    (in_shards_of_which_one_is_missing, Refused("model_invalid", "model-00001-of-", "fetch this file again")),
+    (pickled, Refused("model_invalid", "pytorch_model.bin: pickled", "save_pretrained it as safetensors")),
+    (without_a_chat_template, Refused("dataset_invalid", "the base model has none", "chat_template:")),
+    (quantized_by("gptq"), Refused("model_invalid", "config.json: gptq checkpoints", "quantization: 4bit")),
+    (quantized_by("awq"), Refused("model_invalid", "config.json: awq checkpoints", "quantization: 4bit")),
+    (quantized_by("fp8"), Refused("model_invalid", "config.json: fp8 checkpoints", "quantization: 4bit")),
+    (with_code_of_its_own, Refused("model_invalid", "config.json: own_llama comes with", "trust_remote_code: true")),
+    (with_code_that_is_forbidden, Refused("spec_invalid", "trust_remote_code", "policy.trust_remote_code")),
+    (with_an_adapter_of_another_model, Refused("model_invalid", "made for another base model", "name the base_model")),
+    (named_by_its_adapter, Refused("model_invalid", "an adapter (adapter_config.json", "name it as `adapter:`")),
+    (with_a_mistyped_dtype, Refused("model_invalid", "config.json: dtype: 'bfloat61'", "correct it there")),
+    (cut_short, Refused("model_invalid", "model.safetensors: cut short", "fetch this file again")),
+    (without_an_end_token, Refused("model_invalid", "no end token", "tokenizer_config.json", by="worker")),
+    (without_some_weights, Refused("model_invalid", "layers.1.mlp.up_proj", "checkpoint is incomplete", by="worker")),
+    (with_more_tokens_than_embeddings, Refused("model_invalid", "the tokenizer has", "another model's", by="worker")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "fate"), TABLE, ids=[f"{n}-{how.__name__}" for n, (how, _) in enumerate(TABLE)])
+def test_each_loads_rightly_or_is_refused_before_any_weight_is_read(
+    found: Found, how: Callable[[Found], None], fate: Trains | Refused, capfd: pytest.CaptureFixture[str]
+) -> None:
+    how(found)
+    capfd.readouterr()
+    match fate:
+        case Trains():
+            check_trains(found, fate)
+        case Refused(by="check"):
+            with pytest.raises(HonedError) as refused:
+                found.train()
+            check_refused(refused.value.as_dict(), fate, found)
+        case Refused():
+            ended = found.train()
+            check_refused(ended.result["error"], fate, found)
+            assert not ended.of("audit")  # nothing was loaded that could be looked at
+            assert "Loading weights" not in capfd.readouterr().err  # as transformers says when it reads the first
+
+
+def check_trains(found: Found, fate: Trains) -> None:
+    ended = found.train()
+    assert ended.status == 0, ended.result
+    assert list(ended.losses) == [1]
+    assert ended.losses[1] > 0
+    assert ended.of("audit")[0]["mended"] == []  # it is loaded rightly, not put right afterwards
+    audit = ended.of("audit")[-1]
+    assert (audit["model_dtype"], audit["config_dtype"]) == (fate.dtype, fate.dtype)
+    assert audit["quantization"] == fate.quantization
+    said = "\n".join([*found.warnings, *(item["message"] for item in ended.of("log"))])
+    for words in fate.says:
+        assert words in said
+
+
+def check_refused(error: dict[str, str], fate: Refused, found: Found) -> None:
+    assert error["code"] == fate.code
+    assert fate.names in error["message"]
+    assert fate.remedy in error["hint"]
+    if fate.code == "model_invalid":
+        assert str(found.path) in error["message"]
+
+
+def test_what_transformers_alone_cannot_load_has_a_config_object_under_its_right_name(found: Found) -> None:
+    """Whatever repairs a config: what loads a quantized model reads model_type from an object, never from a dict."""
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+    for how, family in [(without_model_type, "qwen3"), (under_an_alias_and_quantized, "llama")]:
+        shutil.rmtree(found.base, ignore_errors=True)
+        how(found)
+        with pytest.raises(ValueError, match=r"Unrecognized model|does not recognize this architecture"):
+            AutoModelForCausalLM.from_pretrained(found.base)
+        with pytest.raises(ValueError, match=r"Unrecognized model|does not recognize this architecture"):
+            AutoConfig.from_pretrained(found.base)
+        spec = specs.validate({"base_model": str(found.base), "datasets": [{"path": str(found.rows)}], **found.spec,
+                               "lora": {}})  # fmt: skip
+        config = load.load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
+        assert isinstance(config, PreTrainedConfig)
+        assert config.model_type == family

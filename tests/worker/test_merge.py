@@ -1,0 +1,308 @@
+"""Merges of real tiny models: what is written gives the logits of base plus adapter, in one dtype throughout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from conftest import INSTALLED, MakeJob, WorkerJob
+from honed import basemodel, plan
+from honed import spec as specs
+from honed.config import Config
+from honed.device import cpu
+from honed.error import ModelError, PrecisionError
+from honed.worker import merge
+from honed.worker.stop import Stop
+from zoo.vision import FAMILIES, build_vision_checkpoint
+
+TOKENS = torch.arange(3, 40).reshape(1, -1)
+MIXTRAL = {"template": "mistral", "num_local_experts": 4}
+QWEN3_MOE = {
+    "template": "qwen3",
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+}
+#: Families, and the ways in which an adapter is more than two matrices beside a weight.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "rslora": ("qwen3", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 3}}),
+    "dora": ("mistral", {"use_dora": True}),
+    "dora, tied": ("gemma2", {"use_dora": True}),
+    "conv1d, biases": ("gpt2", {"bias": "all"}),
+    "conv1d, dora": ("gpt2", {"use_dora": True}),
+    "embeddings": ("qwen3", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
+    "embeddings, tied": ("gemma2", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "a head of its own, tied": ("gemma2", {"modules_to_save": ["lm_head"]}),
+    "saved modules": ("llama", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+    "bias of lora": ("llama", {"lora_bias": True, "model": {"attention_bias": True, "mlp_bias": True}}),
+    "pissa": ("llama", {"init_lora_weights": "pissa"}),
+    "olora": ("llama", {"init_lora_weights": "olora"}),
+    "fused projections": ("phi3", {}),
+    "neox": ("gpt_neox", {}),
+    "experts": ("qwen3_moe", {"model": QWEN3_MOE}),
+    "experts and a router": ("mixtral", {"use_rslora": True, "model": MIXTRAL}),
+    "experts in part": ("mixtral", {"target_modules": ["q_proj", "w2"], "model": MIXTRAL}),
+    "experts left out": ("qwen3_moe", {"target_modules": ["q_proj", "o_proj"], "model": QWEN3_MOE}),
+}
+
+
+def adapter_for(base: Path, directory: Path, *, kind: Any = AutoModelForCausalLM, **options: Any) -> Path:
+    """An adapter as if it had been trained: every weight of it moved."""
+    model = kind.from_pretrained(base, dtype=torch.float32)
+    defaults = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **(defaults | options)))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.as_tensor(model.eval()(TOKENS).logits.float())
+
+
+def side_by_side(base: Path, adapter: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return logits(peft.PeftModel.from_pretrained(model, adapter))
+
+
+def whole(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return logits(model)
+
+
+def stored_dtypes(directory: Path) -> set[torch.dtype]:
+    found = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def merge_to(base: Path, adapter: Path, target: Path, dtype: str = "float32", **options: Any) -> merge.Merged:
+    return merge.merge(base, adapter, target, dtype=dtype, config=AutoConfig.from_pretrained(base), **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_merged_model_gives_the_logits_of_base_plus_adapter(
+    way: str, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    family, options = WAYS[way]
+    options = dict(options)
+    base = checkpoint_of(family, **options.pop("model", {}))
+    adapter = adapter_for(base, tmp_path / "adapter", **options)
+    merged = merge_to(base, adapter, tmp_path / "merged")
+    expected = side_by_side(base, adapter)
+    torch.testing.assert_close(whole(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(whole(base), expected, atol=1e-3), "the adapter does something"
+    assert merged.is_untied == ("tied" in way and "dora" not in way)
+    AutoTokenizer.from_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_every_parameter_is_in_the_asked_dtype_and_so_says_its_config(
+    family: str, dtype: str, tolerance: float, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint_of(family)
+    adapter = adapter_for(base, tmp_path / "adapter")
+    merge_to(base, adapter, tmp_path / "merged", dtype)
+    assert stored_dtypes(tmp_path / "merged") == {getattr(torch, dtype)}
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == dtype
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, dtype)}
+    torch.testing.assert_close(whole(tmp_path / "merged"), side_by_side(base, adapter), atol=tolerance, rtol=tolerance)
+
+
+def test_a_sharded_base_becomes_a_sharded_model_of_bounded_files(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    single = checkpoint_of("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(single, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    AutoTokenizer.from_pretrained(single).save_pretrained(tmp_path / "base")
+    assert (tmp_path / "base/model.safetensors.index.json").exists()
+    adapter = adapter_for(tmp_path / "base", tmp_path / "adapter")
+    merged = merge_to(tmp_path / "base", adapter, tmp_path / "merged", max_shard_bytes=200_000)
+    assert merged.num_shards > 2
+    sizes = [path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors")]
+    assert len(sizes) == merged.num_shards
+    assert max(sizes) < 210_000
+    torch.testing.assert_close(
+        whole(tmp_path / "merged"), side_by_side(tmp_path / "base", adapter), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_names_of_another_time_are_found_and_kept(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = checkpoint_of("gpt2")
+    adapter = adapter_for(base, tmp_path / "adapter")
+    expected = side_by_side(base, adapter)
+    old = shutil.copytree(base, tmp_path / "old")
+    tensors = {name.removeprefix("transformer."): each for name, each in load_file(base / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 256, 256).tril()  # as the hub's gpt2 has it
+    save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
+    merge_to(old, adapter, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_sees_keeps_its_eyes(family: str, tmp_path: Path) -> None:
+    base = build_vision_checkpoint(tmp_path / "base", family)
+    adapter = adapter_for(
+        base, tmp_path / "adapter", kind=AutoModelForImageTextToText, target_modules=["q_proj", "o_proj"]
+    )
+    merge_to(base, adapter, tmp_path / "merged", "bfloat16")
+    assert stored_dtypes(tmp_path / "merged") == {torch.bfloat16}
+    merge_to(base, adapter, tmp_path / "whole")
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    expected = logits(peft.PeftModel.from_pretrained(model, adapter))
+    merged, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "whole", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_base_that_is_stored_quantized_is_merged_whole(
+    bits: int, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import BitsAndBytesConfig
+
+    plain = checkpoint_of("llama")
+    how = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True,
+                             bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=how, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(plain).save_pretrained(tmp_path / "base")
+    adapter = adapter_for(plain, tmp_path / "adapter")
+    merge_to(tmp_path / "base", adapter, tmp_path / "merged")
+    assert stored_dtypes(tmp_path / "merged") == {torch.float32}
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    if bits == 4:  # bitsandbytes' own product on a CPU is of bfloat16's precision, and 8-bit layers round their inputs
+        quantized = quantized.dequantize()
+    beside = logits(peft.PeftModel.from_pretrained(quantized, adapter))
+    tolerance = 1e-4 if bits == 4 else 0.05
+    torch.testing.assert_close(whole(tmp_path / "merged"), beside, atol=tolerance, rtol=tolerance)
+
+
+def test_what_does_not_belong_together_is_refused_by_name(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    llama, wide = checkpoint_of("llama"), checkpoint_of("llama", hidden_size=96)
+    adapter = adapter_for(llama, tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"does not fit LlamaForCausalLM.*q_proj"):
+        merge_to(wide, adapter, tmp_path / "wide")
+    with pytest.raises(ModelError, match="adapter"):
+        merge_to(checkpoint_of("gpt2"), adapter, tmp_path / "other")
+    with pytest.raises(ModelError, match="pissa_niter"):
+        merge_to(llama, adapter_for(llama, tmp_path / "niter", init_lora_weights="pissa_niter_4"), tmp_path / "n")
+
+
+def test_a_parameter_beyond_float16_is_named(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = shutil.copytree(checkpoint_of("llama"), tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = adapter_for(base, tmp_path / "adapter")
+    with pytest.raises(PrecisionError, match=r"model\.norm\.weight: up to 1e\+06, which float16 cannot hold"):
+        merge_to(base, adapter, tmp_path / "merged", "float16")
+    merge_to(base, adapter, tmp_path / "merged", "bfloat16")
+
+
+# --- Jobs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [{}, {"quantization": "4bit"}, {"dtype": "bfloat16"}])
+def test_a_training_job_leaves_a_merged_checkpoint_beside_its_adapter(make_job: MakeJob, way: dict[str, Any]) -> None:
+    job = make_job(lora={"r": 4}, save_merged="bfloat16", **way)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    merged = Path(ended.result["artifacts"]["merged"])
+    assert merged == job.output_dir / "merged"
+    assert stored_dtypes(merged) == {torch.bfloat16}
+    base = Path(job.plan["base_model_path"])
+    torch.testing.assert_close(whole(merged), side_by_side(base, job.output_dir), atol=0.05, rtol=0.05)
+
+
+def merge_job(directory: Path, base: Path, adapter: Path, **keys: Any) -> WorkerJob:
+    """A merge with its plan, ready for the worker."""
+    directory.mkdir(exist_ok=True)
+    spec = specs.validate({"kind": "merge", "base_model": str(base), "adapter": str(adapter), **keys})
+    planned = plan.make(spec, basemodel.inspect(base), cpu(), config=Config(), installed=INSTALLED,
+                        adapter=basemodel.inspect_adapter(adapter))  # fmt: skip
+    contents = {
+        "job": {"id": 1, "name": "merged", "user_id": "1000"},
+        "spec": spec.model_dump(mode="json") | {"adapter": "job:stage1"},
+        "adapter_path": str(adapter),
+        "output_dir": str(directory / "output"),
+        **planned.as_dict(),
+    }
+    (directory / "plan.json").write_text(json.dumps(contents))
+    return WorkerJob(directory)
+
+
+def test_a_merge_job_tells_its_story_and_leaves_a_whole_checkpoint(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint_of("llama")
+    adapter = adapter_for(base, tmp_path / "adapter")
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    job = merge_job(tmp_path / "job", base, adapter, dtype="bfloat16", chat_template=str(template))
+    for attempt in (1, 2):  # the second takes the place of the first
+        ended = job.run(attempt)
+        assert (ended.status, ended.result["outcome"]) == (0, "succeeded"), ended.result
+    assert [item["stage"] for item in ended.of("stage")] == ["prepare", "merge", "export"]
+    assert any("tensors changed, all in bfloat16, one file" in message for message in ended.messages("info"))
+    assert ended.of("step")[-1]["step"] == ended.of("step")[-1]["num_steps"]
+    assert ended.result["artifacts"] == {"output_dir": str(job.output_dir)}
+    assert stored_dtypes(job.output_dir) == {torch.bfloat16}
+    assert AutoTokenizer.from_pretrained(job.output_dir).chat_template == "{{ messages }}"
+    manifest = json.loads((job.output_dir / "honed.json").read_text())
+    assert (manifest["spec"]["adapter"], manifest["plan"]["adapter_path"]) == ("job:stage1", str(adapter))
+    assert str(adapter) in (job.output_dir / "README.md").read_text()
+
+
+def test_a_merge_that_is_stopped_or_too_slow_leaves_nothing(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
+    base = checkpoint_of("llama")
+    adapter = adapter_for(base, tmp_path / "adapter")
+    job = merge_job(tmp_path / "job", base, adapter, dtype="bfloat16")
+    stop = Stop()
+    stop.is_set = True
+    assert job.run(1, stop=stop).result["outcome"] == "interrupted"
+    late = merge_job(tmp_path / "late", base, adapter, dtype="bfloat16", time_limit_sec=1e-6)
+    assert late.run(1).result["error"]["code"] == "time_limit"
+    for directory in (job.dir, late.dir):
+        assert sorted(path.name for path in directory.iterdir()) == ["attempts", "plan.json"]
+    assert job.run(2).status == 0
+
+
+def test_an_adapter_is_kept_where_its_merge_fails(make_job: MakeJob, tmp_path: Path, checkpoint_of: Any) -> None:
+    base = shutil.copytree(checkpoint_of("llama"), tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1] = 1e6  # of a token that no row has
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    job = make_job(model=base, lora={"r": 4}, save_merged="float16", dtype="float32")
+    ended = job.run()
+    assert ended.result["error"]["code"] == "precision_mismatch"
+    assert (job.output_dir / "adapter_model.safetensors").exists()
+    assert not (job.output_dir / "merged").exists()

@@ -1,0 +1,155 @@
+"""The field report's matrix, and full fine-tuning of each model, through both backends: every cell trains and exports.
+
+It is scripts/gpu-matrix in miniature, in a process of its own: one import for each backend, a fork for each cell.
+The table is printed: `pytest -rA tests/worker/test_seed_matrix.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/gpu_matrix.py"
+sys.path.append(str(SCRIPT.parent))
+import gpu_matrix  # noqa: E402
+
+#: Seconds for two imports and sixteen cells.
+TIMEOUT_SEC = 240
+#: Of backend, model, dtype, quantization and adapter: what Unsloth would do otherwise on a CPU than was asked.
+REFUSED = {
+    ("unsloth", "Qwen3-1.7B", "bfloat16", "none", "full"): "adapters alone",
+    ("unsloth", "Llama-3.2-1B", "bfloat16", "none", "full"): "adapters alone",
+    ("unsloth", "Mistral-7B", "bfloat16", "none", "full"): "adapters alone",
+    ("unsloth", "Llama-3.2-1B", "float16", "4bit", "lora"): "would load in bfloat16",
+}
+
+
+def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows and the page."""
+    command = [
+        sys.executable, str(SCRIPT), "--tiny", "--only", only, "--dir", str(tmp_path / "work"),
+        "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path / "table.md"), *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    logs = "".join(path.read_text()[-1500:] for path in (tmp_path / "work").glob("**/worker.log"))
+    assert (tmp_path / "rows.json").exists(), done.stderr + logs
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    failed = [row for row in rows if row["outcome"] == "failed"]
+    assert done.returncode == bool(failed), done.stderr
+    return rows, (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.timeout(TIMEOUT_SEC + 60)
+def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictions_and_exports(tmp_path: Path) -> None:
+    rows, table = run_script(tmp_path, "seed$")
+    print(table)
+    assert len(rows) == 16
+    refused = {}
+    for row in rows:
+        cell = row["cell"]
+        key = (cell["backend"], cell["model"], cell["dtype"], cell["quantization"], cell["adapter"])
+        if row["outcome"] == "refused":
+            refused[key] = row
+            continue
+        assert row["outcome"] == "finished", (key, row["code"], row["message"])
+        assert row["num_predictions"] == 4, (key, "two before the first step, two at the end, in the database")
+        assert row["mismatches"] == [], key
+        assert row["has_output"], (key, "every tensor that is exported is in the dtype that was trained")
+        assert row["seen"]["has_unsloth"] == (cell["backend"] == "unsloth")
+        assert row["tokens_per_sec"] > 0
+        assert row["planned"]["load_dtype"] == cell["dtype"], "what is asked by name is had"
+    assert set(refused) == set(REFUSED)
+    for key, words in REFUSED.items():
+        assert (refused[key]["code"], words in refused[key]["message"]) == ("backend_unavailable", True)
+    evaluated = [event for path in (tmp_path / "work").glob("**/events.jsonl") for event in path.open()
+                 if '"event": "evaluation"' in event]  # fmt: skip
+    assert len(evaluated) == len(rows) - len(refused)
+
+
+def test_where_a_fork_cannot_use_the_gpu_each_cell_has_a_process_of_its_own(tmp_path: Path) -> None:
+    (row,), _ = run_script(tmp_path, "^transformers/Qwen3-1.7B/float32/none/lora$", "--fresh")
+    assert (row["outcome"], row["mismatches"], row["has_output"]) == ("finished", [], True)
+
+
+def test_the_real_shapes_have_the_published_number_of_parameters() -> None:
+    counted = {name: gpu_matrix.count_parameters(shape) for name, shape in gpu_matrix.SHAPES.items()}
+    assert counted == {
+        "Qwen3-1.7B": 1_720_574_976,
+        "Llama-3.2-1B": 1_235_814_400,
+        "Mistral-7B": 7_241_732_096,
+        "Qwen2.5-VL-3B": 3_754_622_976,
+    }
+
+
+def test_a_cell_that_crashes_or_hangs_costs_itself_alone(tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    assert gpu_matrix.in_child(lambda: os.kill(os.getpid(), signal.SIGKILL) or 0, log_path, timeout_sec=60)[0] == -9
+    assert gpu_matrix.in_child(lambda: 1 // 0, log_path, timeout_sec=60)[0] == 70
+    assert "ZeroDivisionError" in log_path.read_text()
+    assert gpu_matrix.in_child(lambda: time.sleep(60) or 0, log_path, timeout_sec=1)[0] == -signal.SIGALRM
+    status, num_bytes = gpu_matrix.in_child(lambda: 0, log_path, timeout_sec=60)
+    assert status == 0
+    assert num_bytes > 2**20
+
+
+PLANNED = {"bf16": True, "fp16": False, "load_dtype": "bfloat16", "compute_dtype": "bfloat16",
+           "adapter_dtype": "float32", "quantization": "4bit"}  # fmt: skip
+SEEN = {"bf16": True, "fp16": False, "mixed_precision": "bf16", "autocast": "bfloat16", "has_scaler": False,
+        "config_dtype": "bfloat16", "compute_dtypes": ["bfloat16"],
+        "parameters": {"trained float32": 10, "frozen bfloat16": 100, "quantized uint8": 50}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("planned", "seen", "expected"),
+    [
+        ({}, {}, []),
+        ({}, {"bf16": False, "fp16": True}, ["bf16 False, not True", "fp16 True, not False"]),  # a backend's flip
+        ({}, {"autocast": "off"}, ["autocast off, not bfloat16"]),
+        ({}, {"mixed_precision": "fp16"}, ["mixed_precision fp16, not bf16"]),
+        ({}, {"compute_dtypes": ["float16"]}, ["compute_dtypes ['float16'], not ['bfloat16']"]),
+        ({}, {"parameters": {"trained float32": 1, "frozen float16": 9, "quantized uint8": 1}},
+         ["9 frozen parameters float16, not bfloat16"]),
+        ({}, {"parameters": {"trained bfloat16": 1, "quantized uint8": 1}},
+         ["1 trained parameters bfloat16, not float32"]),
+        ({"quantization": "8bit"}, {"parameters": {"trained float32": 1, "frozen bfloat16": 9}},
+         ["not quantized, planned 8bit"]),
+        ({"bf16": False, "fp16": True, "load_dtype": "float16", "compute_dtype": "float16"},
+         {"bf16": False, "fp16": True, "mixed_precision": "fp16", "autocast": "float16", "config_dtype": "float16",
+          "compute_dtypes": ["float16"], "parameters": {"trained float32": 1, "quantized uint8": 1}},
+         ["has_scaler False, not True"]),
+    ],
+)  # fmt: skip
+def test_a_difference_between_plan_and_trainer_is_named(
+    planned: dict[str, Any], seen: dict[str, Any], expected: list[str]
+) -> None:
+    assert gpu_matrix.mismatches(PLANNED | planned, SEEN | seen, on_cuda=True) == expected
+
+
+def test_what_only_a_gpu_can_show_is_listed_until_one_has_shown_it() -> None:
+    cell = gpu_matrix.Cell("transformers", "Llama-3.2-1B", "float16", "4bit", "lora")
+    seen = {"autocast": "float16", "has_scaler": True, "scale": 65536.0, "parameters": {"trained float32": 1}}
+    on_cpu = gpu_matrix.Row(cell, gpu_matrix.FINISHED, planned={"fp16": False}, seen={"autocast": "off"})
+    on_cuda = gpu_matrix.Row(cell, gpu_matrix.FINISHED, planned={"fp16": True}, seen=seen)
+    collapsed = gpu_matrix.Row(cell, gpu_matrix.FINISHED, planned={"fp16": True}, seen=seen | {"scale": 0.0})
+    assert gpu_matrix.proofs([on_cpu]).count("needs CUDA") == len(gpu_matrix.NEEDS_CUDA)
+    assert gpu_matrix.proofs([on_cpu, on_cuda]).count("1 of 1 cells") == len(gpu_matrix.NEEDS_CUDA)
+    assert gpu_matrix.proofs([on_cuda, collapsed]).count("1 of 2 cells") == 1
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA GPU here")
+def test_without_a_gpu_the_real_matrix_says_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "--tiny" in done.stderr
