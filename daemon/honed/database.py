@@ -90,13 +90,16 @@ class Database:
         self._db.close()
 
     def put_job(self, job: Job) -> None:
-        """Set a job's row to what its entry says; its progress stays."""
-        self._db.execute(
-            "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state, outcome = excluded.outcome,"
-            " priority = excluded.priority",
-            (job.id, job.name, job.state, job.outcome, job.priority, timestamp(job.submitted_at)),
-        )
+        """Set a job's row to what its entry says; its progress stays. A row that cannot be written harms no job."""
+        try:
+            self._db.execute(
+                "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
+                " outcome = excluded.outcome, priority = excluded.priority",
+                (job.id, job.name, job.state, job.outcome, job.priority, timestamp(job.submitted_at)),
+            )
+        except sqlite3.Error as error:
+            log.error("%s: job %d: %s", self.path, job.id, error)  # noqa: TRY400
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Bytes of an attempt's events that have been counted."""

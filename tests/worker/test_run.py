@@ -260,7 +260,7 @@ def test_early_stopping_ends_a_run_and_returns_to_its_best(make_job: MakeJob, tm
 def test_a_time_limit_leaves_a_checkpoint_and_no_success(make_job: MakeJob) -> None:
     job = make_job(lora=LORA, time_limit_sec=0.001, predictions={"sample_frequency": "off"})
     ended = job.run()
-    assert ended.status == 87
+    assert ended.status == 88
     assert "time limit" in ended.result["error"]["message"]
     assert (job.dir / "checkpoints/checkpoint-1/MANIFEST.json").exists()
 
