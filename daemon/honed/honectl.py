@@ -180,8 +180,10 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     for reason in made["backend"]["reasons"]:
         terminal.say(f"  {reason}")
     precision = made["precision"]
+    words = {None: "none", True: "yes", False: "no"}
     for key, why in precision["reasons"].items():
-        terminal.say(f"{key}: {precision.get(key)}", style="bold")
+        value = precision.get(key)
+        terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
     memory = [[key.removesuffix("_bytes"), f"{value / 2**20:,.1f} MiB"] for key, value in made["memory"].items()
               if key.endswith("_bytes") and value is not None]  # fmt: skip
@@ -256,7 +258,9 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if job["attempts"]:
         keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
         terminal.say()
-        terminal.table(["attempt", *keys[1:]], [[attempt[key] for key in keys] for attempt in job["attempts"]])
+        terminal.table(
+            ["attempt", *keys[1:]], [[str(attempt[key] or "")[:19] for key in keys] for attempt in job["attempts"]]
+        )
     for item in job["events"]:
         if item["event"] == "fallback":
             terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
@@ -319,6 +323,8 @@ def _told(item: event.Event) -> str:
         case "example":
             parts = item.data.get("segments") or []
             return "example: " + "".join(f"⟦{part['text']}⟧" if part["trained"] else part["text"] for part in parts)
+        case "stage":
+            return f"stage: {item.data.get('stage')}"
         case _:
             return f"{item.kind}: " + ", ".join(f"{key} {_short(value)}" for key, value in item.data.items())
 
@@ -387,8 +393,9 @@ def _line(job: dict[str, Any]) -> str:
     from honed import terminal
 
     step, loss, eta = terminal.progress_cells(job["progress"])
-    parts = [f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
-    return ", ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
+    bar = terminal.bar(job["progress"])
+    parts = [bar, f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
+    return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
 
 
 def follow_until_final(instance: Instance, reference: str, *, quiet: bool = False) -> int:
