@@ -148,7 +148,7 @@ class Acceptance:
             names |= {other.name, str(other.id)}
         for reference in job.depends_on:
             known = reference in names or any(
-                reference in {other.name, str(other.id)} for state in State for other in self._spool.jobs(state)
+                reference in {other.name, str(other.id)} for other in self._spool.all_jobs().values()
             )
             if not known:
                 raise SpecError(f"depends_on: there is no job {reference!r}", hint="drop that job first; honectl list")

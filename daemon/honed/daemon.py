@@ -195,7 +195,7 @@ class Daemon:
 
     def _rebuild(self) -> None:
         """Make the database again from the entries and the workers' own event files."""
-        for job in [job for state in State for job in self._spool.jobs(state)]:
+        for job in self._spool.all_jobs().values():
             self._database.put_job(job)
             for index, attempt in enumerate(job.attempts):
                 path = self._layout.job(job.id).attempt(attempt.number).events_path
@@ -330,7 +330,7 @@ class Daemon:
         """The job of that number, else the newest of that name."""
         if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
             return job
-        named = [job for state in State for job in self._spool.jobs(state) if job.name == reference]
+        named = [job for job in self._spool.all_jobs().values() if job.name == reference]
         return max(named, key=lambda job: job.id, default=None)
 
     def _has_slot(self) -> bool:

@@ -162,7 +162,7 @@ class Spool:
 
     def _max_id(self) -> int:
         numbers = [int(path.name) for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]
-        return max([*numbers, *(job.id for state in State for job in self.jobs(state))], default=0)
+        return max([*numbers, *self.all_jobs()], default=0)
 
     def copy(self, claim: Claim, *, max_bytes: int) -> Copy:
         """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size.
@@ -238,14 +238,26 @@ class Spool:
 
     def jobs(self, state: State) -> Iterator[Job]:
         """The jobs in a state, by number; an entry that cannot be read is logged and passed over."""
+        for path in self._entries(state):
+            if (job := _read_entry(path, state)) is not None:
+                yield job
+
+    def all_jobs(self) -> dict[int, Job]:
+        """Every job once, by number, also for a reader beside whom the daemon moves entries.
+
+        In the middle of a move an entry lies in two places: the newer one counts. And it may move behind the reader's
+        back into a place already looked at: so the places are looked at twice.
+        """
+        found: dict[int, Job] = {}
+        for path, state in {(path, state) for _ in range(2) for state in State for path in self._entries(state)}:
+            job = _read_entry(path, state)
+            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
+                found[job.id] = job
+        return dict(sorted(found.items()))
+
+    def _entries(self, state: State) -> list[Path]:
         numbered = [path for path in self.state_dir(state).glob("*.json") if path.stem.isdecimal()]
-        for path in sorted(numbered, key=lambda path: int(path.stem)):
-            try:
-                yield Job.from_json(path.read_bytes(), state)
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                log.error("%s: damaged entry: %s", path, error)  # noqa: TRY400 - the path and the word are the fact
+        return sorted(numbered, key=lambda path: int(path.stem))
 
     def job(self, job_id: int) -> Job | None:
         """One job, wherever it lies; of two copies the newer."""
@@ -343,6 +355,16 @@ class Spool:
 
     def job_layout(self, job_id: int) -> JobLayout:
         return self._layout.job(job_id)
+
+
+def _read_entry(path: Path, state: State) -> Job | None:
+    try:
+        return Job.from_json(path.read_bytes(), state)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.error("%s: damaged entry: %s", path, error)  # noqa: TRY400 - the path and the word are the fact
+        return None
 
 
 def refusal(name: str, error: HonedError, *, when: str) -> str:
