@@ -249,7 +249,8 @@ class Spool:
         back into a place already looked at: so the places are looked at twice.
         """
         found: dict[int, Job] = {}
-        for path, state in {(path, state) for _ in range(2) for state in State for path in self._entries(state)}:
+        places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
+        for path, state in places:
             job = _read_entry(path, state)
             if job is not None and (job.id not in found or job.revision > found[job.id].revision):
                 found[job.id] = job
@@ -261,12 +262,8 @@ class Spool:
 
     def job(self, job_id: int) -> Job | None:
         """One job, wherever it lies; of two copies the newer."""
-        found = []
-        for state in State:
-            try:
-                found.append(Job.from_json(self._entry_path(job_id, state).read_bytes(), state))
-            except (OSError, ValueError):
-                continue
+        places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
+        found = [job for path, state in places if (job := _read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
 
     def update(self, job: Job, **changes: Any) -> Job:
