@@ -71,9 +71,7 @@ class Acceptance:
         arrivals = self._spool.arrivals()
         self._watcher.keep({path.name for path in arrivals})
         self._num_unsettled = len(arrivals)
-        for path in arrivals[:MAX_CLAIMS_PER_PASS]:
-            if not self._watcher.is_whole(path):
-                continue
+        for path in [path for path in arrivals if self._watcher.is_whole(path)][:MAX_CLAIMS_PER_PASS]:
             taken = self._spool.claim(path)
             self._watcher.forget(path.name)
             self._num_unsettled -= 1

@@ -50,6 +50,7 @@ class Running:
     stage: str = "starting"
     logged_at: float = 0.0
     kill_at: float | None = None
+    was_killed: bool = False
     ended: Exit | None = None
     is_stalled: bool = False
 
@@ -146,7 +147,8 @@ class Attempts:
         for running in [running for running in self.running.values() if running.ended is None]:
             if running.kill_at is not None and now >= running.kill_at:
                 log.warning("job %d (%s): killed: it did not end by itself", running.job.id, running.job.name)
-                self._runner.kill(running.job.id)
+                self._runner.kill(running.job.id, shim_too=running.was_killed)
+                running.was_killed = True
                 running.kill_at = now + DUMP_SEC
             elif running.kill_at is None and now - running.heard_at >= self.config.jobs.stall_timeout_sec:
                 log.warning(
@@ -158,7 +160,8 @@ class Attempts:
                 running.is_stalled = True
                 running.kill_at = now + DUMP_SEC
                 if (pid := self._runner.pid(running.job.id)) is not None:
-                    os.kill(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
@@ -238,8 +241,7 @@ class Attempts:
             log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
 
     def _reap(self, running: Running, ended: Exit) -> Job | None:
-        while self._read_events(running):
-            pass
+        self._read_the_rest(running)
         result_path = self._layout.job(running.job.id).attempt(running.job.attempt.number).result_path
         outcome = judge(result_path, ended)
         if running.is_stalled and not outcome.is_success:
@@ -250,6 +252,14 @@ class Attempts:
             running.ended = None
             return None
         return self._settle(running, outcome)
+
+    def _read_the_rest(self, running: Running) -> None:
+        """The last events of a worker that has ended; what cannot be counted is said, and holds up nothing."""
+        try:
+            while self._read_events(running):
+                pass
+        except Exception:
+            log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
         """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""
@@ -272,7 +282,8 @@ class Attempts:
 
     def _settle(self, running: Running, outcome: Outcome) -> Job:
         """Write down how the attempt ended and move the job on."""
-        step = outcome.step if outcome.step is not None else int(running.progress.get("step") or 0)
+        told = running.progress.get("step")
+        step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step)
         state, changes = destination(job, outcome)
         job = self._spool.move(job, state, **changes)

@@ -165,7 +165,7 @@ class Daemon:
             waits.append(0.2)
         elif any(job.state is State.QUEUED for job in self._queue.values()) and not self._spool.is_paused:
             waits.append(DEVICE_PROBE_INTERVAL_SEC)
-        waits += [when - now for when in self._not_before.values()]
+        waits += [when - now for when in self._not_before.values() if when > now]
         if self._notifier.watchdog_interval_sec is not None:
             waits.append(self._notifier.watchdog_interval_sec / 2)
         return max(0.0, self._pause_until - now, min(waits))
@@ -220,6 +220,8 @@ class Daemon:
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, note)
+        # The kernel's word that somebody opens a file on which the watcher holds a lease, for the moment of a look.
+        signal.signal(signal.SIGIO, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
 
     def _obey_signals(self) -> None:
@@ -427,10 +429,9 @@ class Daemon:
             return self._attempts.running[job.id].job
         changed = change(self._spool, self._layout, verb, job, from_start=from_start)
         self._queue.pop(job.id, None)
+        self._not_before.pop(job.id, None)
         if changed.state in {State.QUEUED, State.HELD}:
             self._queue[job.id] = changed
-        if verb in {"release", "requeue"}:
-            self._not_before.pop(job.id, None)
         self._database.put_job(changed)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state)
         return changed
@@ -449,6 +450,10 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             if from_start or job.state is State.SUCCEEDED:
                 shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
             return spool.move(job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None)
+        case _, State.RUNNING if verb in {"cancel", "hold"}:
+            raise EnvironmentInvalidError(
+                f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"
+            )
         case _:
             allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
                        "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip

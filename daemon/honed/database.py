@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,6 +65,8 @@ class Database:
         self.is_new = not path.exists()
         try:
             self._db = self._open()
+        except sqlite3.OperationalError:
+            raise  # locked, or no room: not damaged
         except sqlite3.DatabaseError as error:
             aside = path.with_name(path.name + ".damaged")
             log.error("%s: %s; set aside as %s and made again", path, error, aside.name)  # noqa: TRY400
@@ -223,11 +226,20 @@ class Reader:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A figure that SQLite can hold, or None: finite, and in 64 bits where it is whole."""
+    match value:
+        case bool():
+            return None
+        case float() if math.isfinite(value):
+            return value
+        case int() if abs(value) < 2**63:
+            return value
+        case _:
+            return None
 
 
 def _integer(value: Any) -> int:
-    """SQLite's integers have 64 bits; a garbled step is step 0."""
+    """A garbled step is step 0."""
     number = _number(value)
     return int(number) if number is not None and abs(number) < 2**62 else 0
 

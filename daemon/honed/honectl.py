@@ -81,8 +81,11 @@ class Instance:
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    for path in options.files:
-        check_one(instance, path)
+    refused = [path for path in options.files if not _is_accepted(instance, path)]
+    if refused:
+        return 1
+    if options.wait and not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
     incoming_dir = instance.layout.spool_dir / "incoming"
     if not incoming_dir.is_dir():
         raise EnvironmentInvalidError(
@@ -98,14 +101,22 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(answers))
     if options.wait:
-        if not instance.is_up:
-            raise EnvironmentInvalidError(
-                "honed is not running, so there is nothing to wait for", hint="start it first"
-            )
         for answer in answers:
             if answer["id"] is not None:
                 status |= follow_until_final(instance, str(answer["id"]), quiet=options.json)
     return int(status)
+
+
+def _is_accepted(instance: Instance, path: Path) -> bool:
+    """Whether honed would take a file; if not, each reason goes to stderr. Raises UsageError where there is none."""
+    try:
+        check_one(instance, path)
+    except UsageError:
+        raise
+    except HonedError as error:
+        _complain(error, prefix=f"{path}: ")
+        return False
+    return True
 
 
 def _verdict(instance: Instance, name: str, since: float) -> dict[str, Any]:
@@ -144,6 +155,16 @@ def check_one(instance: Instance, path: Path) -> Any:
     return preflight.check(path, layout=instance.layout, config=config.load(instance.layout))
 
 
+def _checked(instance: Instance, path: Path) -> Any:
+    """As check_one; what it raises names the file."""
+    try:
+        return check_one(instance, path)
+    except HonedError as error:
+        if str(path) not in error.message:
+            error.message = f"{path}: {error.message}"
+        raise
+
+
 def check(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
@@ -171,7 +192,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
 def plan(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    verdict = check_one(instance, options.file)
+    verdict = _checked(instance, options.file)
     made = verdict.plan.as_dict()
     if options.json:
         terminal.console.print_json(json.dumps(made))
@@ -199,7 +220,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
 def preview(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    check_one(instance, options.file)
+    _checked(instance, options.file)
     command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
@@ -210,9 +231,9 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     for row in json.loads(done.stdout):
         share = row["num_trained"] / row["num_tokens"] if row["num_tokens"] else 0
-        terminal.say(
-            f"row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%})", style="bold"
-        )
+        cut = ", cut off" if row["is_truncated"] else ""
+        counts = f"{row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%}){cut}"
+        terminal.say(f"{row['dataset']}: row {row['row']}: {counts}", style="bold")
         terminal.console.print(terminal.segments(row["segments"]))
         terminal.say()
     return 0
@@ -522,6 +543,13 @@ def _say_error(error: dict[str, str], *, prefix: str = "") -> None:
         terminal.say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
 
 
+def _complain(error: HonedError, *, prefix: str) -> None:
+    from honed import terminal
+
+    for line in [f"{prefix}{error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
+        print(terminal.plain(line), file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="honectl",
@@ -597,8 +625,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, "json", False):
             terminal.console.print_json(json.dumps({"error": error.as_dict()}))
         else:
-            for line in [f"honectl: {error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
-                print(terminal.plain(line), file=sys.stderr)
+            _complain(error, prefix="honectl: ")
         return _status(error)
     except PermissionError as error:
         print(f"honectl: {error.filename}: {error.strerror}", file=sys.stderr)

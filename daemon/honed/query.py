@@ -77,7 +77,7 @@ def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
     plan = _read_json(files.plan_path)
     spec = plan.pop("spec", {})
     result = _read_json(files.attempt(job.attempt.number).result_path) if job.attempts else {}
-    artifacts = result.get("artifacts") or {}
+    artifacts, final = (value if isinstance(value := result.get(key), dict) else {} for key in ("artifacts", "metrics"))
     report = str(files.report_path) if files.report_path.exists() else None
     return {
         **summary(job, progress),
@@ -90,7 +90,7 @@ def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
             "report": report,
             "merged": artifacts.get("merged"),
         },
-        "metrics": {**metrics, **(result.get("metrics") or {})},
+        "metrics": {**metrics, **final},
         "depends_on": list(job.depends_on),
         "job_dir": str(files.dir),
         "events": events,

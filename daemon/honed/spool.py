@@ -231,7 +231,9 @@ class Spool:
 
     def claims(self) -> list[Claim]:
         """What was claimed and has neither been accepted nor refused."""
-        places = sorted((p for p in self.claimed_dir.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+        places = sorted(
+            (p for p in self.claimed_dir.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name)
+        )
         return [Claim(int(place.name), path) for place in places for path in place.iterdir()]
 
     # -- entries ------------------------------------------------------------------------------------------------------
@@ -309,6 +311,9 @@ class Spool:
             path.unlink(missing_ok=True)
         self._drop_older_copies()
         for place in list(self.claimed_dir.iterdir()):
+            if not place.name.isdecimal() or not place.is_dir():
+                log.warning("%s: not honed's; left alone", place)
+                continue
             names = list(place.iterdir())
             if not names:
                 place.rmdir()
@@ -395,11 +400,26 @@ def _read_at_most(fd: int, size: int) -> bytes:
 
 def drop(incoming_dir: Path, source: Path, *, hold: bool = False) -> str:
     """Put a copy of a job file into incoming/, whole from the first moment. Returns the name that it got there."""
-    data = source.read_bytes()
-    stem = source.stem + (HOLD_SUFFIX if hold else "")
-    number, name = 1, f"{stem}{source.suffix}"
-    while os.path.lexists(incoming_dir / name):
-        number += 1
-        name = f"{source.stem}-{number}{HOLD_SUFFIX if hold else ''}{source.suffix}"
-    durable.write(incoming_dir / name, data)
-    return name
+    data, ending = source.read_bytes(), f"{HOLD_SUFFIX if hold else ''}{source.suffix}"
+    number = 1
+    while True:
+        name = f"{source.stem}{'' if number == 1 else f'-{number}'}{ending}"
+        # The name is reserved by the hidden file's own: of two that drop at once, each gets another number.
+        temporary = incoming_dir / f".{name}.dropping"
+        try:
+            fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        try:
+            if not os.path.lexists(incoming_dir / name):
+                with os.fdopen(fd, "wb", closefd=False) as file:
+                    file.write(data)
+                os.fsync(fd)
+                temporary.rename(incoming_dir / name)
+                durable.sync_dir(incoming_dir)
+                return name
+            temporary.unlink()
+            number += 1
+        finally:
+            os.close(fd)
