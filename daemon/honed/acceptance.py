@@ -107,9 +107,7 @@ class Acceptance:
         arrivals = self._spool.arrivals()
         self._watcher.keep({path.name for path in arrivals})
         self._num_unsettled = len(arrivals)
-        for path in arrivals[:MAX_CLAIMS_PER_PASS]:
-            if not self._watcher.is_whole(path):
-                continue
+        for path in [path for path in arrivals if self._watcher.is_whole(path)][:MAX_CLAIMS_PER_PASS]:
             taken = self._spool.claim(path)
             self._watcher.forget(path.name)
             self._num_unsettled -= 1
@@ -199,7 +197,7 @@ class Acceptance:
         return {self._job(each.pending, each.answer).name: each.pending.claim.id for each in others}
 
     def _jobs(self) -> list[Job]:
-        return [job for state in State for job in self._spool.jobs(state)]
+        return list(self._spool.all_jobs().values())
 
     def _unknown(self, name: str, job: Job) -> SpecError:
         if name in self._names_waiting(job):

@@ -8,12 +8,13 @@ starts, and says why it is to stop before its worker is asked to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +50,8 @@ class Running:
     stage: str = "starting"
     logged_at: float = 0.0
     kill_at: float | None = None
+    was_killed: bool = False
+    ended: Exit | None = None
     is_stalled: bool = False
 
 
@@ -132,6 +135,8 @@ class Attempts:
             self._ask(running, why)
 
     def _ask(self, running: Running, why: Stop) -> None:
+        if running.ended is not None:
+            return
         self._runner.stop(running.job.id)
         patience = CANCEL_TIMEOUT_SEC if why is Stop.CANCEL else self.config.jobs.stop_timeout_sec
         running.kill_at = self._clock() + min(patience, self.config.jobs.stop_timeout_sec)
@@ -139,10 +144,11 @@ class Attempts:
     def enforce(self) -> None:
         """Kill what was asked to stop and did not; end what hangs, its stacks dumped first."""
         now = self._clock()
-        for running in self.running.values():
+        for running in [running for running in self.running.values() if running.ended is None]:
             if running.kill_at is not None and now >= running.kill_at:
                 log.warning("job %d (%s): killed: it did not end by itself", running.job.id, running.job.name)
-                self._runner.kill(running.job.id)
+                self._runner.kill(running.job.id, shim_too=running.was_killed)
+                running.was_killed = True
                 running.kill_at = now + DUMP_SEC
             elif running.kill_at is None and now - running.heard_at >= self.config.jobs.stall_timeout_sec:
                 log.warning(
@@ -154,14 +160,16 @@ class Attempts:
                 running.is_stalled = True
                 running.kill_at = now + DUMP_SEC
                 if (pid := self._runner.pid(running.job.id)) is not None:
-                    os.kill(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Read what the workers have told since the last pass."""
         for running in self.running.values():
-            self._read_events(running)
+            with self._alone(running):
+                self._read_events(running)
 
     def _read_events(self, running: Running) -> int:
         path = self._layout.job(running.job.id).attempt(running.job.attempt.number).events_path
@@ -218,14 +226,22 @@ class Attempts:
         """Settle the jobs whose workers have ended. Returns them as they are now."""
         settled = []
         for running in list(self.running.values()):
-            ended = self._runner.poll(running.job.id)
-            if ended is not None and (job := self._reap(running, ended)) is not None:
-                settled.append(job)
+            running.ended = running.ended or self._runner.poll(running.job.id)
+            with self._alone(running):
+                if running.ended is not None and (job := self._reap(running, running.ended)) is not None:
+                    settled.append(job)
         return settled
 
+    @contextlib.contextmanager
+    def _alone(self, running: Running) -> Iterator[None]:
+        """What nobody foresaw in one job's affairs is logged and tried again; the other jobs do not suffer."""
+        try:
+            yield
+        except Exception:
+            log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
+
     def _reap(self, running: Running, ended: Exit) -> Job | None:
-        while self._read_events(running):
-            pass
+        self._read_the_rest(running)
         result_path = self._layout.job(running.job.id).attempt(running.job.attempt.number).result_path
         outcome = judge(result_path, ended)
         if running.is_stalled and not outcome.is_success:
@@ -233,8 +249,17 @@ class Attempts:
                 outcome, code="stalled", error=error.StalledError("no progress", hint="its stacks are in its log")
             )
         if self._falls_back(running, outcome):
+            running.ended = None
             return None
         return self._settle(running, outcome)
+
+    def _read_the_rest(self, running: Running) -> None:
+        """The last events of a worker that has ended; what cannot be counted is said, and holds up nothing."""
+        try:
+            while self._read_events(running):
+                pass
+        except Exception:
+            log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
         """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""
@@ -257,11 +282,12 @@ class Attempts:
 
     def _settle(self, running: Running, outcome: Outcome) -> Job:
         """Write down how the attempt ended and move the job on."""
-        del self.running[running.job.id]
-        step = outcome.step if outcome.step is not None else int(running.progress.get("step") or 0)
+        told = running.progress.get("step")
+        step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step)
         state, changes = destination(job, outcome)
         job = self._spool.move(job, state, **changes)
+        del self.running[running.job.id]
         self._database.put_job(job)
         level = logging.INFO if outcome.is_success or state in {State.HELD, State.CANCELLED} else logging.WARNING
         why = f": {outcome.error.message}" if outcome.error is not None else ""

@@ -266,7 +266,7 @@ class ChatFormat:
 
         return Encoded(
             input_ids=[*bos, *body.input_ids, *eos],
-            trained=[*[start == 0] * len(bos), *body.trained, *[True] * len(eos)],
+            trained=[*[example.kind == "text"] * len(bos), *body.trained, *[True] * len(eos)],
             turns=(text[start:] + (self.tokenizer.eos_token if eos else ""),),
             _pieces=pieces,
         )
@@ -518,14 +518,14 @@ class _Check:
         if wrong := [n for n in trained if self.labels[n] != self.ids[n]]:
             raise self._error("the labels are not the row's own tokens", wrong[0])
         forbidden = self.placeholder_ids | _placeholder_ids(tokenizer)
-        if self._pads_otherwise:
+        said = str([m.get("content") for m in self.example.messages]) + self.example.completion + self.example.text
+        if self._pads_otherwise and tokenizer.pad_token not in said:
             forbidden |= {tokenizer.pad_token_id}
         if wrong := [n for n in trained if self.ids[n] in forbidden]:
             raise self._error(
                 f"{self.chat._decode([self.ids[wrong[0]]])!r}, which nobody says, is trained on", wrong[0]
             )
         twice = [n for n in trained[1:] if self.ids[n] == self.ids[n - 1] == tokenizer.pad_token_id]
-        said = str([m.get("content") for m in self.example.messages]) + self.example.completion + self.example.text
         if twice and tokenizer.pad_token not in said:
             raise self._error("padding is trained on", twice[0])
 

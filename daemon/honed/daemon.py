@@ -33,7 +33,7 @@ from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
-from honed.error import EnvironmentInvalidError, HonedError, ModelError, UsageError
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, UsageError
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.notify import Notifier
@@ -48,8 +48,8 @@ log = logging.getLogger("honed")
 ARRIVAL_GRACE_SEC = 10.0
 #: Seconds between looks at the GPUs while a job waits for one that others hold.
 DEVICE_PROBE_INTERVAL_SEC = 2.0
-#: Passes that fail one after another before honed gives up and leaves the rest to its restart.
-MAX_BROKEN_TURNS = 10
+#: Seconds between passes of the loop, at most, while one of its steps keeps failing.
+MAX_BROKEN_PAUSE_SEC = 30.0
 #: Seconds asked of systemd at a time while workers write their checkpoints.
 STOP_EXTENSION_SEC = 30.0
 
@@ -80,8 +80,10 @@ class Daemon:
         self._signals: set[int] = set()
         self._is_stopping = False
         self._num_broken_turns = 0
+        self._pause_until = 0.0
         self._rescan_at = 0.0
-        self._waits_since: float | None = None
+        self._free_since: float | None = None
+        self._waiting: set[int] = set()  # jobs of which it was said that they wait
         self._not_before: dict[int, float] = {}
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
         self._devices: list[Device] = []
@@ -110,7 +112,7 @@ class Daemon:
         log.info("honed %s ready: %s", __version__, self._status())
         try:
             while not self._is_over():
-                self._survive(self._turn)
+                self._turn()
         finally:
             self._close()
         log.info("honed ends: %s", self._status())
@@ -119,27 +121,22 @@ class Daemon:
     def _turn(self) -> None:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
-        self._obey_signals()
-        self._settle()
-        self._attempts.follow()
-        self._take_arrivals()
-        self._plan_deferred()
-        self._start_next()
-        self._attempts.enforce()
-        self._report()
+        steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
+                 self._start_next, self._attempts.enforce)  # fmt: skip
+        num_broken = sum(not self._is_done(step) for step in steps)
+        self._report(is_healthy=not num_broken)
+        # What keeps breaking is tried again at leisure, and its restart is left to systemd's watchdog.
+        self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
+        self._pause_until = self._clock() + min(self._num_broken_turns, MAX_BROKEN_PAUSE_SEC)
 
-    def _survive(self, turn: Callable[[], None]) -> None:
-        """One pass; what nobody foresaw is logged and the next pass tried, until nothing but failures comes."""
+    def _is_done(self, step: Callable[[], None]) -> bool:
+        """One step; what nobody foresaw in it is logged, and the other steps go on."""
         try:
-            turn()
+            step()
         except Exception:
-            self._num_broken_turns += 1
-            log.exception("a pass of the loop failed")
-            if self._num_broken_turns >= MAX_BROKEN_TURNS:
-                raise
-            time.sleep(1.0)
-        else:
-            self._num_broken_turns = 0
+            log.exception("a step of the loop failed")
+            return False
+        return True
 
     def wake(self) -> None:
         """Make the loop go round now; safe from any thread and from signal handlers."""
@@ -168,12 +165,14 @@ class Daemon:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.num_unsettled:
             waits.append(min(0.1, self._config.spool.settle_sec))
-        if self._acceptance.is_busy or self._acceptance.num_waiting or self._waits_since is not None:
-            waits.append(1.0)
-        waits += [when - now for when in self._not_before.values()]
+        if self._acceptance.is_busy or self._acceptance.num_waiting:
+            waits.append(0.2)
+        elif any(job.state is State.QUEUED for job in self._queue.values()) and not self._spool.is_paused:
+            waits.append(DEVICE_PROBE_INTERVAL_SEC)
+        waits += [when - now for when in self._not_before.values() if when > now]
         if self._notifier.watchdog_interval_sec is not None:
             waits.append(self._notifier.watchdog_interval_sec / 2)
-        return max(0.0, min(waits))
+        return max(0.0, self._pause_until - now, min(waits))
 
     def _is_over(self) -> bool:
         if self._attempts.running:
@@ -208,7 +207,7 @@ class Daemon:
 
     def _rebuild(self) -> None:
         """Make the database again from the entries and the workers' own event files."""
-        for job in [job for state in State for job in self._spool.jobs(state)]:
+        for job in self._spool.all_jobs().values():
             self._database.put_job(job)
             for index, attempt in enumerate(job.attempts):
                 path = self._layout.job(job.id).attempt(attempt.number).events_path
@@ -233,6 +232,8 @@ class Daemon:
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, note)
+        # The kernel's word that somebody opens a file on which the watcher holds a lease, for the moment of a look.
+        signal.signal(signal.SIGIO, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
 
     def _obey_signals(self) -> None:
@@ -317,28 +318,44 @@ class Daemon:
         log.warning("job %d (%s): failed: %s: %s", job.id, job.name, problem["code"], problem["message"])
 
     def _start_next(self) -> None:
-        if self._is_stopping or self._spool.is_paused:
-            return
-        while (job := self._next()) is not None and self._has_slot():
+        while not self._is_stopping and not self._spool.is_paused and self._has_slot():
+            chosen = self._choose()
+            if chosen is None:
+                self._free_since = None
+                return
             if self._must_wait_for_arrivals():
                 return
-            free = self._free_device(job)
-            if free is None:
-                return
-            self._waits_since = None
-            del self._queue[job.id]
+            job, free = chosen
+            self._free_since = None
+            self._waiting.discard(job.id)
             self._not_before.pop(job.id, None)
-            self._attempts.start(job, free, self._backend(job))
+            del self._queue[job.id]
+            try:
+                backend = self._backend(job)
+            except (OSError, ValueError, KeyError) as error:
+                self._fail(job, InternalError(f"its plan cannot be read: {error}", hint="drop the job again"))
+                continue
+            self._attempts.start(job, free, backend)
 
-    def _next(self) -> Job | None:
-        """The most urgent job that may start: highest priority, then first come."""
+    def _choose(self) -> tuple[Job, Device] | None:
+        """The most urgent job that fits on a free device: highest priority, then first come."""
         now = self._clock()
         ready = [job for job in self._queue.values() if job.state is State.QUEUED and not job.is_deferred]
         ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
         for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
-            if not job.depends_on or self._dependencies_are_met(job):
-                return job
+            if job.depends_on and not self._dependencies_are_met(job):
+                continue
+            if (free := self._free_device(job)) is not None:
+                return job, free
+            if not self._attempts.running and job.id not in self._waiting:
+                self._waiting.add(job.id)
+                log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
         return None
+
+    def _fail(self, job: Job, error: HonedError) -> None:
+        """End a queued job that cannot be started."""
+        log.error("job %d (%s): %s", job.id, job.name, error.message)
+        self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
 
     def _dependencies_are_met(self, job: Job) -> bool:
         for reference in job.depends_on:
@@ -364,7 +381,7 @@ class Daemon:
         """The job of that number, else the newest of that name."""
         if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
             return job
-        named = [job for state in State for job in self._spool.jobs(state) if job.name == reference]
+        named = [job for job in self._spool.all_jobs().values() if job.name == reference]
         return max(named, key=lambda job: job.id, default=None)
 
     def _has_slot(self) -> bool:
@@ -372,16 +389,15 @@ class Daemon:
         return limit is None or len(self._attempts.running) < limit
 
     def _must_wait_for_arrivals(self) -> bool:
+        """Whether what is being accepted may be more urgent than what could start now."""
         now = self._clock()
-        if not self._acceptance.is_busy:
-            return False
-        self._waits_since = self._waits_since if self._waits_since is not None else now
-        return now - self._waits_since < ARRIVAL_GRACE_SEC
+        self._free_since = self._free_since if self._free_since is not None else now
+        return self._acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
 
     def _free_device(self, job: Job) -> Device | None:
         """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds."""
         now = self._clock()
-        if now - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC or self._attempts.running:
+        if now - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
             self._devices, self._probed_at = self._probe(self._config.device.gpus), now
         in_use = self._attempts.devices_in_use()
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
@@ -389,9 +405,6 @@ class Daemon:
             is_free = found.kind != "cuda" or device.is_free(found, self._config.device.busy_bytes)
             if (found.uuid or found.kind) not in in_use and is_free and (found.kind == "cuda") == wants_gpu:
                 return found
-        if self._waits_since is None and wants_gpu:
-            log.info("job %d (%s): waits for a GPU: all are in use", job.id, job.name)
-        self._waits_since = self._waits_since if self._waits_since is not None else now
         return None
 
     def _backend(self, job: Job) -> str:
@@ -401,9 +414,12 @@ class Daemon:
             name = job.attempts[-1].backend  # it fell back before; it would again
         return name
 
-    def _report(self) -> None:
-        self._notifier.status(self._status())
-        self._notifier.watchdog()
+    def _report(self, *, is_healthy: bool) -> None:
+        self._notifier.status(
+            self._status() if is_healthy else f"a step of the loop fails, see the log; {self._status()}"
+        )
+        if is_healthy:
+            self._notifier.watchdog()
         if self._is_stopping and self._attempts.running:
             self._notifier.extend_timeout(STOP_EXTENSION_SEC)
 
@@ -462,10 +478,9 @@ class Daemon:
             return self._attempts.running[job.id].job
         changed = change(self._spool, self._layout, verb, job, from_start=from_start)
         self._queue.pop(job.id, None)
+        self._not_before.pop(job.id, None)
         if changed.state in {State.QUEUED, State.HELD}:
             self._queue[job.id] = changed
-        if verb in {"release", "requeue"}:
-            self._not_before.pop(job.id, None)
         self._database.put_job(changed)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state)
         return changed
@@ -486,6 +501,10 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
                 job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred
+            )
+        case _, State.RUNNING if verb in {"cancel", "hold"}:
+            raise EnvironmentInvalidError(
+                f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"
             )
         case _:
             allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,6 +65,8 @@ class Database:
         self.is_new = not path.exists()
         try:
             self._db = self._open()
+        except sqlite3.OperationalError:
+            raise  # locked, or no room: not damaged
         except sqlite3.DatabaseError as error:
             aside = path.with_name(path.name + ".damaged")
             log.error("%s: %s; set aside as %s and made again", path, error, aside.name)  # noqa: TRY400
@@ -90,13 +93,16 @@ class Database:
         self._db.close()
 
     def put_job(self, job: Job) -> None:
-        """Set a job's row to what its entry says; its progress stays."""
-        self._db.execute(
-            "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state, outcome = excluded.outcome,"
-            " priority = excluded.priority",
-            (job.id, job.name, job.state, job.outcome, job.priority, timestamp(job.submitted_at)),
-        )
+        """Set a job's row to what its entry says; its progress stays. A row that cannot be written harms no job."""
+        try:
+            self._db.execute(
+                "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
+                " outcome = excluded.outcome, priority = excluded.priority",
+                (job.id, job.name, job.state, job.outcome, job.priority, timestamp(job.submitted_at)),
+            )
+        except sqlite3.Error as error:
+            log.error("%s: job %d: %s", self.path, job.id, error)  # noqa: TRY400
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Bytes of an attempt's events that have been counted."""
@@ -220,11 +226,20 @@ class Reader:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A figure that SQLite can hold, or None: finite, and in 64 bits where it is whole."""
+    match value:
+        case bool():
+            return None
+        case float() if math.isfinite(value):
+            return value
+        case int() if abs(value) < 2**63:
+            return value
+        case _:
+            return None
 
 
 def _integer(value: Any) -> int:
-    """SQLite's integers have 64 bits; a garbled step is step 0."""
+    """A garbled step is step 0."""
     number = _number(value)
     return int(number) if number is not None and abs(number) < 2**62 else 0
 

@@ -39,6 +39,8 @@ from typing import Any
 MAX_LINE_BYTES = 4 * 1024 * 1024
 #: Bytes read in one pass of the daemon's loop, so that a chatty worker cannot hold the loop.
 MAX_READ_BYTES = 8 * 1024 * 1024
+#: Seconds since the epoch (the year 9999): what lies beyond is not a time.
+MAX_TIME = 253_000_000_000
 
 
 @dataclass(frozen=True)
@@ -127,4 +129,19 @@ def _parse(line: bytes) -> Event | None:
     kind, when = data.pop("event", None), data.pop("time", None)
     if not isinstance(kind, str) or isinstance(when, bool) or not isinstance(when, int | float):
         return None
-    return Event(kind, float(when), data)
+    if not 0 <= when <= MAX_TIME:  # NaN is not
+        return None
+    return Event(_encodable(kind), float(when), {_encodable(key): _encodable(value) for key, value in data.items()})
+
+
+def _encodable(value: Any) -> Any:
+    """The same, without lone surrogates: JSON can carry them, UTF-8, and so the log and the database, cannot."""
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case dict():
+            return {_encodable(key): _encodable(item) for key, item in value.items()}
+        case list():
+            return [_encodable(item) for item in value]
+        case _:
+            return value

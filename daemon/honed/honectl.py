@@ -81,8 +81,11 @@ class Instance:
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    for path in options.files:
-        check_one(instance, path)
+    refused = [path for path in options.files if not _is_accepted(instance, path)]
+    if refused:
+        return 1
+    if options.wait and not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
     incoming_dir = instance.layout.spool_dir / "incoming"
     if not incoming_dir.is_dir():
         raise EnvironmentInvalidError(
@@ -99,14 +102,22 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(answers))
     if options.wait:
-        if not instance.is_up:
-            raise EnvironmentInvalidError(
-                "honed is not running, so there is nothing to wait for", hint="start it first"
-            )
         for answer in answers:
             if answer["id"] is not None:
                 status |= follow_until_final(instance, str(answer["id"]), quiet=options.json)
     return int(status)
+
+
+def _is_accepted(instance: Instance, path: Path) -> bool:
+    """Whether honed would take a file; if not, each reason goes to stderr. Raises UsageError where there is none."""
+    try:
+        check_one(instance, path)
+    except UsageError:
+        raise
+    except HonedError as error:
+        _complain(error, prefix=f"{path}: ")
+        return False
+    return True
 
 
 def _verdict(instance: Instance, name: str, since: float) -> dict[str, Any]:
@@ -163,6 +174,16 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
     return made
 
 
+def _checked(instance: Instance, path: Path) -> Any:
+    """As check_one; what it raises names the file."""
+    try:
+        return check_one(instance, path)
+    except HonedError as error:
+        if str(path) not in error.message:
+            error.message = f"{path}: {error.message}"
+        raise
+
+
 def check(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
@@ -190,7 +211,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
 def plan(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    verdict = check_one(instance, options.file)
+    verdict = _checked(instance, options.file)
     if verdict.plan is None:
         return _say_deferred(verdict, as_json=options.json)
     made = verdict.plan.as_dict()
@@ -201,8 +222,10 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     for reason in made["backend"]["reasons"]:
         terminal.say(f"  {reason}")
     precision = made["precision"]
+    words = {None: "none", True: "yes", False: "no"}
     for key, why in precision["reasons"].items():
-        terminal.say(f"{key}: {precision.get(key)}", style="bold")
+        value = precision.get(key)
+        terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
     memory = [[key.removesuffix("_bytes"), f"{value / 2**20:,.1f} MiB"] for key, value in made["memory"].items()
               if key.endswith("_bytes") and value is not None]  # fmt: skip
@@ -233,7 +256,7 @@ def _say_deferred(verdict: Any, *, as_json: bool) -> int:
 def preview(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    verdict = check_one(instance, options.file)
+    verdict = _checked(instance, options.file)
     command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
     if verdict.plan is not None:
         command += ["--base-model", str(verdict.plan.model.path)]
@@ -246,9 +269,9 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     for row in json.loads(done.stdout):
         share = row["num_trained"] / row["num_tokens"] if row["num_tokens"] else 0
-        terminal.say(
-            f"row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%})", style="bold"
-        )
+        cut = ", cut off" if row["is_truncated"] else ""
+        counts = f"{row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%}){cut}"
+        terminal.say(f"{row['dataset']}: row {row['row']}: {counts}", style="bold")
         terminal.console.print(terminal.segments(row["segments"]))
         terminal.say()
     return 0
@@ -294,7 +317,9 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if job["attempts"]:
         keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
         terminal.say()
-        terminal.table(["attempt", *keys[1:]], [[attempt[key] for key in keys] for attempt in job["attempts"]])
+        terminal.table(
+            ["attempt", *keys[1:]], [[str(attempt[key] or "")[:19] for key in keys] for attempt in job["attempts"]]
+        )
     for item in job["events"]:
         if item["event"] == "fallback":
             terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
@@ -400,6 +425,8 @@ def _told(item: event.Event) -> str:
         case "example":
             parts = item.data.get("segments") or []
             return "example: " + "".join(f"⟦{part['text']}⟧" if part["trained"] else part["text"] for part in parts)
+        case "stage":
+            return f"stage: {item.data.get('stage')}"
         case _:
             return f"{item.kind}: " + ", ".join(f"{key} {_short(value)}" for key, value in item.data.items())
 
@@ -468,8 +495,9 @@ def _line(job: dict[str, Any]) -> str:
     from honed import terminal
 
     step, loss, eta = terminal.progress_cells(job["progress"])
-    parts = [f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
-    return ", ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
+    bar = terminal.bar(job["progress"])
+    parts = [bar, f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
+    return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
 
 
 def follow_until_final(instance: Instance, reference: str, *, quiet: bool = False) -> int:
@@ -596,6 +624,13 @@ def _say_error(error: dict[str, str], *, prefix: str = "") -> None:
         terminal.say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
 
 
+def _complain(error: HonedError, *, prefix: str) -> None:
+    from honed import terminal
+
+    for line in [f"{prefix}{error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
+        print(terminal.plain(line), file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="honectl",
@@ -671,8 +706,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, "json", False):
             terminal.console.print_json(json.dumps({"error": error.as_dict()}))
         else:
-            for line in [f"honectl: {error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
-                print(terminal.plain(line), file=sys.stderr)
+            _complain(error, prefix="honectl: ")
         return _status(error)
     except PermissionError as error:
         print(f"honectl: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -39,9 +39,9 @@ def judge(result_path: Path, ended: Exit) -> Outcome:
     if result is None:
         return _of(_died(ended))
     facts: dict[str, Any] = {
-        "step": result["step"] if isinstance(result.get("step"), int) else None,
-        "metrics": result.get("metrics") or {},
-        "artifacts": {key: value for key, value in (result.get("artifacts") or {}).items() if value},
+        "step": step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
+        "metrics": _mapping(result.get("metrics")),
+        "artifacts": {key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
     }
     if result.get("outcome") == SUCCEEDED:
         if ended.status == 0:
@@ -50,7 +50,11 @@ def judge(result_path: Path, ended: Exit) -> Outcome:
     reported = result.get("error")
     if not isinstance(reported, dict):
         reported = error.InternalError("the worker failed and did not say why").as_dict()
-    return _of(error.from_dict(reported), **facts)
+    return _of(error.from_dict({key: str(value) for key, value in reported.items()}), **facts)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _of(problem: error.HonedError, **facts: Any) -> Outcome:

@@ -35,6 +35,13 @@ EAGER_ONLY = {
     "gpt_oss": "gpt_oss has attention sinks, which sdpa does not know",
     "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not know",
 }
+#: Architectures that transformers has no scaled_dot_product_attention for; a test holds the list.
+NO_SDPA = frozenset({
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "git", "got_ocr2",
+    "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "mamba", "mamba2",
+    "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
+    "rwkv", "trocr", "xglm", "xlm", "xlnet", "xlstm",
+})  # fmt: skip
 #: For each quantization, why bitsandbytes computes as it does.
 COMPUTE_REASONS = {
     "none": "nothing is quantized",
@@ -303,6 +310,8 @@ def _attention(
             )
         return _Choice(asked, "as the job asks", warning)
     eager_reason = EAGER_ONLY.get(model.model_type)
+    if eager_reason is None and model.model_type in NO_SDPA:
+        eager_reason = f"transformers has no other for {model.model_type}"
     if asked == "auto" and eager_reason:
         return _Choice("eager", eager_reason)
     if asked == "auto":

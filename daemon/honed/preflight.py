@@ -452,7 +452,10 @@ def _outside_window(here: Installed) -> list[str]:
 def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None) -> Path:
     if job_spec.output_dir is None:
         return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
-    path = Path(job_spec.output_dir)
+    # Where it really lies: a rename onto a symbolic link would fail when all is done.
+    path = Path(job_spec.output_dir).resolve()
+    if path.is_mount():
+        raise SpecError(f"output_dir: {path} is a mount point", hint="name a directory in it")
     if any(
         path == ours or path in ours.parents or ours in path.parents for ours in (layout.spool_dir, layout.state_dir)
     ):

@@ -22,7 +22,7 @@ def find(spool: Spool, reference: str) -> Job:
     """A job by its number, or by its name where that is unambiguous. Raises UsageError, which lists the candidates."""
     if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
         return job
-    named = [job for state in State for job in spool.jobs(state) if job.name == reference]
+    named = [job for job in spool.all_jobs().values() if job.name == reference]
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
     active = [job for job in named if not job.state.is_final]
@@ -42,9 +42,8 @@ def list_jobs(spool: Spool, layout: Layout, _reference: str = "") -> list[dict[s
     finally:
         reader.close()
     order = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
-    jobs = {job.id: job for state in State for job in spool.jobs(state)}
     ranked = sorted(
-        jobs.values(),
+        spool.all_jobs().values(),
         key=lambda job: (order.get(job.state, 3), *((-job.priority, job.id) if job.state in order else (-job.id, 0))),
     )
     return [summary(job, progress.get(job.id, {})) for job in ranked]
@@ -79,7 +78,7 @@ def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
     plan = _read_json(files.plan_path)
     spec = plan.pop("spec", {})
     result = _read_json(files.attempt(job.attempt.number).result_path) if job.attempts else {}
-    artifacts = result.get("artifacts") or {}
+    artifacts, final = (value if isinstance(value := result.get(key), dict) else {} for key in ("artifacts", "metrics"))
     report = str(files.report_path) if files.report_path.exists() else None
     return {
         **summary(job, progress),
@@ -92,7 +91,7 @@ def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
             "report": report,
             "merged": artifacts.get("merged"),
         },
-        "metrics": {**metrics, **(result.get("metrics") or {})},
+        "metrics": {**metrics, **final},
         "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
         "depends_on": list(job.depends_on),
         "job_dir": str(files.dir),

@@ -123,7 +123,7 @@ def _section(title: str, note: str, model: type[BaseModel]) -> str:
 
 
 def _row(name: str, annotation: Any, info: FieldInfo) -> str:
-    takes = describe(annotation).removesuffix(" or null").replace("|", "\\|")
+    takes = describe(annotation).removesuffix(", or null").replace("|", "\\|")
     return f"| `{name}` | {takes} | {_default(info)} | {_plain(info.description)} |"
 
 

@@ -89,7 +89,7 @@ def _evaluation(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
-    if spec.training.eval_strategy != "no":
+    if spec.eval_strategy != "no":
         return
     training = spec.training
     needy: tuple[tuple[KeyPath, bool], ...] = (
@@ -114,12 +114,12 @@ def _guard(spec: JobSpec) -> Iterator[Finding]:
 
 def _best(spec: JobSpec) -> Iterator[Finding]:
     training = spec.training
-    if not training.load_best_model_at_end or training.eval_strategy == "no" or training.save_strategy == "best":
+    if not training.load_best_model_at_end or spec.eval_strategy == "no" or training.save_strategy == "best":
         return
     path: KeyPath = ("training", "load_best_model_at_end")
-    if training.save_strategy != training.eval_strategy:
+    if training.save_strategy != spec.eval_strategy:
         yield (
-            path, f"save_strategy is {training.save_strategy}, eval_strategy {training.eval_strategy}",
+            path, f"save_strategy is {training.save_strategy}, eval_strategy {spec.eval_strategy}",
             "make the two the same, or save_strategy: best",
         )  # fmt: skip
     elif training.save_strategy == "steps":

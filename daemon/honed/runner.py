@@ -46,8 +46,8 @@ class Runner(Protocol):
     def stop(self, job_id: int) -> None:
         """Ask a worker for a checkpoint and its end."""
 
-    def kill(self, job_id: int) -> None:
-        """End a worker at once, and all that it started."""
+    def kill(self, job_id: int, *, shim_too: bool = False) -> None:
+        """End a worker at once, and all that it started; `shim_too` where that was tried and did not help."""
 
     def poll(self, job_id: int) -> Exit | None:
         """How it ended; None while it lives."""
@@ -87,6 +87,7 @@ class ProcessRunner:
                 cwd=self._layout.job(job_id).dir,
                 env={**_inherited(), **environment},
                 start_new_session=True,
+                restore_signals=True,
             )
         self._children[job_id] = _Child(attempt, start, process)
 
@@ -98,14 +99,15 @@ class ProcessRunner:
     def stop(self, job_id: int) -> None:
         self._signal_shim(job_id, signal.SIGTERM)
 
-    def kill(self, job_id: int) -> None:
+    def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         child = self._children[job_id]
         shim_pid = self._shim_pid(child)
         if shim_pid is None:
             return
         worker_pid = self._lock_record(child).get("worker_pid")
         # The worker first: the shim then still writes down how it ended. What the worker started shares the session.
-        for pid in _session(shim_pid) - {shim_pid} | ({worker_pid} if worker_pid else set()):
+        doomed = _session(shim_pid) | ({worker_pid} if worker_pid else set())
+        for pid in doomed if shim_too else doomed - {shim_pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -34,9 +34,9 @@ def main() -> int:
         return 1
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
-    worker_pid = os.fork()
+    shim_pid, worker_pid = os.getpid(), os.fork()
     if worker_pid == 0:
-        run(command)
+        run(command, shim_pid)
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, json.dumps({"shim_pid": os.getpid(), "worker_pid": worker_pid, "start": start}).encode(), 0)
     status = wait(worker_pid)
@@ -44,11 +44,13 @@ def main() -> int:
     return 0
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], shim_pid: int) -> None:
     """Become the worker; it dies with the shim."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != shim_pid:  # it died before the kernel was asked
+            os._exit(127)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         os.execvp(command[0], command)
     except OSError as error:

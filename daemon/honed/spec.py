@@ -312,6 +312,13 @@ class JobSpec(Section):
     notify: NotifySpec | None = None
     """Who is told of the end."""
 
+    @property
+    def eval_strategy(self) -> str:
+        """When held-out rows are evaluated: as the job says, else by its eval_steps, else each epoch."""
+        if "eval_strategy" in self.training.model_fields_set or not (self.eval_datasets or self.eval_split is not None):
+            return self.training.eval_strategy
+        return "steps" if self.training.eval_steps is not None else "epoch"
+
 
 def references(spec: JobSpec) -> dict[str, str]:
     """The keys that name what another job makes, and the name or number of that job."""

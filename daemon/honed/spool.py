@@ -162,7 +162,7 @@ class Spool:
 
     def _max_id(self) -> int:
         numbers = [int(path.name) for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]
-        return max([*numbers, *(job.id for state in State for job in self.jobs(state))], default=0)
+        return max([*numbers, *self.all_jobs()], default=0)
 
     def copy(self, claim: Claim, *, max_bytes: int) -> Copy:
         """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size.
@@ -231,30 +231,41 @@ class Spool:
 
     def claims(self) -> list[Claim]:
         """What was claimed and has neither been accepted nor refused."""
-        places = sorted((p for p in self.claimed_dir.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+        places = sorted(
+            (p for p in self.claimed_dir.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name)
+        )
         return [Claim(int(place.name), path) for place in places for path in place.iterdir()]
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def jobs(self, state: State) -> Iterator[Job]:
         """The jobs in a state, by number; an entry that cannot be read is logged and passed over."""
+        for path in self._entries(state):
+            if (job := _read_entry(path, state)) is not None:
+                yield job
+
+    def all_jobs(self) -> dict[int, Job]:
+        """Every job once, by number, also for a reader beside whom the daemon moves entries.
+
+        In the middle of a move an entry lies in two places: the newer one counts. And it may move behind the reader's
+        back into a place already looked at: so the places are looked at twice.
+        """
+        found: dict[int, Job] = {}
+        places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
+        for path, state in places:
+            job = _read_entry(path, state)
+            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
+                found[job.id] = job
+        return dict(sorted(found.items()))
+
+    def _entries(self, state: State) -> list[Path]:
         numbered = [path for path in self.state_dir(state).glob("*.json") if path.stem.isdecimal()]
-        for path in sorted(numbered, key=lambda path: int(path.stem)):
-            try:
-                yield Job.from_json(path.read_bytes(), state)
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                log.error("%s: damaged entry: %s", path, error)  # noqa: TRY400 - the path and the word are the fact
+        return sorted(numbered, key=lambda path: int(path.stem))
 
     def job(self, job_id: int) -> Job | None:
         """One job, wherever it lies; of two copies the newer."""
-        found = []
-        for state in State:
-            try:
-                found.append(Job.from_json(self._entry_path(job_id, state).read_bytes(), state))
-            except (OSError, ValueError):
-                continue
+        places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
+        found = [job for path, state in places if (job := _read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
 
     def update(self, job: Job, **changes: Any) -> Job:
@@ -300,6 +311,9 @@ class Spool:
             path.unlink(missing_ok=True)
         self._drop_older_copies()
         for place in list(self.claimed_dir.iterdir()):
+            if not place.name.isdecimal() or not place.is_dir():
+                log.warning("%s: not honed's; left alone", place)
+                continue
             names = list(place.iterdir())
             if not names:
                 place.rmdir()
@@ -345,6 +359,16 @@ class Spool:
         return self._layout.job(job_id)
 
 
+def _read_entry(path: Path, state: State) -> Job | None:
+    try:
+        return Job.from_json(path.read_bytes(), state)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.error("%s: damaged entry: %s", path, error)  # noqa: TRY400 - the path and the word are the fact
+        return None
+
+
 def refusal(name: str, error: HonedError, *, when: str) -> str:
     """What stands in `<file>.reason`: why, for a person."""
     lines = [f"{name} was refused at {when}.", "", f"{error.code}:"]
@@ -376,11 +400,26 @@ def _read_at_most(fd: int, size: int) -> bytes:
 
 def drop(incoming_dir: Path, source: Path, *, hold: bool = False) -> str:
     """Put a copy of a job file into incoming/, whole from the first moment. Returns the name that it got there."""
-    data = source.read_bytes()
-    stem = source.stem + (HOLD_SUFFIX if hold else "")
-    number, name = 1, f"{stem}{source.suffix}"
-    while os.path.lexists(incoming_dir / name):
-        number += 1
-        name = f"{source.stem}-{number}{HOLD_SUFFIX if hold else ''}{source.suffix}"
-    durable.write(incoming_dir / name, data)
-    return name
+    data, ending = source.read_bytes(), f"{HOLD_SUFFIX if hold else ''}{source.suffix}"
+    number = 1
+    while True:
+        name = f"{source.stem}{'' if number == 1 else f'-{number}'}{ending}"
+        # The name is reserved by the hidden file's own: of two that drop at once, each gets another number.
+        temporary = incoming_dir / f".{name}.dropping"
+        try:
+            fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        try:
+            if not os.path.lexists(incoming_dir / name):
+                with os.fdopen(fd, "wb", closefd=False) as file:
+                    file.write(data)
+                os.fsync(fd)
+                temporary.rename(incoming_dir / name)
+                durable.sync_dir(incoming_dir)
+                return name
+            temporary.unlink()
+            number += 1
+        finally:
+            os.close(fd)

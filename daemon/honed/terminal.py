@@ -14,7 +14,9 @@ from rich.text import Text
 
 from honed.attempts import duration
 
-console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+#: Columns of what goes into a pipe: nothing is cut there.
+PIPE_WIDTH = 400
+console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 STATE_STYLES = {
     "running": "bold cyan",
     "succeeded": "green",
@@ -43,7 +45,7 @@ def say(text: str = "", *, style: str = "") -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
     """One table; a cell that is a known state gets its colour."""
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(column.strip() for column in columns))
     for column in columns:
         drawn.add_column(
             column, justify="right" if column in right else "left", no_wrap=column not in {"detail", "hint"}
@@ -86,6 +88,15 @@ def progress_bar() -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), _Figures(), console=console
     )
+
+
+def bar(progress: dict[str, Any], *, width: int = 20) -> str:
+    """How far a job is, in characters; empty before its first step."""
+    step, num_steps = progress.get("step"), progress.get("num_steps")
+    if step is None or not num_steps:
+        return ""
+    done = round(width * min(step / num_steps, 1))
+    return f"[{'#' * done}{'.' * (width - done)}]"
 
 
 def sparkline(values: Sequence[float], *, width: int = 24) -> str:

@@ -129,7 +129,7 @@ class TrainingSpec(Section):
 
     # Evaluation
     eval_strategy: Interval = "no"
-    """When held-out data are evaluated during training."""
+    """When held-out rows are evaluated. Unless set: by `eval_steps` where given, else each epoch."""
     eval_steps: Steps | None = None
     """Steps between evaluations; null takes `logging_steps`."""
     eval_delay: Annotated[float, Ge(0)] = 0
@@ -161,7 +161,7 @@ class TrainingSpec(Section):
     logging_strategy: Interval = "steps"
     """When figures are reported."""
     logging_steps: Steps = 10
-    """Steps between figures."""
+    """Steps between figures. Unless set: each step."""
     logging_first_step: Flag = False
     """Whether the first step is reported too."""
     include_num_input_tokens_seen: Annotated[

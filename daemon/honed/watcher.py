@@ -86,14 +86,17 @@ class Watcher:
 
     def hint(self, event: FileSystemEvent) -> None:
         """One event, in watchdog's thread."""
+        where = event.dest_path if isinstance(event, FileMovedEvent) else event.src_path
+        name = Path(os.fsdecode(where)).name
+        if name.startswith("."):
+            return
         with self._lock:
             match event:
                 case FileMovedEvent():
-                    self._moved.add(Path(os.fsdecode(event.dest_path)).name)
+                    self._moved.add(name)
                 case FileClosedEvent():
-                    self._closed.add(Path(os.fsdecode(event.src_path)).name)
+                    self._closed.add(name)
                 case FileSystemEvent(event_type="created" | "modified" | "deleted"):
-                    name = Path(os.fsdecode(event.src_path)).name
                     self._closed.discard(name)
                     if event.event_type == "deleted":
                         self._moved.discard(name)

@@ -113,7 +113,7 @@ class Instance:
         return path
 
     def job(self, name: str) -> Job | None:
-        found = [job for state in State for job in self.spool.jobs(state) if job.name == name]
+        found = [job for job in self.spool.all_jobs().values() if job.name == name]
         return max(found, key=lambda job: (job.id, job.revision), default=None)
 
     def wait_state(self, name: str, *states: State) -> Job:

@@ -77,3 +77,14 @@ def test_any_text_and_number_comes_through(data: dict[str, object]) -> None:
         (item,) = read(path, 0).events
     surrogates_replaced = json.loads(json.dumps(data, ensure_ascii=False).encode(errors="replace"))
     assert item.data == surrogates_replaced
+
+
+def test_what_no_clock_no_database_and_no_log_can_hold_is_no_event_or_made_fit(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    times = ["NaN", "1e20", "-1", "Infinity", "9" * 400]
+    path.write_text("".join(f'{{"event": "log", "time": {when}}}\n' for when in times))
+    assert (read(path, 0).events, read(path, 0).num_bad) == ([], len(times))
+    path.write_text('{"event": "l\\ud800g", "time": 1, "message": "\\udfff", "metrics": {"\\ud800": 1}}\n')
+    (item,) = read(path, 0).events
+    assert (item.kind, item.data["message"]) == ("l?g", "?")
+    assert list(item.data["metrics"]) == ["?"]

@@ -172,6 +172,15 @@ def test_of_two_copies_the_newer_wins(spool: Spool) -> None:
     assert running.attempts == (attempt,)
 
 
+def test_a_reader_in_the_middle_of_a_move_sees_each_job_once_and_as_it_is_now(spool: Spool) -> None:
+    job = accept(spool)
+    entry = spool.dir / "queued" / f"{job.id}.json"
+    old = entry.read_bytes()
+    spool.move(job, State.RUNNING)
+    entry.write_bytes(old)  # the moment between the rename and the removal
+    assert [found.state for found in spool.all_jobs().values()] == [State.RUNNING]
+
+
 def test_submit_drops_whole_files_and_overwrites_none(tmp_path: Path, spool: Spool) -> None:
     source = tmp_path / "job.yaml"
     source.write_text("a: 1\n")

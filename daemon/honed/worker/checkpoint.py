@@ -34,6 +34,7 @@ class Progress:
     predicted_step: int | None = None  #: the last step for which predictions were written
     elapsed_sec: float = 0.0  #: seconds spent, all attempts together
     num_trained_tokens: int = 0
+    data_hashes: dict[str, str] = field(default_factory=dict)  #: sha256 of each data file, as it was read
     guard_before: float | None = None  #: the guard's metric at step 0
 
 

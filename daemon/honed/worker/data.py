@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from honed import dataset
 from honed.chat import ChatFormat
 from honed.dataset import Example
-from honed.error import DatasetError
+from honed.error import DatasetError, ModelError
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -40,12 +42,14 @@ class Data:
     train: Rows
     held_out: Rows | None
     counts: dict[str, Any]
+    hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
 
 
 def build(assignment: Assignment, chat: ChatFormat, stop: Stop) -> Data:
     """Read, mix, split and encode. Raises DatasetError where nothing is left to train on."""
     spec = assignment.spec
     has_template = bool(chat.tokenizer.chat_template)
+    hashes = {str(file): sha256(file) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
     mixture = dataset.load(spec.datasets, seed=assignment.seed, has_chat_template=has_template)
     examples, held_out = list(mixture.examples), []
     if spec.eval_datasets:
@@ -70,7 +74,23 @@ def build(assignment: Assignment, chat: ChatFormat, stop: Stop) -> Data:
         "num_trained_tokens": train.num_trained_tokens,
         "datasets": [_counts(count) for count in mixture.counts],
     }
-    return Data(train, evaluated if evaluated and evaluated.examples else None, counts)
+    return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes)
+
+
+def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:
+    """Raises ModelError where a token that occurs has no row in the embeddings.
+
+    A tokenizer may know more tokens than its model, as long as nobody uses them: Gemma 3's and CodeLlama's do.
+    """
+    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
+    for rows in (data.train, data.held_out):
+        used |= {max(ids) for ids in rows.dataset["input_ids"]} if rows is not None else set()
+    if max(used) >= num_embeddings:
+        token = tokenizer.convert_ids_to_tokens(max(used))
+        raise ModelError(
+            f"{base_model_path}: token {token!r} has the number {max(used)}, the embeddings only {num_embeddings} rows",
+            hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
+        )
 
 
 def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop) -> Rows:
@@ -113,3 +133,12 @@ def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None
 
 def _counts(count: Any) -> dict[str, Any]:
     return {name: getattr(count, name) for name in ("num_rows", "num_taken", "num_bad") if hasattr(count, name)}
+
+
+def _files(each: Any) -> list[Path]:
+    return dataset.files(Path(each.path), split=each.split)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

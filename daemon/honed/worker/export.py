@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from honed import __version__, dataset, durable, precision
+from honed import __version__, durable, precision
 from honed.error import EnvironmentInvalidError, HonedError
 from honed.worker import merge
 from honed.worker.assignment import Assignment
@@ -81,14 +80,14 @@ def finish(assignment: Assignment, made: Path, facts: dict[str, Any]) -> None:
     manifest = _manifest(assignment, facts)
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     sync(made)
-    place(made, assignment.output_dir, job_id=assignment.job_id)
+    place(made, assignment.output_dir, owner=_identity(assignment.plan))
 
 
-def place(beside: Path, target: Path, *, job_id: int) -> None:
+def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
     """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    if _owner(target) == job_id:
+    if _owner(target) == owner:
         target.rename(old)
     try:
         beside.rename(target)
@@ -116,10 +115,15 @@ def sync(directory: Path) -> None:
     durable.sync_dir(directory)
 
 
-def _owner(target: Path) -> int | None:
+def _owner(target: Path) -> tuple[int, str] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((target / MANIFEST).read_bytes())["job"]["id"])
+        return _identity(json.loads((target / MANIFEST).read_bytes()))
     return None
+
+
+def _identity(manifest: Any) -> tuple[int, str]:
+    """Whose it is: the job's number, and the instance whose numbers these are."""
+    return int(manifest["job"]["id"]), str(manifest["job"].get("instance", ""))
 
 
 def _merge(assignment: Assignment, adapter_dir: Path) -> None:
@@ -135,7 +139,6 @@ def _merge(assignment: Assignment, adapter_dir: Path) -> None:
 
 
 def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
-    spec = assignment.spec
     return {
         "honed": __version__,
         "job": assignment.plan["job"],
@@ -143,19 +146,9 @@ def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
         "plan": {key: value for key, value in assignment.plan.items() if key not in ("spec", "job")},
         "backend": assignment.backend,
         "seed": assignment.seed,
-        "data": {str(file): _sha256(file) for data in [*spec.datasets, *spec.eval_datasets] for file in _files(data)},
         "ended": time.time(),
         **facts,
     }
-
-
-def _files(data: Any) -> list[Path]:
-    return dataset.files(Path(data.path), split=data.split)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _card(assignment: Assignment, facts: dict[str, Any]) -> str:

@@ -62,10 +62,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     tokenizer = load_tokenizer(assignment)
     try:
-        text = load_config(assignment).get_text_config()
-        _check_vocabulary(getattr(text, "vocab_size", None), tokenizer, assignment.base_model_path)
         model = backend.load_base(assignment)
-        _check_vocabulary(model.get_input_embeddings().num_embeddings, tokenizer, assignment.base_model_path)
         # What is frozen is frozen before it is looked at, or a base would be taken for what is trained.
         freeze(model, assignment)
         auditor.model(model, "loaded")
@@ -146,11 +143,3 @@ def load_tokenizer(assignment: Assignment) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _check_vocabulary(num_rows: int | None, tokenizer: Any, path: Path) -> None:
-    if num_rows is not None and (num_ids := max(tokenizer.get_vocab().values()) + 1) > num_rows:
-        raise ModelError(
-            f"{path}: the tokenizer has {num_ids} tokens, the model's embeddings only {num_rows} rows",
-            hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
-        )

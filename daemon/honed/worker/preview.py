@@ -69,6 +69,10 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     shown = []
     for example, encoded in _encoded(chat, examples, num_rows):
         cut = encoded.truncate(max_length)
+        if not any(cut.trained[1:]):  # as in training: the first token is never predicted
+            where = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
+            _tell(f"{where}: nothing to train on in its first {max_length} tokens: the row is left out")
+            continue
         shown.append(
             {
                 "row": example.row_index + 1,
@@ -79,6 +83,8 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
                 "segments": cut.segments(),
             }
         )
+    if not shown:
+        raise DatasetError("no row can be trained on", hint="the reasons are above")
     return shown
 
 

@@ -139,6 +139,12 @@ class _Story:
 
         chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
         data = datas.build(job, chat, stop)
+        datas.check_ids(data, chat.tokenizer, loaded.model.get_input_embeddings().num_embeddings, job.base_model_path)
+        if resumed and progress.data_hashes not in ({}, data.hashes):
+            self._log(
+                "warning", "the data files have changed since the checkpoint: the run goes on with what they hold now"
+            )
+        progress.data_hashes = data.hashes
         events.emit("data", **data.counts)
         if data.train.num_dropped:
             self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
@@ -208,7 +214,8 @@ class _Story:
         self._stage("export")
         from honed.worker import export
 
-        facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics}
+        facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics,
+                 "data": data.hashes}  # fmt: skip
         self.artifacts = export.export(job, trainer.model, loaded.tokenizer, facts)
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)

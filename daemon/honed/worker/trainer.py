@@ -34,7 +34,7 @@ def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
     asked = spec.training.as_kwargs()
     defaults: dict[str, Any] = {"logging_steps": 1}  # every step is an event
     if has_eval:
-        defaults["eval_strategy"] = "epoch"
+        defaults["eval_strategy"] = spec.eval_strategy
     if not torch.cuda.is_available():
         # TRL's default saves a GPU's memory; from 1.15 on it is a Triton kernel, which a CPU cannot run.
         defaults |= {"loss_type": "nll", "dataloader_pin_memory": False}
@@ -143,7 +143,7 @@ class Trainer(SFTTrainer):
             )
         raise TimeLimitError(
             f"time limit of {self._assignment.spec.time_limit_sec:g} s reached at step {self.state.global_step}",
-            hint="a higher time_limit_sec; honectl requeue goes on from the checkpoint",
+            hint="its checkpoint is kept; drop the job again with a higher time_limit_sec",
         )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -27,18 +27,18 @@ class TransformersBackend:
         return attach_adapter(model, assignment)
 
 
-def load_base(assignment: Assignment, config: Any, *, dtype: str | None = None) -> Any:
-    """The base model. With a `dtype` of its own it is loaded unquantized, for a merge."""
+def load_base(assignment: Assignment, config: Any) -> Any:
+    """The base model, as planned."""
     import torch
 
     precision = assignment.precision
     options: dict[str, Any] = {}
     own = getattr(config, "quantization_config", None)
-    if not own and not dtype:
+    if not own:
         options["quantization_config"] = quantization_config(precision)
     elif isinstance(own, dict) and precision.compute_dtype is not None:
         own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored one is that of another machine
-    if torch.cuda.is_available() and not dtype:
+    if torch.cuda.is_available():
         options["device_map"] = {"": 0}
     if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
         options["use_safetensors"] = True  # no pickle that came after the check
@@ -46,7 +46,7 @@ def load_base(assignment: Assignment, config: Any, *, dtype: str | None = None) 
     model, info = model_class(config).from_pretrained(
         assignment.base_model_path,
         config=config,
-        dtype=getattr(torch, dtype or precision.load_dtype),
+        dtype=getattr(torch, precision.load_dtype),
         attn_implementation=precision.attn_implementation,
         trust_remote_code=assignment.spec.trust_remote_code,
         output_loading_info=True,
