@@ -108,7 +108,18 @@ def main() -> int:
             with attempt.events_path.open("ab") as file:
                 file.write(b"\x00\x00\n[1, 2]\nnot json\n" + b"{" * 5000 + b"\n" + os.urandom(2000) + b"\n")
                 file.write(b'{"event": "step", "time": 1, "step": "many", "loss": "NaN", "epoch": [1]}\n')
+                for when in (b"NaN", b"1e20", b"-5", b"9" * 400):
+                    file.write(b'{"event": "log", "time": ' + when + b', "message": "x"}\n')
+                file.write(b'{"event": "l\\ud800g", "time": 1, "message": "\\udfff"}\n')
+                file.write(b'{"event": "evaluation", "time": 1, "metrics": {"\\ud800": 1' + b"0" * 30 + b"}}\n")
             result("succeeded", steps(3))
+        case "manystep":
+            events.emit("step", step="many", num_steps=None, loss=[])
+            return 1
+        case "badresult":
+            value = {"outcome": "failed", "step": "x", "metrics": [1], "artifacts": [1], "error": {"code": 7}}
+            durable.write_json(attempt.result_path, value)
+            return 1
         case "hang":
             while True:
                 time.sleep(1)

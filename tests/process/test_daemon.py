@@ -275,3 +275,35 @@ def test_the_idle_daemon_is_small_quiet_and_quick_to_start(instance: Instance) -
     time.sleep(4)
     share = (cpu_ticks() - before) / os.sysconf("SC_CLK_TCK") / 4
     assert share < 0.005, f"{share:.2%} of a core"
+
+
+def test_a_retry_that_is_due_and_cannot_start_does_not_spin(instance: Instance) -> None:
+    instance.configure("[jobs]\nretry_delay_sec = 0.2\n")
+    instance.drop("crash")
+    instance.start()
+    wait_for(lambda: "tried again in" in instance.log, what="the delay")
+    instance.client.ask("pause")
+    instance.drop("succeed-1.other")
+    time.sleep(1.0)  # the delay is over now
+    assert instance.process is not None
+
+    def cpu_sec() -> float:
+        fields = Path(f"/proc/{instance.process.pid}/stat").read_text().rpartition(")")[2].split()  # type: ignore[union-attr]
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = cpu_sec()
+    time.sleep(2)
+    assert cpu_sec() - before < 0.5
+
+
+def test_somebody_who_opens_a_dropped_file_again_and_again_harms_nobody(instance: Instance) -> None:
+    import subprocess
+    import sys
+
+    instance.start()
+    code = "import sys, time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: open(sys.argv[1], 'a').close()"
+    subprocess.run([sys.executable, "-c", code, str(instance.incoming_dir / "busy.yaml")], check=True)
+    assert instance.process is not None
+    assert instance.process.poll() is None
+    instance.drop("succeed")
+    instance.wait_state("succeed", State.SUCCEEDED)

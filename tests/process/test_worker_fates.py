@@ -32,6 +32,8 @@ def test_a_job_that_succeeds_has_its_figures_in_the_database(instance: Instance)
         ("exit0", "killed", 3),
         ("liar", "killed", 3),
         ("torn", "killed", 3),
+        ("manystep", "killed", 3),
+        ("badresult", "error", 1),
     ],
 )
 def test_a_failing_worker_fails_its_job_after_its_attempts(
@@ -123,3 +125,18 @@ def test_a_worker_stopped_behind_honeds_back_is_held(instance: Instance) -> None
     record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
     os.kill(record["worker_pid"], signal.SIGTERM)
     assert instance.wait_state("slow", State.HELD).outcome == "interrupted"
+
+
+def test_a_worker_whose_shim_is_stopped_can_still_be_cancelled(instance: Instance) -> None:
+    import os
+
+    instance.configure("[jobs]\nstop_timeout_sec = 0.5\n")
+    instance.drop("slow")
+    instance.start()
+    job = instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    record = json.loads((instance.layout.job(job.id).attempt(1).dir / "lock").read_text())
+    os.kill(record["shim_pid"], signal.SIGSTOP)
+    os.kill(record["worker_pid"], signal.SIGKILL)
+    instance.client.ask("cancel", id="slow")
+    instance.wait_state("slow", State.CANCELLED)

@@ -193,6 +193,19 @@ def test_submit_drops_whole_files_and_overwrites_none(tmp_path: Path, spool: Spo
     assert {path.name for path in spool.incoming_dir.iterdir()} == set(names)
 
 
+def test_many_who_submit_files_of_one_name_at_once_lose_none(tmp_path: Path, spool: Spool) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    sources = [tmp_path / str(number) / "job.yaml" for number in range(30)]
+    for number, source in enumerate(sources):
+        source.parent.mkdir()
+        source.write_text(f"name: n{number}\n")
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(lambda source: drop(spool.incoming_dir, source), sources))
+    assert len(set(names)) == 30
+    assert {path.read_text() for path in spool.incoming_dir.iterdir()} == {source.read_text() for source in sources}
+
+
 def test_a_refusal_says_what_why_and_what_to_do() -> None:
     text = refusal("a.yaml", SpecError("line 3: lr: unknown key", hint="learning_rate"), when="now")
     assert all(word in text for word in ("a.yaml", "spec_invalid", "line 3: lr: unknown key", "learning_rate"))
