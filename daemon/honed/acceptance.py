@@ -21,6 +21,7 @@ from typing import Any
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
+from honed.device import Device
 from honed.error import HonedError, SpecError, from_dict
 from honed.job import Job, State
 from honed.spool import Claim, Copy, Spool, refusal
@@ -201,29 +202,48 @@ class Acceptance:
 
     def _unknown(self, name: str, job: Job) -> SpecError:
         if name in self._names_waiting(job):
-            return SpecError(f"{name!r} and this job wait for each other", hint="one of them has to come first")
+            if self._waits_for(name, job):
+                return SpecError(f"{name!r} and this job wait for each other", hint="one of them has to come first")
+            return SpecError(
+                f"{name!r}, which this one names, waits itself for a job that is not there",
+                hint="see why it is refused, and drop them all again",
+            )
         return SpecError(
             f"there is no job {name!r}, which this one names", hint="drop it first, or both together; honectl list"
         )
+
+    def _waits_for(self, name: str, job: Job) -> bool:
+        """Whether the waiting arrival of that name waits for this job, by however many others."""
+        names = {self._job(each.pending, each.answer).name: _names(each.answer) for each in self._waiting.values()}
+        seen, ahead = set(), [name]
+        while ahead:
+            found = ahead.pop()
+            if found in {job.name, str(job.id)}:
+                return True
+            if found not in seen:
+                seen.add(found)
+                ahead += names.get(found, [])
+        return False
 
     def _with_inputs(self, job: Job, answer: dict[str, Any], named: dict[str, Job]) -> Job:
         """The job, depending on those that make what it starts from. Raises SpecError where one makes no such thing."""
         for key, name in answer["references"].items():
             _check_product(key, named[name], self._spec_of(named[name]))
         makers = {name: named[name].id for name in answer["references"].values()}
-        dependencies = [str(named[name].id) if name in makers else name for name in _names(answer)]
+        dependencies = [str(named[name].id) for name in _names(answer)]  # a later job of that name is another
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
 
     def _spec_of(self, job: Job) -> dict[str, Any]:
         plan: dict[str, Any] = json.loads(self._spool.job_layout(job.id).plan_path.read_bytes())
         return dict(plan["spec"])
 
-    def plan_again(self, job: Job, made: dict[str, Path]) -> None:
-        """Have a job checked whose inputs are there now, name → output directory; `replanned` has the answer."""
+    def plan_again(self, job: Job, made: dict[str, Path], device: Device | None = None) -> None:
+        """Have a job checked whose inputs are there now, name → output directory, or that is to run on another device
+        than it was planned for; `replanned` has the answer."""
         if job.id in self._asked_again:
             return
         self._asked_again.add(job.id)
-        self._client.submit(job.id, self._spool.job_layout(job.id).spec_path, self.config, jobs=made)
+        self._client.submit(job.id, self._spool.job_layout(job.id).spec_path, self.config, device, jobs=made)
 
     def is_asked_again(self, job_id: int) -> bool:
         return job_id in self._asked_again

@@ -251,6 +251,11 @@ class Attempts:
         if self._falls_back(running, outcome):
             running.ended = None
             return None
+        if running.job.stop in {Stop.HOLD, Stop.SHUTDOWN} and self._may_fall_back(running.job, outcome):
+            # Unsloth gave up while the job was asked to stop: it goes on without Unsloth when it starts again.
+            running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
+            stopped = error.InterruptedRunError("stopped on request, before Unsloth gave way to transformers")
+            outcome = replace(outcome, code=stopped.code, error=stopped)
         return self._settle(running, outcome)
 
     def _read_the_rest(self, running: Running) -> None:
@@ -263,22 +268,24 @@ class Attempts:
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
         """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""
-        attempt, asked = running.job.attempt, running.job.stop
-        may = outcome.code == error.BackendError.code and attempt.backend == "unsloth" and attempt.num_starts == 1
-        if not may or asked is not None or self._backend_was_named(running.job):
+        asked = running.job.stop
+        if asked is not None or not self._may_fall_back(running.job, outcome):
             return False
         reason = outcome.error.message if outcome.error else ""
         log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason)
         running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
         fallback = event.Event("fallback", time.time(), {"from": "unsloth", "to": "transformers", "reason": reason})
         self._database.apply(running.job, event.Reading([fallback], running.offset, 0))
-        device = attempt.device
+        device = running.job.attempt.device
         self._launch(running.job, device if device not in {"cpu", "mps"} else None)
         return True
 
-    def _backend_was_named(self, job: Job) -> bool:
+    def _may_fall_back(self, job: Job, outcome: Outcome) -> bool:
+        attempt = job.attempt
+        if outcome.code != error.BackendError.code or attempt.backend != "unsloth" or attempt.num_starts > 1:
+            return False
         plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
-        return bool(plan["spec"].get("backend") == "unsloth")
+        return bool(plan["spec"].get("backend") != "unsloth")
 
     def _settle(self, running: Running, outcome: Outcome) -> Job:
         """Write down how the attempt ended and move the job on."""

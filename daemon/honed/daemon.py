@@ -33,7 +33,7 @@ from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, UsageError
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, UsageError, from_dict
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.notify import Notifier
@@ -50,6 +50,8 @@ ARRIVAL_GRACE_SEC = 10.0
 DEVICE_PROBE_INTERVAL_SEC = 2.0
 #: Seconds between passes of the loop, at most, while one of its steps keeps failing.
 MAX_BROKEN_PAUSE_SEC = 30.0
+#: Share of a GPU's memory by which two of one kind may differ.
+DEVICE_TOLERANCE = 0.02
 #: Seconds asked of systemd at a time while workers write their checkpoints.
 STOP_EXTENSION_SEC = 30.0
 
@@ -87,6 +89,9 @@ class Daemon:
         self._not_before: dict[int, float] = {}
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
         self._devices: list[Device] = []
+        self._planned_for: dict[int, Device | None] = {}  # read from the plans once
+        self._asked_for: dict[int, Device] = {}  # jobs that are planned again, for that device
+        self._unfit: dict[int, set[str]] = {}  # devices on which a job was found not to fit
         self._spool = Spool(layout)
         self._queue: dict[int, Job] = {}  # queued and held
         self._notifier = Notifier()
@@ -291,31 +296,40 @@ class Daemon:
     def _plan_deferred(self) -> None:
         """Have the jobs planned whose inputs are made by now; a fault that is found then ends the job."""
         for done in self._acceptance.replanned():
-            job = self._queue.get(done.job_id)
-            if job is not None and job.is_deferred and job.state is State.QUEUED:
-                self._replanned(job, done.answer)
+            job, found = self._queue.get(done.job_id), self._asked_for.pop(done.job_id, None)
+            if job is not None and job.state is State.QUEUED:
+                self._replanned(job, done.answer, found)
         if self._is_stopping:
             return
         deferred = [job for job in self._queue.values() if job.is_deferred and job.state is State.QUEUED]
         for job in deferred:
             if not self._acceptance.is_asked_again(job.id) and self._dependencies_are_met(job):
-                makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
-                made = {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}
-                self._acceptance.plan_again(job, made)
+                self._acceptance.plan_again(job, self._made_for(job))
 
-    def _replanned(self, job: Job, answer: dict[str, Any]) -> None:
+    def _made_for(self, job: Job) -> dict[str, Path]:
+        """What other jobs have made for this one: by the names under which it asks for it."""
+        makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
+        return {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}
+
+    def _replanned(self, job: Job, answer: dict[str, Any], found: Device | None) -> None:
+        """`found`: the device that it was planned again for, where it was that and not an input that was new."""
         if answer["ok"] and not answer["waits_for"]:
             durable.write_json(self._layout.job(job.id).plan_path, self._acceptance.plan_of(job, answer))
+            self._planned_for.pop(job.id, None)
             self._queue[job.id] = self._spool.update(job, is_deferred=False)
-            log.info("job %d (%s): planned, with what jobs it waited for have made", job.id, job.name)
+            log.info(
+                "job %d (%s): planned again, for %s", job.id, job.name, found.name if found else "what is there now"
+            )
             for warning in answer["warnings"]:
                 log.warning("job %d (%s): %s", job.id, job.name, warning)
             return
-        problem = answer["error"] if not answer["ok"] else ModelError("what it starts from is not there").as_dict()
+        problem = from_dict(answer["error"]) if not answer["ok"] else ModelError("what it starts from is not there")
+        if found is not None:  # it cannot run there; it was accepted, so it can elsewhere
+            self._unfit.setdefault(job.id, set()).add(found.uuid or found.kind)
+            log.info("job %d (%s): not on %s: %s", job.id, job.name, found.name, problem.message)
+            return
         del self._queue[job.id]
-        job = self._spool.move(job, State.FAILED, outcome=problem["code"], error=problem)
-        self._database.put_job(job)
-        log.warning("job %d (%s): failed: %s: %s", job.id, job.name, problem["code"], problem["message"])
+        self._fail(job, problem)
 
     def _start_next(self) -> None:
         while not self._is_stopping and not self._spool.is_paused and self._has_slot():
@@ -328,8 +342,8 @@ class Daemon:
             job, free = chosen
             self._free_since = None
             self._waiting.discard(job.id)
-            self._not_before.pop(job.id, None)
-            del self._queue[job.id]
+            for of_waiting in (self._not_before, self._planned_for, self._unfit, self._queue):
+                of_waiting.pop(job.id, None)
             try:
                 backend = self._backend(job)
             except (OSError, ValueError, KeyError) as error:
@@ -343,10 +357,14 @@ class Daemon:
         ready = [job for job in self._queue.values() if job.state is State.QUEUED and not job.is_deferred]
         ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
         for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
-            if job.depends_on and not self._dependencies_are_met(job):
+            if self._acceptance.is_asked_again(job.id) or (job.depends_on and not self._dependencies_are_met(job)):
                 continue
             if (free := self._free_device(job)) is not None:
-                return job, free
+                if self._holds_on(job, free):
+                    return job, free
+                self._asked_for[job.id] = free
+                self._acceptance.plan_again(job, self._made_for(job), free)
+                continue
             if not self._attempts.running and job.id not in self._waiting:
                 self._waiting.add(job.id)
                 log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
@@ -394,18 +412,34 @@ class Daemon:
         self._free_since = self._free_since if self._free_since is not None else now
         return self._acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
 
+    def _holds_on(self, job: Job, found: Device) -> bool:
+        """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""
+        if job.id not in self._planned_for:
+            plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+            self._planned_for[job.id] = Device.from_dict(plan["device"]) if plan.get("device") else None
+        planned = self._planned_for[job.id]
+        if planned is None or planned.kind != "cuda" or found.kind != "cuda":
+            return True
+        is_alike = planned.compute_capability == found.compute_capability
+        return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
+
     def _free_device(self, job: Job) -> Device | None:
-        """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds."""
+        """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds.
+
+        Of several, one for which the job's plan holds as it is.
+        """
         now = self._clock()
         if now - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
             self._devices, self._probed_at = self._probe(self._config.device.gpus), now
         in_use = self._attempts.devices_in_use()
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
-        for found in self._devices if wants_gpu else [_cpu(self._devices)]:
-            is_free = found.kind != "cuda" or device.is_free(found, self._config.device.busy_bytes)
-            if (found.uuid or found.kind) not in in_use and is_free and (found.kind == "cuda") == wants_gpu:
-                return found
-        return None
+        taken = in_use | self._unfit.get(job.id, set())
+        free = [
+            found for found in (self._devices if wants_gpu else [_cpu(self._devices)])
+            if (found.uuid or found.kind) not in taken and (found.kind == "cuda") == wants_gpu
+            and (found.kind != "cuda" or device.is_free(found, self._config.device.busy_bytes))
+        ]  # fmt: skip
+        return next((found for found in free if self._holds_on(job, found)), free[0] if free else None)
 
     def _backend(self, job: Job) -> str:
         plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
@@ -481,6 +515,10 @@ class Daemon:
         self._not_before.pop(job.id, None)
         if changed.state in {State.QUEUED, State.HELD}:
             self._queue[job.id] = changed
+        if verb == "requeue":
+            for other in [other for other in self._queue.values() if job.id in other.inputs.values()]:
+                # What it starts from is made anew, so it is planned anew.
+                self._queue[other.id] = self._spool.update(other, is_deferred=True)
         self._database.put_job(changed)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state)
         return changed

@@ -168,8 +168,10 @@ def estimate(
     adapter: AdapterInfo | None = None,
     reserve_bytes: int = 0,
     num_row_tokens: int | None = None,
+    num_rows: int | None = None,
 ) -> Memory:
-    """What the job takes on a device. `num_row_tokens`: of the longest row that was looked at, if any was."""
+    """What the job takes on a device. `num_row_tokens`: of the longest row that was looked at, if any was; `num_rows`:
+    all that there are, where that is known: a batch has no more."""
     loaded = parameters(model)
     available_bytes = max(0, device.total_bytes - reserve_bytes)
     if spec.kind == "merge":  # goes from file to file, a module at a time
@@ -189,9 +191,9 @@ def estimate(
         adapter_bytes=learns.num_added * size,
         gradient_bytes=learns.num_parameters * size if has_gradients else max(map(math.prod, learns.shapes)) * size,
         optimizer_bytes=sum(num_bytes for _, num_bytes in states),
-        activation_bytes=_activation_bytes(spec, model, device, choices, loaded, length),
+        activation_bytes=_activation_bytes(spec, model, device, choices, loaded, length, num_rows),
         available_bytes=available_bytes,
-        batch_size=spec.training.per_device_train_batch_size,
+        batch_size=_rows_at_once(spec.training.per_device_train_batch_size, num_rows),
         length=length,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )
@@ -508,7 +510,13 @@ def sizes(config: dict[str, Any]) -> Sizes | None:
 
 
 def _activation_bytes(
-    spec: JobSpec, model: BaseModelInfo, device: Device, choices: Precision, loaded: Iterable[Parameter], length: int
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    choices: Precision,
+    loaded: Iterable[Parameter],
+    length: int,
+    num_rows: int | None,
 ) -> int:
     """What a forward pass keeps for the backward one, or what an evaluation has at once; 0 where nothing is known."""
     widths = sizes(model.config)
@@ -517,7 +525,7 @@ def _activation_bytes(
     training = spec.training
     is_half = choices.load_dtype in precision.HALF or choices.bf16 or choices.fp16
     size = 2 if is_half else 4
-    tokens = training.per_device_train_batch_size * length
+    tokens = _rows_at_once(training.per_device_train_batch_size, num_rows) * length
     unit = tokens * size
     layer = unit * (KEPT_HIDDEN * widths.hidden + KEPT_MLP * widths.mlp)
     if not precision.is_full(spec):
@@ -532,8 +540,12 @@ def _activation_bytes(
         kept = layer * widths.layers
     kept += _autocast_copies(spec, choices, loaded) + _logits_bytes(spec, device, tokens, widths.vocabulary, size)
     has_eval = bool(spec.eval_datasets or spec.eval_split)
-    eval_tokens = training.per_device_eval_batch_size * length if has_eval else 0
+    eval_tokens = _rows_at_once(training.per_device_eval_batch_size, num_rows) * length if has_eval else 0
     return int(max(kept, _logits_bytes(spec, device, eval_tokens, widths.vocabulary, size)))
+
+
+def _rows_at_once(batch_size: int, num_rows: int | None) -> int:
+    return batch_size if num_rows is None else min(batch_size, max(num_rows, 1))
 
 
 def _logits_bytes(spec: JobSpec, device: Device, tokens: int, vocabulary: int, size: int) -> int:

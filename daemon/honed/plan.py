@@ -82,10 +82,11 @@ def make(
     installed: Installed,
     adapter: AdapterInfo | None = None,
     num_row_tokens: int | None = None,
+    num_rows: int | None = None,
 ) -> Plan:
     """The plan for a job on a device. Raises what `precision.decide` raises, and BackendError.
 
-    `num_row_tokens` is the length of the longest row that was looked at.
+    `num_row_tokens` is the length of the longest row that was looked at, `num_rows` of how many there are in all.
     """
     if spec.kind == "merge":
         return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
@@ -93,8 +94,9 @@ def make(
     backend = choose_backend(spec, model, choices, device, installed)
     reserve_bytes = config.device.reserve_bytes
     needed = memory.estimate(
-        spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes, num_row_tokens=num_row_tokens
-    )
+        spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes, num_row_tokens=num_row_tokens,
+        num_rows=num_rows,
+    )  # fmt: skip
     num_trained = memory.trained(spec, model, adapter).num_parameters
     return Plan(backend, choices, needed, model, device, num_trained, tuple(_warnings(spec, model, choices, needed)))
 

@@ -136,8 +136,15 @@ def can_int8(device: Device) -> bool:
     return device.kind != "cuda" or (device.compute_capability or (0, 0)) >= INT8_CAPABILITY
 
 
-def overflows_float16(model_type: str) -> bool:
-    return model_type.startswith(OVERFLOWS_FLOAT16)
+def overflows_float16(model: BaseModelInfo) -> bool:
+    return any(family.startswith(OVERFLOWS_FLOAT16) for family in _families(model))
+
+
+def _families(model: BaseModelInfo) -> tuple[str, ...]:
+    """The model's own type, and that of the language model in it: PaliGemma has Gemma's numbers."""
+    text = model.config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    return (model.model_type, inner) if isinstance(inner, str) else (model.model_type,)
 
 
 def _device_words(device: Device) -> str:
@@ -169,7 +176,7 @@ def _quantization(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choic
 
 
 def _int8_warning(quantization: str, model: BaseModelInfo) -> str:
-    if quantization != "8bit" or not overflows_float16(model.model_type):
+    if quantization != "8bit" or not overflows_float16(model):
         return ""
     return (
         f"quantization: 8bit takes every input through float16, in which {model.model_type} is known to overflow; "
@@ -203,7 +210,7 @@ def _load_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, *, is_quant
     stored = "float32" if model.stored_dtype == "float64" else model.stored_dtype
     if is_full(spec):
         return _full_dtype(model, device, stored)
-    fragile = overflows_float16(model.model_type)
+    fragile = overflows_float16(model)
     if stored == "bfloat16" or (stored == "float16" and not fragile):
         if stored == "float16" or can_bfloat16(device):
             return _Choice(stored, f"the checkpoint stores {stored}")
@@ -219,7 +226,7 @@ def _load_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, *, is_quant
 def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
     """A frozen base on a device that has no bfloat16."""
     why = f"stored in {stored}; {_device_words(device)} has no bfloat16"
-    if overflows_float16(model.model_type):
+    if overflows_float16(model):
         return _Choice("float32", f"{why}, and {model.model_type} is known to overflow in float16")
     return _Choice("float16", f"{why}, so float16")
 
@@ -227,7 +234,7 @@ def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Cho
 def _full_dtype(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
     if stored == "bfloat16" and can_bfloat16(device):
         return _Choice("bfloat16", "the checkpoint stores bfloat16")
-    if stored == "float16" and overflows_float16(model.model_type) and can_bfloat16(device):
+    if stored == "float16" and overflows_float16(model) and can_bfloat16(device):
         return _Choice("bfloat16", f"stored in float16, in which {model.model_type} is known to overflow")
     if stored == "float32":
         return _Choice("float32", "the checkpoint stores float32, and all of it is trained")
@@ -249,7 +256,7 @@ def _asked_dtype(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice
     if asked == "float16" and is_full(spec):
         why = "as the job asks for float16, whose gradients cannot be unscaled: full fine-tuning keeps float32 weights"
         return _Choice("float32", why, f"dtype: float16 with full fine-tuning: {why}")
-    if asked == "float16" and overflows_float16(model.model_type):
+    if asked == "float16" and overflows_float16(model):
         return _Choice(asked, "as the job asks", f"dtype: {model.model_type} is known to overflow in float16")
     return _Choice(asked, "as the job asks")
 
@@ -273,7 +280,7 @@ def _flag(spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str) 
 def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
     """Float32 weights under autocast: bfloat16 where the checkpoint's numbers are of its range, or float32's."""
     wants_float16 = spec.dtype == "float16" or model.stored_dtype == "float16"
-    fragile = overflows_float16(model.model_type)
+    fragile = overflows_float16(model)
     if can_bfloat16(device) and (fragile or not wants_float16):
         return _Choice("bf16", "full fine-tuning with float32 weights, computed in bfloat16 under autocast")
     if fragile:
@@ -309,8 +316,8 @@ def _attention(
                 "attn_implementation: FlashAttention beside quantized weights has failed in the field; sdpa has not"
             )
         return _Choice(asked, "as the job asks", warning)
-    eager_reason = EAGER_ONLY.get(model.model_type)
-    if eager_reason is None and model.model_type in NO_SDPA:
+    eager_reason = next((EAGER_ONLY[family] for family in _families(model) if family in EAGER_ONLY), None)
+    if eager_reason is None and NO_SDPA.intersection(_families(model)):
         eager_reason = f"transformers has no other for {model.model_type}"
     if asked == "auto" and eager_reason:
         return _Choice("eager", eager_reason)

@@ -40,6 +40,7 @@ from honed.error import (
     EnvironmentInvalidError,
     HonedError,
     InternalError,
+    MemoryShortError,
     ModelError,
     SpecError,
 )
@@ -140,23 +141,27 @@ def _check(
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    warnings, num_row_tokens = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    warnings, num_row_tokens, num_rows = _check_datasets(job_spec, has_chat_template=has_chat_template)
     progress("packages")
     here = installed.look()
-    planned_for = _device(job_spec, config, device)
-    _check_packages(job_spec, model, planned_for, here)
+    candidates = _devices(job_spec, config, device)
+    _check_packages(job_spec, model, candidates[0], here)
     warnings += _outside_window(here)
     progress("plan")
 
-    def planned(changed: JobSpec) -> Plan:
+    def planned(changed: JobSpec, target: Device) -> Plan:
         return plan.make(
-            changed, model, planned_for, config=config, installed=here, adapter=adapter,
-            num_row_tokens=None if model.has_vision else num_row_tokens,
+            changed, model, target, config=config, installed=here, adapter=adapter,
+            num_row_tokens=None if model.has_vision else num_row_tokens, num_rows=num_rows,
         )  # fmt: skip
 
-    made = planned(job_spec)
-    progress("memory")
-    memory.check(job_spec, made.memory, planned_for, lambda changed: planned(changed).memory)
+    def fitting(target: Device) -> Plan:
+        made = planned(job_spec, target)
+        progress("memory")
+        memory.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
+        return made
+
+    made = _first_that_fits(candidates, fitting)
     progress("output directory")
     output_dir = _output_dir(job_spec, layout, job_id)
     progress("disk")
@@ -186,10 +191,10 @@ def _check_the_rest(
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    warnings, _ = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    warnings, _, _ = _check_datasets(job_spec, has_chat_template=has_chat_template)
     progress("packages")
     here = installed.look()
-    _check_packages(job_spec, model, _device(job_spec, config, device), here)
+    _check_packages(job_spec, model, _devices(job_spec, config, device)[0], here)
     warnings += _outside_window(here)
     progress("output directory")
     output_dir = _output_dir(job_spec, layout, job_id)
@@ -200,10 +205,22 @@ def _check_the_rest(
     return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for)
 
 
-def _device(job_spec: JobSpec, config: Config, given: Device | None) -> Device:
+def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
+    """Those that the job may run on; it is planned for the first that it fits on."""
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
-        return device.cpu()
-    return given or device.probe(config.device.gpus)[0]
+        return [device.cpu()]
+    return [given] if given else device.probe(config.device.gpus)
+
+
+def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
+    """The plan for the first device on which the job fits. Raises what the largest one says where there is none."""
+    refusals = []
+    for candidate in candidates:
+        try:
+            return fitting(candidate)
+        except MemoryShortError as error:
+            refusals.append((candidate.total_bytes, error))
+    raise max(refusals, key=lambda refusal: refusal[0])[1]
 
 
 def _check_policy(job_spec: JobSpec, config: Config) -> None:
@@ -361,18 +378,20 @@ def _compile_template(text: str, where: str, kind: type[HonedError]) -> None:
         ) from error
 
 
-def _check_datasets(job_spec: JobSpec, *, has_chat_template: bool) -> tuple[list[str], int | None]:
-    """What is wrong with some rows, as warnings, and about how many tokens the longest of the first ones has.
+def _check_datasets(job_spec: JobSpec, *, has_chat_template: bool) -> tuple[list[str], int | None, int | None]:
+    """What is wrong with some rows, as warnings; about how many tokens the longest of the first ones has; and how many
+    rows there are, where all were looked at.
 
     Raises DatasetError, which names the key of the data set.
     """
-    warnings, lengths = [], []
+    warnings, lengths, is_all = [], [], True
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
         for number, each in enumerate(datasets):
             found = _check_dataset(f"{key}.{number}", each, has_chat_template=has_chat_template)
             warnings += [f"{key}.{number}: {bad}" for bad in found.bad]
             lengths += [_num_tokens(row) for row in found.rows]
-    return warnings, max(lengths, default=None)
+            is_all = is_all and len(found.rows) + len(found.bad) < NUM_ROWS
+    return warnings, max(lengths, default=None), len(lengths) if is_all else None
 
 
 def _num_tokens(row: Any) -> int:

@@ -125,6 +125,7 @@ def main() -> int:
                 time.sleep(1)
         case "fallback":
             if backend == "unsloth":
+                time.sleep(1.0 if argument == "slowly" else 0.0)
                 result("failed", 0, {"code": "backend_unavailable", "message": "no vision on CPU", "hint": ""})
                 return 69
             result("succeeded", steps(3))

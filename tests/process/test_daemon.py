@@ -307,3 +307,41 @@ def test_somebody_who_opens_a_dropped_file_again_and_again_harms_nobody(instance
     assert instance.process.poll() is None
     instance.drop("succeed")
     instance.wait_state("succeed", State.SUCCEEDED)
+
+
+def test_a_job_that_depends_on_an_older_one_of_its_own_name_runs_after_it(instance: Instance) -> None:
+    instance.drop("succeed-1.same")
+    instance.start()
+    first = instance.wait_state("succeed-1.same", State.SUCCEEDED)
+    instance.drop("again", name="succeed-1.same", depends_on=["succeed-1.same"])
+    second = wait_for(lambda: (job := instance.job("succeed-1.same")) and job.id > first.id and job, what="the second")
+    assert second.depends_on == (str(first.id),)
+    wait_for(lambda: len(list(instance.spool.jobs(State.SUCCEEDED))) == 2, what="both")
+
+
+def test_a_plan_made_for_one_gpu_is_made_again_before_the_job_runs_on_another_kind(instance: Instance) -> None:
+    gpus = instance.root / "gpus.json"
+    gpus.write_text(json.dumps([{"uuid": "GPU-0", "free_bytes": 80 << 30}]))
+    instance.environment["HONED_TEST_GPUS"] = str(gpus)
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop("succeed-1.a")
+    job = instance.wait_state("succeed-1.a", State.QUEUED)
+    plan_path = instance.layout.job(job.id).plan_path
+    plan = json.loads(plan_path.read_text())
+    plan["device"] = {"kind": "cuda", "name": "an older GPU", "index": 0, "uuid": "GPU-9",
+                      "compute_capability": [7, 0], "total_bytes": 16 << 30, "free_bytes": 16 << 30}  # fmt: skip
+    plan_path.write_text(json.dumps(plan))
+    instance.client.ask("resume")
+    # With the CPU build of torch the helper refuses a plan for a GPU: so the job waits, and is not run by the old plan.
+    wait_for(
+        lambda: "not on test GPU" in instance.log or "planned again, for test GPU" in instance.log, what="the word"
+    )
+    if "planned again" in instance.log:
+        instance.wait_state("succeed-1.a", State.SUCCEEDED)
+        assert json.loads(plan_path.read_text())["device"]["name"] == "test GPU"
+    else:
+        time.sleep(0.5)
+        waiting = instance.job("succeed-1.a")
+        assert waiting is not None
+        assert (waiting.state, waiting.attempts) == (State.QUEUED, ())

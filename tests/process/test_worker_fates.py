@@ -140,3 +140,23 @@ def test_a_worker_whose_shim_is_stopped_can_still_be_cancelled(instance: Instanc
     os.kill(record["worker_pid"], signal.SIGKILL)
     instance.client.ask("cancel", id="slow")
     instance.wait_state("slow", State.CANCELLED)
+
+
+def test_a_stop_while_unsloth_gives_up_costs_nothing_and_the_next_start_goes_on_without_it(instance: Instance) -> None:
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop("fallback-slowly")
+    job = instance.wait_state("fallback-slowly", State.QUEUED)
+    plan_path = instance.layout.job(job.id).plan_path
+    plan = json.loads(plan_path.read_text())
+    plan["backend"]["name"] = "unsloth"
+    plan_path.write_text(json.dumps(plan))
+    instance.client.ask("resume")
+    wait_for(lambda: instance.starts(job), what="the start")
+    instance.kill(signal.SIGTERM)
+    stopped = instance.job("fallback-slowly")
+    assert stopped is not None
+    assert (stopped.state, stopped.num_failures, stopped.outcome) == (State.QUEUED, 0, "interrupted")
+    instance.start()
+    done = instance.wait_state("fallback-slowly", State.SUCCEEDED)
+    assert [line.split()[1] for line in instance.starts(done)] == ["unsloth", "transformers"]

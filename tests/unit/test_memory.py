@@ -313,3 +313,11 @@ def test_a_proposal_never_breaks_a_rule_of_job_files(mistral_7b: BaseModelInfo) 
 def test_a_merge_needs_a_module_at_a_time(llama_70b: BaseModelInfo, tmp_path: Path) -> None:
     spec = make(full=True, adapter=str(tmp_path)).model_copy(update={"kind": "merge"})
     check(llama_70b, CPU, spec)
+
+
+def test_a_batch_has_no_more_rows_than_there_are(mistral_7b: BaseModelInfo) -> None:
+    job = make(training={"per_device_train_batch_size": 512})
+    whole = estimate(mistral_7b, H100, job, num_row_tokens=64)
+    few = estimate(mistral_7b, H100, job, num_row_tokens=64, num_rows=12)
+    assert (whole.batch_size, few.batch_size) == (512, 12)
+    assert few.activation_bytes < whole.activation_bytes / 20

@@ -328,7 +328,7 @@ def check_invariants(job: JobSpec, given: BaseModelInfo, device: Device, *, has_
         )
         assert any(reasons), "auto is never refused, nor what the device can"
         return
-    fragile = precision.overflows_float16(given.model_type)
+    fragile = precision.overflows_float16(given)
     assert not (found.bf16 and found.fp16)
     match found.load_dtype:
         case "bfloat16":
@@ -392,3 +392,11 @@ def test_whatever_is_asked_of_whatever_is_stored_on_whatever_there_is_the_choice
 ) -> None:  # fmt: skip
     job = spec(dtype=asked, attn_implementation=attention, **tuning)
     check_invariants(job, model(model_type=family, stored_dtypes=stored), device, has_flash_attn=has_flash_attn)
+
+
+@pytest.mark.parametrize("outer", ["paligemma", "some_wrapper"])
+def test_a_model_around_gemma_has_gemmas_numbers(outer: str) -> None:
+    """Gemma's float16 overflow and its capped attention scores do not go away inside another model."""
+    wrapped = model(model_type=outer, config={"dtype": "bfloat16", "text_config": {"model_type": "gemma2"}})
+    found = decide("T4", wrapped)
+    assert (found.load_dtype, found.fp16, found.attn_implementation) == ("float32", False, "eager")

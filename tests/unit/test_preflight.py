@@ -390,11 +390,15 @@ def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monk
 
 def test_a_job_that_can_never_fit_is_refused_with_what_would(desk: Desk) -> None:
     small = Device("cpu", "a small processor", total_bytes=2**29 + 2**20, free_bytes=2**29)  # 1 MiB above the reserve
+    plain.write_dataset(desk.rows, num_rows=512)
     with pytest.raises(MemoryShortError, match=r"needed \(.*weights .* and a small processor has 1 MiB") as raised:
         preflight.check(
             desk.write(training={"per_device_train_batch_size": 512}), layout=desk.layout, config=Config(), device=small
         )
     assert "per_device_train_batch_size: " in raised.value.hint
+    plain.write_dataset(desk.rows, num_rows=2)  # of which no batch has more
+    path = desk.write(training={"per_device_train_batch_size": 512})
+    assert preflight.check(path, layout=desk.layout, config=Config(), device=small).plan.memory.batch_size == 2
 
 
 def test_the_length_of_rows_is_taken_from_the_data(desk: Desk) -> None:

@@ -254,3 +254,16 @@ def test_what_sfttrainer_does_to_a_quantized_models_adapters_is_undone_and_said(
     assert ended.status == 0, ended.result
     assert adapters(ended)[-1] == ("built", {"float32"})
     assert "SFTTrainer had cast 8 adapter weights to another dtype: put back" in ended.of("audit")[-1]["mended"]
+
+
+def test_a_model_of_which_most_layers_were_left_unquantized_is_refused(bench: Callable[..., Bench]) -> None:
+    a = bench(quantization="4bit")
+    a.look()
+    layers = a.model.get_base_model().model.layers
+    for layer in layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            quantized = getattr(layer.mlp, name)
+            plain = torch.nn.Linear(quantized.in_features, quantized.out_features, bias=False, dtype=torch.bfloat16)
+            setattr(layer.mlp, name, plain.requires_grad_(False))
+    with pytest.raises(PrecisionError, match=r"6 layers are not quantized: .*mlp\.gate_proj"):
+        a.look()

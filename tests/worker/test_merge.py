@@ -304,5 +304,6 @@ def test_an_adapter_is_kept_where_its_merge_fails(make_job: MakeJob, tmp_path: P
     job = make_job(model=base, lora={"r": 4}, save_merged="float16", dtype="float32")
     ended = job.run()
     assert ended.result["error"]["code"] == "precision_mismatch"
+    assert ended.result["artifacts"] == {"output_dir": str(job.output_dir)}
     assert (job.output_dir / "adapter_model.safetensors").exists()
     assert not (job.output_dir / "merged").exists()

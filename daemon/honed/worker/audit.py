@@ -94,6 +94,8 @@ def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str
             + (f"quantized to {quantization}" if quantization != "none" else "not quantized"),
             hint="quantization: none, or backend: transformers",
         )
+    if quantization != "none":
+        _check_quantized_share(model)
     done = [*mended, *_mend_parameters(model, precision), *_mend_compute_dtype(model, precision)]
     done += _mend_config(model, precision)
     counts = count(model)
@@ -212,6 +214,29 @@ def _mend_config(model: Any, precision: Precision) -> list[str]:
         return []
     model.config.dtype = getattr(torch, precision.load_dtype)
     return [f"model.config.dtype said {found}, now {precision.load_dtype}"]
+
+
+def _check_quantized_share(model: Any) -> None:
+    """Raises PrecisionError for a model of which one layer is quantized and most are not.
+
+    Heads, towers, routers and what the checkpoint leaves out stay as they are, in every family: more than there is
+    quantized is left out by none.
+    """
+    import torch
+
+    head = model.get_output_embeddings()
+    plain, quantized = {}, 0
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if type(weight).__name__ in _QUANTIZED:
+            quantized += weight.numel() * (2 if weight.dtype == torch.uint8 else 1)  # two 4-bit ones in a byte
+        elif type(module) is torch.nn.Linear and module is not head and role(f"{name}.weight", weight) == "base":
+            plain[name] = weight.numel()
+    if sum(plain.values()) > quantized:
+        raise PrecisionError(
+            f"planned a quantized model, but {len(plain)} layers are not quantized: {', '.join([*plain][:5])}",
+            hint="quantization: none, or backend: transformers",
+        )
 
 
 def _quantization(model: Any) -> str:

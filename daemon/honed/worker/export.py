@@ -12,12 +12,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from honed import __version__, durable, precision
-from honed.error import EnvironmentInvalidError, HonedError
+from honed.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker import merge
 from honed.worker.assignment import Assignment
 from honed.worker.load import load_config
@@ -25,8 +25,16 @@ from honed.worker.load import load_config
 MANIFEST = "honed.json"
 
 
-def export(assignment: Assignment, model: Any, tokenizer: Any, facts: dict[str, Any]) -> dict[str, str]:
-    """Write everything, sync it, and put it in its place. Returns the artifacts: name to path.
+def export(
+    assignment: Assignment,
+    model: Any,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    *,
+    progress: Callable[[int, int], None],
+) -> tuple[dict[str, str], Exception | None]:
+    """Write everything, sync it, and put it in its place. Returns the artifacts, name to path, and what went wrong with
+    the merge alone: the adapter is kept then. `progress` is called with (done, of) as the merge goes on.
 
     Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced.
     """
@@ -37,19 +45,19 @@ def export(assignment: Assignment, model: Any, tokenizer: Any, facts: dict[str, 
         tokenizer.save_pretrained(made)
         if precision.is_full(assignment.spec):
             _copy_processor(assignment.base_model_path, made)
-        fault = None
+        fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
-                _merge(assignment, made)
-            except HonedError as error:
-                fault = error  # the adapter is kept
+                _merge(assignment, made, progress)
+            except (InterruptedRunError, TimeLimitError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept
+                fault = error
                 shutil.rmtree(made / "merged", ignore_errors=True)
             else:
                 artifacts["merged"] = str(target / "merged")
         finish(assignment, made, facts)
-    if fault is not None:
-        raise fault
-    return artifacts
+    return artifacts, fault
 
 
 def _copy_processor(base: Path, made: Path) -> None:
@@ -126,7 +134,7 @@ def _identity(manifest: Any) -> tuple[int, str]:
     return int(manifest["job"]["id"]), str(manifest["job"].get("instance", ""))
 
 
-def _merge(assignment: Assignment, adapter_dir: Path) -> None:
+def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> None:
     """The adapter as it was saved, into the base as it is stored: whole, though training quantized it."""
     merge.merge(
         assignment.base_model_path,
@@ -135,6 +143,7 @@ def _merge(assignment: Assignment, adapter_dir: Path) -> None:
         dtype=assignment.spec.save_merged,
         config=load_config(assignment),
         trust_remote_code=assignment.spec.trust_remote_code,
+        progress=progress,
     )
 
 

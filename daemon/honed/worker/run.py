@@ -32,6 +32,8 @@ from honed.worker import audit, checkpoint, load, mask, merge, prediction
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
+#: Seconds between words on how far a merge beside an adapter is.
+MERGE_TOLD_INTERVAL_SEC = 30.0
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
 
 
@@ -216,9 +218,20 @@ class _Story:
 
         facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics,
                  "data": data.hashes}  # fmt: skip
-        self.artifacts = export.export(job, trainer.model, loaded.tokenizer, facts)
+        told_at = time.monotonic()
+
+        def merging(number: int, count: int) -> None:
+            nonlocal told_at
+            stop.check()
+            if time.monotonic() - told_at >= MERGE_TOLD_INTERVAL_SEC:
+                told_at = time.monotonic()
+                self._log("info", f"merged {number} of {count} tensors")
+
+        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging)
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)
+        if fault is not None:
+            raise fault
         if self._regression is not None:
             raise self._regression
 
