@@ -227,7 +227,7 @@ def _check_quantized_share(model: Any) -> None:
     head = model.get_output_embeddings()
     plain, quantized = {}, 0
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if type(weight).__name__ in _QUANTIZED:
             quantized += weight.numel() * (2 if weight.dtype == torch.uint8 else 1)  # two 4-bit ones in a byte
         elif type(module) is torch.nn.Linear and module is not head and role(f"{name}.weight", weight) == "base":
