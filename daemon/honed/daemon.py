@@ -346,7 +346,7 @@ class Daemon:
                 of_waiting.pop(job.id, None)
             try:
                 backend = self._backend(job)
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 self._fail(job, InternalError(f"its plan cannot be read: {error}", hint="drop the job again"))
                 continue
             self._attempts.start(job, free, backend)
@@ -415,8 +415,10 @@ class Daemon:
     def _holds_on(self, job: Job, found: Device) -> bool:
         """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""
         if job.id not in self._planned_for:
-            plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
-            self._planned_for[job.id] = Device.from_dict(plan["device"]) if plan.get("device") else None
+            self._planned_for[job.id] = None
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
+                plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+                self._planned_for[job.id] = Device.from_dict(plan["device"])
         planned = self._planned_for[job.id]
         if planned is None or planned.kind != "cuda" or found.kind != "cuda":
             return True

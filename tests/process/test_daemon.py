@@ -345,3 +345,22 @@ def test_a_plan_made_for_one_gpu_is_made_again_before_the_job_runs_on_another_ki
         waiting = instance.job("succeed-1.a")
         assert waiting is not None
         assert (waiting.state, waiting.attempts) == (State.QUEUED, ())
+
+
+def test_a_job_whose_plan_is_gone_fails_and_holds_up_no_other(instance: Instance) -> None:
+    instance.start()
+    instance.client.ask("pause")
+    for name in ("succeed-1.a", "succeed-1.b", "succeed-1.c"):
+        instance.drop(name)
+        instance.wait_state(name, State.QUEUED)
+    for name, text in (("succeed-1.a", None), ("succeed-1.b", "[]")):
+        job = instance.job(name)
+        assert job is not None
+        plan_path = instance.layout.job(job.id).plan_path
+        plan_path.unlink() if text is None else plan_path.write_text(text)
+    instance.client.ask("resume")
+    for name in ("succeed-1.a", "succeed-1.b"):
+        failed = instance.wait_state(name, State.FAILED)
+        assert failed.error is not None
+        assert "plan cannot be read" in failed.error["message"]
+    instance.wait_state("succeed-1.c", State.SUCCEEDED)
