@@ -351,6 +351,13 @@ def test_an_output_directory_without_leave_is_refused(desk: Desk) -> None:
     assert "cannot be written" in done.stdout
 
 
+def test_an_output_directory_behind_a_link_is_the_one_that_the_link_names(desk: Desk) -> None:
+    (desk.path / "there").mkdir()
+    for name, target in (("link", "there"), ("dangling", "not-yet")):
+        (desk.path / name).symlink_to(desk.path / target)
+        assert desk.check(output_dir=str(desk.path / name)).output_dir == (desk.path / target).resolve()
+
+
 def test_an_output_directory_below_a_file_or_in_honeds_own_is_refused(desk: Desk) -> None:
     with pytest.raises(SpecError, match=r"rows.jsonl is a file|rows.jsonl.*Not a directory"):
         desk.check(output_dir=str(desk.rows / "out"))
