@@ -63,7 +63,8 @@ class PolicyConfig(_Section):
     """[policy]: what a job may ask for."""
 
     hub: bool = False
-    """Whether a base model may be fetched from the Hugging Face hub; one in the local cache may always be used."""
+    """Whether a job may name a hub id that must be fetched. Nothing is fetched yet: it is refused with the command that
+    fetches it. One in the local cache may always be used."""
     trust_remote_code: bool = False
     """Whether a job may run code that comes with a model."""
     pickle: bool = False
