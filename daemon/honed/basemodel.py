@@ -18,10 +18,13 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from honed import modality
 from honed.error import ModelError
+from honed.modality import Senses
 
 #: Bytes; the safetensors library refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000
@@ -87,12 +90,6 @@ QUANTIZATION_STATE = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*|SCB|weight_format)$"
 )
 
-#: Modules, by their place in the model, that see or hear, and what leads from them into the language model.
-_VISION_MODULE = re.compile(
-    r"(^|\.)(visual\w*|vision\w*|vit\w*|vqmodel|img_\w+|image_\w+|audio\w*|speech\w*|(multi_?modal|mm)_projector|connector"
-    r"|aligner|resampler|qformer|language_projection|embed_(vision|audio))(\.|$)"
-)
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -142,6 +139,16 @@ class BaseModelInfo:
         if self.quantization_method != "bitsandbytes":
             return None
         return "8bit" if (self.config.get("quantization_config") or {}).get("load_in_8bit") else "4bit"
+
+    @property
+    def speaks(self) -> bool:
+        """Whether only a part of it is trained, that which reads, sees, hears and writes: Qwen-Omni's thinker."""
+        return isinstance(self.config.get("thinker_config"), dict)
+
+    @cached_property
+    def senses(self) -> Senses:
+        """How it takes in what is no text, as its processor's files say; read when first asked for."""
+        return modality.look(self.path, self.config)
 
     @property
     def stored_dtype(self) -> str:
@@ -245,7 +252,7 @@ def read_names(path: Path) -> frozenset[str]:
 
 def is_vision_module(name: str) -> bool:
     """Whether a module or parameter of that name belongs to a model's eyes or ears, and not to its language."""
-    return _VISION_MODULE.search(name) is not None
+    return modality.part(name) != "language"
 
 
 def resolve(

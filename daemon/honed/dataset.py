@@ -1,10 +1,4 @@
-"""Data sets: files of rows in any of five formats, read into one kind of thing, the `Example`.
-
-    messages            messages (or conversations): [{role, content, tool_calls?, reasoning_content?}], tools?
-    prompt_completion   prompt, completion: two strings, or two lists of messages
-    alpaca              instruction, input?, output, system?, history?
-    sharegpt            conversations (or conversation): [{from, value}], system?, tools?
-    text                text
+"""Data sets: files of rows in any of five formats (see row.py), read into one kind of thing, the `Example`.
 
 Rows are read one at a time, never a file at once where its form allows it. A row that cannot be used is counted and the
 first ones are named; a file that cannot be read is an error that names the place.
@@ -17,66 +11,29 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from honed.attachment import RowError
 from honed.error import DatasetError
+from honed.media import Facts, MediaError, probe, require, spill
+from honed.row import FORMATS_HINT, Example, convert, fields, kind_of, recognise, words
 
 if TYPE_CHECKING:
     from honed.spec import DatasetSpec
 
+__all__ = [
+    "Attached", "Counts", "Example", "Inspection", "Mixture", "convert", "files", "inspect", "load", "read",
+    "recognise", "split", "words",
+]  # fmt: skip
+
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 #: How many of a data set's bad rows are named; the rest is counted.
 MAX_NAMED = 5
-
-_WANTED = {
-    "messages": "`messages`",
-    "prompt_completion": "`prompt` and `completion`",
-    "alpaca": "`instruction` and `output`",
-    "sharegpt": "`conversations` of from/value",
-    "text": "`text`",
-}
-_FORMATS_HINT = "formats: " + "; ".join(f"{name} has {wanted}" for name, wanted in _WANTED.items())
-
-#: Columns whose contents a model would have to see or hear; to train on the text alone would teach it to guess.
-_MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-#: ShareGPT's words for who speaks.
-_SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "bard": "assistant", "bing": "assistant", "function_call": "assistant", "tool_call": "assistant",
-    "system": "system", "developer": "developer",
-    "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool",
-}  # fmt: skip
-
-_ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-_ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row, whatever its format was."""
-
-    kind: Literal["messages", "prompt_completion", "text"]
-    messages: list[dict[str, Any]] = field(default_factory=list)  #: as chat templates take them
-    tools: list[Any] | None = None
-    prompt: str = ""
-    completion: str = ""
-    text: str = ""
-    dataset_index: int = 0
-    row_index: int = 0
-    num_prompt_messages: int = 0  #: turns of the assistant among the first so many are not trained on
+#: Images, videos and sounds of a data set that are opened for a look at it.
+NUM_OPENED = 100
 
 
 @dataclass(frozen=True)
@@ -87,8 +44,21 @@ class Inspection:
     num_files: int
     num_bytes: int
     columns: tuple[str, ...]
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  #: those that are text alone, good or bad
     bad: tuple[str, ...]
+    num_rows: int  #: that were looked at
+    attached: list[Attached]  #: the rows with media, as far as these were opened and are good
+    num_attached: int  #: rows with media
+    num_broken: int  #: of these, the ones with a file that is missing or cannot be read
+    broken: tuple[str, ...]  #: the first few
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A row with images, videos or sounds, of which the headers were read."""
+
+    texts: tuple[str, ...]  #: of its messages
+    media: tuple[Facts, ...]
 
 
 @dataclass(frozen=True)
@@ -109,10 +79,6 @@ class Mixture:
 
     examples: list[Example]
     counts: list[Counts]
-
-
-class _RowError(Exception):
-    """Why one row cannot be used."""
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -155,7 +121,7 @@ def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
         if limit is not None and n >= limit:
             return
         if not isinstance(row, dict):
-            raise DatasetError(f"{path}: {place}: a row is an object with columns, this is {_kind(row)}")
+            raise DatasetError(f"{path}: {place}: a row is an object with columns, this is {kind_of(row)}")
         yield row
 
 
@@ -269,245 +235,6 @@ def _json_words(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
 
 
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}
-    return names.get(type(value), "a number")
-
-
-# --- formats ---------------------------------------------------------------------------------------------------------
-
-
-def recognise(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> str:
-    """The format of a row by its columns. Raises DatasetError, which lists those found and those each format wants."""
-    named = _renamed(row, columns)
-    turns = next((_unpacked(named[key]) for key in ("messages", "conversations", "conversation") if key in named), None)
-    if isinstance(turns, list):
-        first = turns[0] if turns else {}
-        return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
-    if "prompt" in named and "completion" in named:
-        return "prompt_completion"
-    if "instruction" in named and "output" in named:
-        return "alpaca"
-    if "text" in named:
-        return "text"
-    found = ", ".join(map(str, row)) or "none"
-    raise DatasetError(
-        f"the format cannot be told from the columns ({found})",
-        hint=f"{_FORMATS_HINT}; `columns` maps these names to yours, as in {{prompt: question}}",
-    )
-
-
-def convert(
-    row: Mapping[str, Any],
-    format: str,  # noqa: A002  (the spec's own word)
-    *,
-    columns: Mapping[str, str] | None = None,
-    dataset_index: int = 0,
-    row_index: int = 0,
-    has_chat_template: bool = True,
-) -> Example:
-    """One row as an Example. Raises DatasetError for a row that cannot be used, and says why."""
-    try:
-        fields = _fields(_renamed(row, columns), format, has_chat_template=has_chat_template)
-    except _RowError as error:
-        raise DatasetError(f"row {row_index + 1}: {error}", hint=f"{format} has {_WANTED.get(format, '?')}") from error
-    return Example(**fields, dataset_index=dataset_index, row_index=row_index)
-
-
-def _fields(row: Mapping[str, Any], format: str, *, has_chat_template: bool) -> dict[str, Any]:  # noqa: A002
-    if seen := next((key for key in _MEDIA_COLUMNS if row.get(key) not in (None, "", [])), None):
-        raise _RowError(f"`{seen}` beside the text: not trained by this version, text only")
-    match format:
-        case "messages":
-            return _from_messages(row)
-        case "prompt_completion":
-            return _from_prompt_completion(row)
-        case "alpaca":
-            return _from_alpaca(row, has_chat_template=has_chat_template)
-        case "sharegpt":
-            return _from_sharegpt(row)
-        case "text":
-            return {"kind": "text", "text": _string(row, "text")}
-        case _:
-            raise DatasetError(f"no such format: {format}", hint=_FORMATS_HINT)
-
-
-def _from_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    turns = next((row[key] for key in ("messages", "conversations", "conversation") if key in row), None)
-    messages = _messages(turns, "messages")
-    _require_answer(messages)
-    return {"kind": "messages", "messages": messages, "tools": _tools(row)}
-
-
-def _from_prompt_completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    prompt, completion = _unpacked(row.get("prompt")), _unpacked(row.get("completion"))
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
-        _require_answer(after)
-        fields = {"kind": "messages", "messages": [*before, *after], "tools": _tools(row)}
-        return fields | {"num_prompt_messages": len(before)}
-    if isinstance(prompt, list) != isinstance(completion, list):
-        raise _RowError("`prompt` and `completion` are two strings or two lists of messages, not one of each")
-    completion = _string(row, "completion")
-    return {"kind": "prompt_completion", "prompt": _string(row, "prompt", may_be_empty=True), "completion": completion}
-
-
-def _from_alpaca(row: Mapping[str, Any], *, has_chat_template: bool) -> dict[str, Any]:
-    instruction, output = _string(row, "instruction"), _string(row, "output")
-    given = _string(row, "input", may_be_empty=True)
-    system, history = _string(row, "system", may_be_empty=True), _unpacked(row.get("history")) or []
-    if not has_chat_template:
-        if history:
-            raise _RowError("`history` needs a chat template; name one with `chat_template:`")
-        template = _ALPACA_WITH_INPUT if given.strip() else _ALPACA
-        lead = f"{system}\n\n" if system else ""
-        return {
-            "kind": "prompt_completion",
-            "prompt": lead + template.format(instruction=instruction, input=given),
-            "completion": output,
-        }
-    messages = [{"role": "system", "content": system}] if system else []
-    if not isinstance(history, list):
-        raise _RowError("`history` is a list of pairs of instruction and answer")
-    for pair in history:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise _RowError("`history` is a list of pairs of instruction and answer")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    asked = f"{instruction}\n\n{given}" if given.strip() else instruction
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
-    return {"kind": "messages", "messages": messages}
-
-
-def _from_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
-    turns = _unpacked(next((row[key] for key in ("conversations", "conversation", "messages") if key in row), None))
-    if not isinstance(turns, list):
-        raise _RowError(f"`conversations` is a list of turns, this is {_kind(turns)}")
-    system = row.get("system")
-    messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    messages += [_sharegpt_turn(turn, n) for n, turn in enumerate(turns, start=1)]
-    _require_answer(messages)
-    return {"kind": "messages", "messages": messages, "tools": _tools(row)}
-
-
-def _sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
-    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
-        raise _RowError(f"turn {number} has no `from`")
-    role = _SHAREGPT_ROLES.get(turn["from"].lower())
-    if role is None:
-        raise _RowError(f"turn {number}: `from` is {turn['from']!r}, not one of {', '.join(_SHAREGPT_ROLES)}")
-    if turn["from"].lower() in ("function_call", "tool_call"):
-        calls = _unpacked(turn.get("value"))
-        listed = calls if isinstance(calls, list) else [calls]
-        return {"role": role, "content": "", "tool_calls": [_tool_call(call, number) for call in listed]}
-    return _message(
-        {**{k: v for k, v in turn.items() if k not in ("from", "value")}, "role": role, "content": turn.get("value")},
-        number,
-    )
-
-
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
-    turns = _unpacked(value)
-    if not isinstance(turns, list) or not turns:
-        raise _RowError(f"`{name}` is a list of messages, this is {'empty' if turns == [] else _kind(turns)}")
-    return [_message(turn, number) for number, turn in enumerate(turns, start=1)]
-
-
-def _message(turn: Any, number: int) -> dict[str, Any]:
-    """A message as templates take it; keys that are null (as parquet has them) are left out."""
-    if not isinstance(turn, dict):
-        raise _RowError(f"message {number} is {_kind(turn)}, not an object with role and content")
-    role = turn.get("role")
-    if role not in _ROLES:
-        raise _RowError(f"message {number}: the role is {role!r}, not one of {', '.join(_ROLES)}")
-    message = {key: value for key, value in turn.items() if value is not None}
-    calls = _unpacked(message.pop("tool_calls", None)) or []
-    if not isinstance(calls, list):
-        raise _RowError(f"message {number}: `tool_calls` is a list, this is {_kind(calls)}")
-    if calls:
-        message["tool_calls"] = [_tool_call(call, number) for call in calls]
-    message["content"] = _content(turn.get("content"), number, is_optional=bool(calls) or role == "assistant")
-    return message
-
-
-def _content(content: Any, number: int, *, is_optional: bool) -> str:
-    if content is None and is_optional:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _RowError(f"message {number}: the content is {_kind(content)}, not a string")
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise _RowError(f"message {number} has a part of type {kind}: not trained by this version, text only")
-    return "".join(texts)
-
-
-def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates take."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _RowError(f"message {number}: a tool call has a function with a name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise _RowError(f"message {number}: the arguments of {function['name']} are not JSON") from error
-    outer = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
-    return {"type": "function", **outer, "function": {**function, "arguments": arguments or {}}}
-
-
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    tools = _unpacked(row.get("tools"))
-    if tools is None or tools in ("", []):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _RowError("`tools` is a list of objects, or a JSON string of one")
-    return tools
-
-
-def _require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        raise _RowError("no turn of the assistant")
-    if not any(message["content"].strip() or message.get("tool_calls") for message in answers):
-        raise _RowError("the assistant's turns are empty")
-
-
-def _string(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
-    value = row.get(key)
-    if value is None and may_be_empty:
-        return ""
-    if not isinstance(value, str):
-        raise _RowError(f"`{key}` is {_kind(value) if key in row else 'missing'}, not a string")
-    if not may_be_empty and not value.strip():
-        raise _RowError(f"`{key}` is empty")
-    return value
-
-
-def _renamed(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> Mapping[str, Any]:
-    """The row under our names; `columns` says, for a name of ours, which column of theirs holds it."""
-    if not columns:
-        return row
-    return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
-
-
-def _unpacked(value: Any) -> Any:
-    """A list or object that a column holds as a JSON string."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
-            return value
-    return value
-
-
 # --- data sets -------------------------------------------------------------------------------------------------------
 
 
@@ -515,31 +242,72 @@ def inspect(dataset: DatasetSpec, *, num_rows: int = 20) -> Inspection:
     """A look at a data set's first rows. Raises DatasetError where they cannot be read, or half of them not be used."""
     paths = files(Path(dataset.path), split=dataset.split)
     collected = _Collector(dataset, 0, has_chat_template=True)
+    seen = _Looker()
     rows: list[dict[str, Any]] = []
+    columns: dict[str, None] = {}
     for path in paths:
         for row, place in _read_any(path):
             if collected.num_rows >= num_rows:
                 break
-            collected.add(row, path, place)
-            rows += [row] if isinstance(row, dict) else []
+            example = collected.add(row, path, place)
+            columns |= dict.fromkeys(map(str, row)) if isinstance(row, dict) else {}
+            if example is not None and example.media:
+                seen.look(example, f"{path.name}, {place}")
+                collected.examples[-1] = replace(example, media=())  # embedded files would fill the memory
+            elif isinstance(row, dict):
+                rows.append(row)
     collected.check()
     return Inspection(
         format=collected.format,
         num_files=len(paths),
         num_bytes=sum(path.stat().st_size for path in paths),
-        columns=tuple(dict.fromkeys(str(key) for row in rows for key in row)),
+        columns=tuple(columns),
         rows=rows,
         bad=tuple(collected.bad),
+        num_rows=collected.num_rows,
+        attached=seen.attached,
+        num_attached=seen.num_rows,
+        num_broken=seen.num_broken,
+        broken=tuple(seen.broken),
     )
 
 
-def load(datasets: Sequence[DatasetSpec], *, seed: int, has_chat_template: bool) -> Mixture:
+class _Looker:
+    """What the headers of rows' media say, of the first NUM_OPENED files; of the rest, whether they are there."""
+
+    def __init__(self) -> None:
+        self.attached: list[Attached] = []
+        self.broken: list[str] = []
+        self.num_rows = self.num_broken = self._num_opened = 0
+
+    def look(self, example: Example, place: str) -> None:
+        self.num_rows += 1
+        try:
+            if self._num_opened < NUM_OPENED:
+                self._num_opened += len(example.media)
+                facts = tuple(probe(each) for each in example.media)
+                self.attached.append(Attached(tuple(map(words, example.messages)), facts))
+            else:
+                for each in example.media:
+                    require(each)
+        except MediaError as error:
+            self.num_broken += 1
+            self.broken += [f"{place}: {error.message}"] if len(self.broken) < MAX_NAMED else []
+
+
+def load(
+    datasets: Sequence[DatasetSpec], *, seed: int, has_chat_template: bool, spill_dir: Path | None = None
+) -> Mixture:
     """Every row of the data sets, or the shares of them that `fraction` asks for.
 
     Fractions are shares of the mixture, normalised to one; the mixture is as large as can be with no row drawn twice.
-    Which rows of a data set are drawn depends on the seed alone; they stay in their order.
+    Which rows of a data set are drawn depends on the seed alone; they stay in their order. Images, videos and sounds
+    that are embedded in rows become files in `spill_dir`; without one they stay in memory.
     """
-    collected = [_collect(dataset, n, has_chat_template=has_chat_template) for n, dataset in enumerate(datasets)]
+    collected = [
+        _collect(dataset, n, has_chat_template=has_chat_template, spill_dir=spill_dir)
+        for n, dataset in enumerate(datasets)
+    ]
     drawn = _draw([each.examples for each in collected], [dataset.fraction for dataset in datasets], seed)
     counts = [
         Counts(str(dataset.path), each.format, each.num_rows, len(examples), each.num_bad, tuple(each.bad))
@@ -576,8 +344,8 @@ def _sample(examples: list[Example], number: int, rng: random.Random) -> list[Ex
     return [examples[n] for n in sorted(rng.sample(range(len(examples)), min(number, len(examples))))]
 
 
-def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool) -> _Collector:
-    collected = _Collector(dataset, index, has_chat_template=has_chat_template)
+def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None) -> _Collector:
+    collected = _Collector(dataset, index, has_chat_template=has_chat_template, spill_dir=spill_dir)
     for path in files(Path(dataset.path), split=dataset.split):
         for row, place in _read_any(path):
             if dataset.max_rows is not None and collected.num_rows >= dataset.max_rows:
@@ -590,22 +358,27 @@ def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool) -> _C
 class _Collector:
     """One data set's rows as they are read: the examples, and the bad ones with their places."""
 
-    def __init__(self, dataset: DatasetSpec, index: int, *, has_chat_template: bool) -> None:
+    def __init__(
+        self, dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None = None
+    ) -> None:
         self._dataset, self._index, self._has_chat_template = dataset, index, has_chat_template
+        self._spill_dir = spill_dir
         self.format: str = "" if dataset.format == "auto" else dataset.format
         self.examples: list[Example] = []
         self.num_rows = 0
         self.num_bad = 0
         self.bad: list[str] = []
 
-    def add(self, row: Any, path: Path, place: str) -> None:
+    def add(self, row: Any, path: Path, place: str) -> Example | None:
         self.num_rows += 1
         try:
-            self.examples.append(self._example(row))
-        except _RowError as error:
+            self.examples.append(self._example(row, path))
+        except RowError as error:
             self.num_bad += 1
             if len(self.bad) < MAX_NAMED:
                 self.bad.append(f"{path.name}, {place}: {error}")
+            return None
+        return self.examples[-1]
 
     def check(self) -> None:
         """Raises DatasetError where no row is good, or more than half are bad."""
@@ -615,17 +388,25 @@ class _Collector:
             raise DatasetError(
                 f"{self._dataset.path}: {self.num_bad} of {self.num_rows} rows cannot be used"
                 f"{f' as {self.format}' if self.format else ''}: {'; '.join(self.bad)}",
-                hint=f"`format` and `columns` of a data set say how its rows are read. {_FORMATS_HINT}",
+                hint=f"`format` and `columns` of a data set say how its rows are read. {FORMATS_HINT}",
             )
 
-    def _example(self, row: Any) -> Example:
+    def _example(self, row: Any, path: Path) -> Example:
         if not isinstance(row, dict):
-            raise _RowError(f"a row is an object with columns, this is {_kind(row)}")
+            raise RowError(f"a row is an object with columns, this is {kind_of(row)}")
         columns = self._dataset.columns
         if not self.format:
             try:
                 self.format = recognise(row, columns)
             except DatasetError as error:
-                raise _RowError(error.message) from error
-        fields = _fields(_renamed(row, columns), self.format, has_chat_template=self._has_chat_template)
-        return Example(**fields, dataset_index=self._index, row_index=self.num_rows - 1)
+                raise RowError(error.message) from error
+        made = fields(
+            row,
+            self.format,
+            columns,
+            has_chat_template=self._has_chat_template,
+            directories=self._dataset.media_dirs(path.parent),
+        )
+        if self._spill_dir is not None and made.get("media"):
+            made["media"] = tuple(spill(each, self._spill_dir) for each in made["media"])
+        return Example(**made, dataset_index=self._index, row_index=self.num_rows - 1)

@@ -42,6 +42,13 @@ import json, torch, torchvision
 kept = torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
 print(json.dumps({"version": torchvision.__version__, "kept": len(kept)}))
 """
+_TORCHVISION_MENDED = """
+import json
+from honed.worker import torchvision as mended
+mended.mend()
+import torch, torchvision.transforms.v2.functional as functional
+print(json.dumps({"size": list(functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape)}))
+"""
 _BITSANDBYTES = """
 import json, bitsandbytes, bitsandbytes.cextension as native
 print(json.dumps({"version": bitsandbytes.__version__, "library": type(native.lib).__name__}))
@@ -98,6 +105,9 @@ _USES = {
     "bitsandbytes": "quantization: 4bit and 8bit",
     "unsloth": "backend: unsloth",
     "unsloth_zoo": "backend: unsloth",
+    "pillow": "rows with images",
+    "av": "rows with videos and sound",
+    "torchvision": "the processors of vision models",
 }
 
 
@@ -177,13 +187,19 @@ def _torch() -> Finding:
 def _torchvision() -> Finding:
     """One built for another torch breaks imports that never name it, with messages that do not either."""
     if installed.version("torchvision") is None:
-        return Finding("torchvision", "ok", "not installed; text models do without")
+        return Finding("torchvision loads", "ok", "not installed; text models do without")
     try:
-        return Finding("torchvision", "ok", ask(_TORCHVISION)["version"])
+        return Finding("torchvision loads", "ok", ask(_TORCHVISION)["version"])
     except EnvironmentInvalidError as error:
         hint = "install the torchvision that belongs to this torch, from the same index, or uninstall it"
         detail = f"{installed.version('torchvision')} does not load: {error.message}"
-        return Finding("torchvision", "error", detail, hint)
+    try:
+        ask(_TORCHVISION_MENDED)
+    except EnvironmentInvalidError:
+        return Finding("torchvision loads", "error", detail, hint)
+    return Finding(
+        "torchvision loads", "warning", f"{detail}; workers go round that, and use what of it they need", hint
+    )
 
 
 def _bitsandbytes() -> Finding:

@@ -23,6 +23,8 @@ from pydantic_core import PydanticCustomError
 MANY = 8
 #: The type of the errors that `refuse` raises; their message is told as it is.
 REFUSED = "refused"
+#: What the tag of a union's member begins with. It turns up in the place of an error, and no key begins so.
+MEMBER = "\0"
 
 
 class Section(BaseModel):
@@ -58,7 +60,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
     base, _ = _apart(annotation)
     if get_origin(base) not in (typing.Union, types.UnionType):
         return (base,)
-    return tuple(_apart(member)[0] for member in get_args(base) if member is not type(None))
+    return tuple(each for member in get_args(base) if member is not type(None) for each in members(member))
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

@@ -27,7 +27,12 @@ OPTIONAL_WINDOWS: dict[str, str] = {
     "bitsandbytes": ">=0.49,<0.51",
     "unsloth": ">=2026.10.4",
     "unsloth_zoo": ">=2026.10.4",
+    "pillow": ">=11,<14",
+    "av": ">=14,<19",
+    "torchvision": ">=0.21,<0.30",
 }
+#: The module of a package, where it has another name.
+MODULES = {"pillow": "PIL"}
 
 #: Versions that are known to fail, each with what goes wrong.
 BROKEN: tuple[tuple[str, str, str], ...] = (
@@ -81,9 +86,13 @@ class Installed:
 
 def look() -> Installed:
     """What is installed in this interpreter's environment."""
-    names = [*WINDOWS, *OPTIONAL_WINDOWS, "flash_attn", "torchvision"]
+    names = [*WINDOWS, *OPTIONAL_WINDOWS, "flash_attn"]
     versions = {name: version(name) for name in names}
-    return Installed(versions, frozenset(name for name in names if importlib.util.find_spec(name) is not None))
+    return Installed(versions, frozenset(name for name in names if _is_importable(name)))
+
+
+def _is_importable(name: str) -> bool:
+    return importlib.util.find_spec(MODULES.get(name, name)) is not None
 
 
 def version(name: str) -> str | None:
@@ -129,7 +138,8 @@ def _places(text: str) -> tuple[int, ...]:
 
 @cache
 def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
-    """The model types that the installed transformers knows, and those among them that continue text, seeing or not.
+    """The model types that the installed transformers knows, and those among them that continue text, whatever
+    else they take in.
 
     Read from its source, since importing it takes a second. Both empty where the source is not as expected: then
     nothing is known, and nothing may be refused.
@@ -144,6 +154,8 @@ def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
     except OSError:
         return frozenset(), frozenset()
     known = re.findall(r'"([\w.-]+)"[:,]\s*"\w+Config"', configs)
-    blocks = re.findall(r"^MODEL_FOR_(?:CAUSAL_LM|IMAGE_TEXT_TO_TEXT)_MAPPING_NAMES = .*?^\)", models, re.M | re.S)
+    blocks = re.findall(
+        r"^MODEL_FOR_(?:CAUSAL_LM|IMAGE_TEXT_TO_TEXT|MULTIMODAL_LM)_MAPPING_NAMES = .*?^\)", models, re.M | re.S
+    )
     writing = re.findall(r'\("([\w.-]+)", "', "".join(blocks))
     return frozenset([*known, *writing]), frozenset(writing)

@@ -67,6 +67,7 @@ class JobLayout:
     spec.<suffix>              as dropped                                   (the daemon writes)
     plan.json                  what was decided before any model is loaded  (the daemon writes)
     checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
+    media/                     images, videos and sounds that a data file holds, by their sha256
     output/                    the default output_dir
     report.html
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
@@ -89,6 +90,10 @@ class JobLayout:
     @property
     def checkpoints_dir(self) -> Path:
         return self.dir / "checkpoints"
+
+    @property
+    def media_dir(self) -> Path:
+        return self.dir / "media"
 
     @property
     def output_dir(self) -> Path:

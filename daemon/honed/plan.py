@@ -5,11 +5,12 @@ Backend, precision and an estimate of memory, in the shape that `honectl plan --
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from honed import memory, precision
+from honed import memory, parameter, precision
+from honed.activation import Row
 from honed.basemodel import AdapterInfo, BaseModelInfo
 from honed.config import Config
 from honed.device import Device
@@ -20,10 +21,7 @@ from honed.precision import Precision
 from honed.spec import JobSpec
 
 #: Keys that a spec may have and this version does nothing with: what to look for, and what is said.
-NOT_ACTED_ON: tuple[tuple[str, Callable[[JobSpec], bool]], ...] = (
-    ("notify", lambda spec: spec.notify is not None),
-    ("media_dir", lambda spec: any(each.media_dir is not None for each in (*spec.datasets, *spec.eval_datasets))),
-)
+NOT_ACTED_ON: tuple[tuple[str, Callable[[JobSpec], bool]], ...] = (("notify", lambda spec: spec.notify is not None),)
 
 #: In what a merged checkpoint may be stored.
 MERGED_DTYPES = ("bfloat16", "float16", "float32")
@@ -83,10 +81,12 @@ def make(
     adapter: AdapterInfo | None = None,
     num_row_tokens: int | None = None,
     num_rows: int | None = None,
+    rows: Sequence[Row] = (),
 ) -> Plan:
     """The plan for a job on a device. Raises what `precision.decide` raises, and BackendError.
 
-    `num_row_tokens` is the length of the longest row that was looked at, `num_rows` of how many there are in all.
+    `num_row_tokens` is the length of the longest row without media that was looked at, `rows` are those with media,
+    and `num_rows` is how many there are in all.
     """
     if spec.kind == "merge":
         return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
@@ -95,9 +95,9 @@ def make(
     reserve_bytes = config.device.reserve_bytes
     needed = memory.estimate(
         spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes, num_row_tokens=num_row_tokens,
-        num_rows=num_rows,
+        num_rows=num_rows, rows=rows,
     )  # fmt: skip
-    num_trained = memory.trained(spec, model, adapter).num_parameters
+    num_trained = parameter.trained(spec, model, adapter).num_parameters
     return Plan(backend, choices, needed, model, device, num_trained, tuple(_warnings(spec, model, choices, needed)))
 
 
@@ -176,7 +176,8 @@ def _warnings(spec: JobSpec, model: BaseModelInfo, choices: Precision, needed: M
         found.append(
             f"memory: {memory.gib(needed.total_bytes)} are estimated, and there are "
             f"{memory.gib(needed.available_bytes)}: it may run out; "
-            "a smaller per_device_train_batch_size or max_length takes less"
+            f"a smaller per_device_train_batch_size or {'media.max_image_size' if needed.media else 'max_length'} "
+            "takes less"
         )
     if model.is_pickled:
         found.append(f"{model.path}: the weights are pickled; their number and dtype are estimated from their size")

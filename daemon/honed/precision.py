@@ -15,6 +15,7 @@ from typing import Any
 from honed.basemodel import BaseModelInfo
 from honed.device import Device
 from honed.error import ModelError, SpecError
+from honed.modality import Part
 from honed.spec import JobSpec
 
 #: bfloat16 in hardware begins with Ampere, and so does FlashAttention 2.
@@ -122,6 +123,22 @@ def _check(precision: Precision, device: Device) -> None:
 def is_full(spec: JobSpec) -> bool:
     """Whether every parameter is trained: no new adapter, and none to go on from."""
     return spec.lora is None and not spec.adapter
+
+
+#: For each part of a model, the key under `lora:` that says whether it gets an adapter.
+PART_KEYS: dict[Part, str] = {
+    "language": "finetune_language_layers",
+    "vision": "finetune_vision_layers",
+    "audio": "finetune_audio_layers",
+    "projector": "finetune_projector",
+}
+
+
+def trained_parts(spec: JobSpec) -> frozenset[Part]:
+    """The parts of a model that are trained: without `lora` the language model, whole."""
+    if spec.lora is None:
+        return frozenset({"language"})
+    return frozenset(part for part, key in PART_KEYS.items() if getattr(spec.lora, key))
 
 
 def can_bfloat16(device: Device) -> bool:

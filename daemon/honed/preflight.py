@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from honed import basemodel, dataset, device, installed, memory, plan, precision, spec
+from honed import basemodel, dataset, device, installed, memory, plan, precision, remedy, spec
+from honed.activation import Row
 from honed.basemodel import BITS, AdapterInfo, BaseModelInfo
 from honed.config import Config
 from honed.device import Device
@@ -46,6 +47,7 @@ from honed.error import (
 )
 from honed.installed import Installed
 from honed.layout import Layout
+from honed.media import PLURAL, Kind
 from honed.plan import Plan
 from honed.spec import DatasetSpec, JobSpec
 
@@ -141,7 +143,8 @@ def _check(
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    warnings, num_row_tokens, num_rows = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    looked = _check_datasets(job_spec, model, has_chat_template=has_chat_template)
+    warnings = looked.warnings
     progress("packages")
     here = installed.look()
     candidates = _devices(job_spec, config, device)
@@ -152,13 +155,13 @@ def _check(
     def planned(changed: JobSpec, target: Device) -> Plan:
         return plan.make(
             changed, model, target, config=config, installed=here, adapter=adapter,
-            num_row_tokens=None if model.has_vision else num_row_tokens, num_rows=num_rows,
+            num_row_tokens=looked.num_row_tokens, num_rows=looked.num_rows, rows=looked.attached,
         )  # fmt: skip
 
     def fitting(target: Device) -> Plan:
         made = planned(job_spec, target)
         progress("memory")
-        memory.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
+        remedy.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
         return made
 
     made = _first_that_fits(candidates, fitting)
@@ -191,7 +194,7 @@ def _check_the_rest(
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    warnings, _, _ = _check_datasets(job_spec, has_chat_template=has_chat_template)
+    warnings = _check_datasets(job_spec, model, has_chat_template=has_chat_template).warnings
     progress("packages")
     here = installed.look()
     _check_packages(job_spec, model, _devices(job_spec, config, device)[0], here)
@@ -260,6 +263,11 @@ def _check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo |
         return
     if model.is_pickled:
         raise ModelError(f"{model.path}: an adapter is not merged into pickled weights", hint="convert them first")
+    if model.speaks:
+        raise ModelError(
+            f"{model.path}: an adapter is not merged into a model that also speaks ({model.model_type})",
+            hint="load the adapter beside the model's thinker, or leave save_merged out",
+        )
     if model.is_quantized and model.quantization is None:
         raise ModelError(
             f"{model.path}: an adapter cannot be merged into weights that are stored in {model.quantization_method}",
@@ -277,10 +285,8 @@ def _check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo |
 
 
 def _check_trainable(job_spec: JobSpec, model: BaseModelInfo) -> None:
-    """Whether this version trains models of this kind: the one place for that. What sees is trained on text alone."""
+    """Whether this version trains models of this kind: the one place for that."""
     where = model.path / "config.json"
-    if model.has_audio and not model.has_vision:
-        raise ModelError(f"{where}: audio models are not trained by this version", hint="take a text or vision model")
     if not model.is_quantized and any(dtype.startswith("float8") for dtype in model.stored_dtypes):
         raise ModelError(
             f"{where}: the weights are stored in float8, and no quantization_config says how they are scaled",
@@ -378,20 +384,35 @@ def _compile_template(text: str, where: str, kind: type[HonedError]) -> None:
         ) from error
 
 
-def _check_datasets(job_spec: JobSpec, *, has_chat_template: bool) -> tuple[list[str], int | None, int | None]:
-    """What is wrong with some rows, as warnings; about how many tokens the longest of the first ones has; and how many
-    rows there are, where all were looked at.
+@dataclass(frozen=True)
+class _Looked:
+    """What the first rows of a job's data sets say."""
 
-    Raises DatasetError, which names the key of the data set.
-    """
-    warnings, lengths, is_all = [], [], True
+    warnings: list[str]  #: what is wrong with some of them
+    num_row_tokens: int | None  #: about how many tokens the longest without media has
+    num_rows: int | None  #: in all, where all were looked at
+    attached: list[Row]  #: those with images, videos or sounds
+
+
+def _check_datasets(job_spec: JobSpec, model: BaseModelInfo | None, *, has_chat_template: bool) -> _Looked:
+    """Raises DatasetError, which names the key of the data set."""
+    warnings: list[str] = []
+    lengths: list[int] = []
+    attached: list[Row] = []
+    num_rows: int | None = 0
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
         for number, each in enumerate(datasets):
-            found = _check_dataset(f"{key}.{number}", each, has_chat_template=has_chat_template)
-            warnings += [f"{key}.{number}: {bad}" for bad in found.bad]
+            name = f"{key}.{number}"
+            try:
+                found = _check_dataset(each, has_chat_template=has_chat_template)
+                warnings += _check_attached(job_spec, model, each, found)
+            except DatasetError as error:
+                raise DatasetError(f"{name}: {error.message}", hint=error.hint) from error
+            warnings += [f"{name}: {bad}" for bad in found.bad]
             lengths += [_num_tokens(row) for row in found.rows]
-            is_all = is_all and len(found.rows) + len(found.bad) < NUM_ROWS
-    return warnings, max(lengths, default=None), len(lengths) if is_all else None
+            attached += [Row(_num_tokens(list(seen.texts)), seen.media) for seen in found.attached]
+            num_rows = num_rows + found.num_rows if num_rows is not None and found.num_rows < NUM_ROWS else None
+    return _Looked(warnings, max(lengths, default=None), num_rows, attached)
 
 
 def _num_tokens(row: Any) -> int:
@@ -407,20 +428,53 @@ def _num_tokens(row: Any) -> int:
             return 0
 
 
-def _check_dataset(key: str, each: DatasetSpec, *, has_chat_template: bool) -> dataset.Inspection:
-    try:
-        found = dataset.inspect(each, num_rows=NUM_ROWS)
-        if not has_chat_template and _needs_template(found, each):
-            raise DatasetError(
-                f"{each.path}: rows of {found.format} are rendered by a chat template, and the base model has none",
-                hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
-            )
-    except DatasetError as error:
-        raise DatasetError(f"{key}: {error.message}", hint=error.hint) from error
+def _check_dataset(each: DatasetSpec, *, has_chat_template: bool) -> dataset.Inspection:
+    found = dataset.inspect(each, num_rows=NUM_ROWS)
+    if not has_chat_template and _needs_template(found, each):
+        raise DatasetError(
+            f"{each.path}: rows of {found.format} are rendered by a chat template, and the base model has none",
+            hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
+        )
     return found
 
 
+#: What a model must have for each kind of media, in words.
+_SENSES: Mapping[Kind, str] = {"image": "does not see", "video": "does not see", "audio": "does not hear"}
+
+
+def _check_attached(
+    job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
+) -> list[str]:
+    """Of the images, videos and sounds in a data set's first rows: what is wrong with some, as warnings."""
+    if not found.num_attached:
+        return []
+    kinds = {facts.kind for seen in found.attached for facts in seen.media}
+    for kind in sorted(kinds):
+        if model is not None and not (model.has_audio if kind == "audio" else model.has_vision):
+            raise DatasetError(
+                f"{each.path}: rows with {PLURAL[kind]}, and {model.path} is a model that {_SENSES[kind]}",
+                hint="take a vision or audio model as base_model, or rows of text",
+            )
+    if job_spec.training.packing or job_spec.training.padding_free:
+        key = "packing" if job_spec.training.packing else "padding_free"
+        raise DatasetError(
+            f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'} and "
+            f"training.{key}: they are not put into one row with others",
+            hint=f"leave {key} out",
+        )
+    if not found.num_broken:
+        return []
+    told = f"{found.num_broken} of the first {found.num_attached} rows with media have a file that cannot be used"
+    named = "; ".join(found.broken)
+    if job_spec.media.broken == "refuse" or found.num_broken == found.num_rows:
+        hint = "paths start from the data file's directory, or from the data set's `media_dir`"
+        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
+    return [f"{each.path}: {told}, and will be left out: {named}"]
+
+
 def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
+    if found.num_attached:
+        return True
     for row in found.rows:
         with contextlib.suppress(DatasetError):
             example = dataset.convert(row, found.format, columns=each.columns, has_chat_template=False)

@@ -96,12 +96,17 @@ def configuration_sample() -> str:
 def _spec_sections() -> Iterator[tuple[str, str, type[BaseModel]]]:
     """Title, note and type of each section of a spec, the top level first."""
     yield "Top level", "", JobSpec
-    for name, annotation in kinds(JobSpec).items():
+    yield from _inner_sections(JobSpec, "")
+
+
+def _inner_sections(model: type[BaseModel], above: str) -> Iterator[tuple[str, str, type[BaseModel]]]:
+    for name, annotation in kinds(model).items():
         for member in members(annotation):
             inner = get_args(member)[0] if get_origin(member) is list else member
             if name != "eval_datasets" and isinstance(inner, type) and issubclass(inner, BaseModel):
                 note = _TRAINING_NOTE if name == "training" else f"{inner.__doc__}\n"
-                yield name, note, inner
+                yield f"{above}{name}", note, inner
+                yield from _inner_sections(inner, f"{above}{name}.")
 
 
 def _config_sections() -> Iterator[tuple[str, type[BaseModel]]]:

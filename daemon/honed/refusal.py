@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from honed.field import REFUSED, Section, choices, describe, kinds, members
+from honed.field import MEMBER, REFUSED, Section, choices, describe, kinds, members
 from honed.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 from honed.synonym import NAMES, SECRETS, VALUES
 from honed.training import OWNED
@@ -91,6 +91,8 @@ def _real_path(location: Sequence[int | str], data: Any) -> KeyPath:
     """Pydantic's location without the parts that are no keys, such as a union's member."""
     path: list[str | int] = []
     for part in location:
+        if isinstance(part, str) and part.startswith(MEMBER):
+            continue
         if isinstance(data, dict) or _holds(data, part):
             path.append(part)
             data = data[part] if _holds(data, part) else None
@@ -206,7 +208,7 @@ def _meant(path: KeyPath, key: str, section: str) -> KeyPath | None:
 def _section(path: KeyPath) -> str:
     """The section that a path lies in, as its name in NAMES: data sets have one, whatever their number."""
     name = ".".join(part for part in path if isinstance(part, str))
-    return "datasets" if name == "eval_datasets" else name
+    return re.sub(r"^eval_datasets(?=\.|$)", "datasets", name)
 
 
 def _normal(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -159,6 +160,24 @@ def _liger(spec: JobSpec) -> Iterator[Finding]:
         yield ("training", "loss_type"), "chunked_nll and use_liger_kernel exclude each other", "write nll"
 
 
+def _media(spec: JobSpec) -> Iterator[Finding]:
+    media = spec.media
+    largest = min(media.max_pixels or math.inf, (media.max_image_size or math.inf) ** 2)
+    if media.min_pixels is not None and media.min_pixels > largest:
+        yield ("media", "min_pixels"), f"{media.min_pixels} is more than an image may have", "make it smaller"
+
+
+def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
+    lora = spec.lora
+    if lora is not None and not (
+        lora.finetune_language_layers
+        or lora.finetune_vision_layers
+        or lora.finetune_audio_layers
+        or lora.finetune_projector
+    ):
+        yield ("lora", "finetune_language_layers"), "no part of the model gets an adapter", "set one of them to true"
+
+
 def _notify(spec: JobSpec) -> Iterator[Finding]:
     if spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None:
         yield ("notify",), "says not whom to tell", "add webhook or mail"
@@ -207,6 +226,8 @@ RULES = (
         _training("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"), _loaders
     ),
     Rule(_training("use_liger_kernel", "loss_type"), _liger),
+    Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
+    Rule((("lora",),), _adapted_parts),
     Rule((("notify",),), _notify),
 )  # fmt: skip
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from honed import document, refusal, rule
 from honed.field import (
+    MEMBER,
     AbsolutePath,
     Count,
     Expected,
@@ -31,12 +32,13 @@ from honed.field import (
     is_texts,
     refuse,
 )
+from honed.media import KINDS, Kind, MediaLimits
 from honed.problem import InvalidSpecError, KeyPath, Problem, fault, shown
 from honed.training import TrainingSpec
 
 __all__ = [
-    "DatasetSpec", "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "NotifySpec", "PredictionSpec", "Problem",
-    "ResourceSpec", "RetrySpec", "TrainingSpec", "load", "loads", "references", "validate",
+    "DatasetSpec", "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec",
+    "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "TrainingSpec", "load", "loads", "references", "validate",
 ]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -114,6 +116,7 @@ def _webhook(value: str) -> str:
 
 _LORA_INIT = re.compile(r"gaussian|olora|orthogonal|pissa(_niter_[0-9]+)?")
 _MODULES = Expected("all-linear, a regular expression, or a list of words")
+Pixels = Annotated[int, Ge(64)]
 Metric = Annotated[str, form(r"[A-Za-z][\w./-]*"), Expected("the name of a metric")]
 Ending = Literal["succeeded", "failed", "cancelled"]
 Text = Annotated[str, form(r"[\s\S]*\S[\s\S]*"), Expected("text")]
@@ -161,6 +164,56 @@ class LoraSpec(Section):
     """Modules with a rank of their own."""
     alpha_pattern: dict[str, Count] | None = None
     """Modules with a `lora_alpha` of their own."""
+    finetune_language_layers: Flag = True
+    """Whether the language model's layers get an adapter."""
+    finetune_vision_layers: Flag = False
+    """Whether the vision tower's layers get one too."""
+    finetune_projector: Flag = False
+    """Whether what carries images and sound over to the language model gets one too."""
+    finetune_audio_layers: Flag = False
+    """Whether the audio tower's layers get one too."""
+
+
+class MediaDirSpec(Section):
+    """`media_dir:` with a directory for each kind; null takes the data file's."""
+
+    image: AbsolutePath | None = None
+    """Of images."""
+    video: AbsolutePath | None = None
+    """Of videos and of directories of frames."""
+    audio: AbsolutePath | None = None
+    """Of sound."""
+
+
+MediaDir = Annotated[
+    Annotated[AbsolutePath, Tag(f"{MEMBER}path")] | Annotated[MediaDirSpec, Tag(f"{MEMBER}kinds")],
+    # What is refused is then told of the one that was meant.
+    Discriminator(lambda value: f"{MEMBER}{'kinds' if isinstance(value, dict | MediaDirSpec) else 'path'}"),
+    Expected("an absolute path, or a section of image, video, audio"),
+]
+
+
+class MediaSpec(Section):
+    """`media:` how images, videos and sound become tokens, and what happens to rows where they cannot."""
+
+    max_pixels: Pixels | None = None
+    """Pixels (width × height) above which an image or frame is made smaller, in proportion; null leaves that to the
+    model's processor."""
+    min_pixels: Pixels | None = None
+    """Pixels below which one is enlarged."""
+    max_image_size: Annotated[int, Ge(8)] | None = None
+    """Pixels of the longer side above which one is made smaller."""
+    num_frames: Annotated[int, Ge(1), Le(10_000)] | None = None
+    """Frames of a video that the model sees, evenly spread; null takes 8, and the whole of a list of frames."""
+    broken: Literal["drop", "refuse"] = "drop"
+    """What happens for a file that is missing or cannot be read: its row is left out, counted and named, or the job
+    is refused."""
+    too_long: Literal["drop", "refuse"] = "drop"
+    """What happens for a row that `max_length` would cut through an image, video or sound: the same choice."""
+
+    @property
+    def limits(self) -> MediaLimits:
+        return MediaLimits(self.max_pixels, self.min_pixels, self.max_image_size, self.num_frames)
 
 
 class DatasetSpec(Section):
@@ -176,10 +229,22 @@ class DatasetSpec(Section):
     """Of a directory with several splits, the one that is read."""
     max_rows: Count | None = None
     """Rows that are read at most."""
-    media_dir: AbsolutePath | None = None
-    """The directory that paths of images, audio and video in the rows start from; null takes the data file's."""
+    media_dir: MediaDir | None = None
+    """The directory that paths of images, audio and video in the rows start from; null takes the data file's. A section
+    has one for each kind."""
     columns: dict[str, Text] | None = None
     """Columns with other names, as `our name: their column`."""
+
+    def media_dirs(self, data_dir: Path) -> dict[Kind, Path]:
+        """Where the paths of each kind start from, in a data file that lies in `data_dir`."""
+        match self.media_dir:
+            case None:
+                given: dict[str, str | None] = {}
+            case MediaDirSpec() as section:
+                given = {kind: getattr(section, kind) for kind in KINDS}
+            case path:
+                given = dict.fromkeys(KINDS, path)
+        return {kind: Path(given.get(kind) or data_dir) for kind in KINDS}
 
 
 class PredictionSpec(Section):
@@ -280,6 +345,8 @@ class JobSpec(Section):
     """What is held out; or `eval_split`."""
     eval_split: Share | None = None
     """The share of the training data that is held out."""
+    media: MediaSpec = MediaSpec()
+    """How images, videos and sound of the rows become tokens."""
     training: TrainingSpec = TrainingSpec()
     """SFTConfig's own names."""
     predictions: PredictionSpec = PredictionSpec()

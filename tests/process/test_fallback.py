@@ -17,7 +17,7 @@ from harness import Instance
 from honed import event
 from honed.job import Job, State
 from zoo.model import build_checkpoint, write_facts
-from zoo.vision import build_vision_checkpoint
+from zoo.vision import build_vision_checkpoint, write_pictures
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth"),
@@ -123,12 +123,13 @@ def check_fell_back(real: RealInstance, job: Job, reason: str) -> None:
 
 
 def test_a_model_that_unsloth_refuses_or_cannot_load_is_trained_by_a_fresh_process(real: RealInstance) -> None:
-    vision = build_vision_checkpoint(real.root / "vision", "gemma3")
+    vision = build_vision_checkpoint(real.root / "vision", "qwen2_5_vl")
+    pictures = write_pictures(real.root / "pictures.jsonl", 6)
     alias = build_checkpoint(real.root / "alias", "llama")
     config = json.loads((alias / "config.json").read_text())
     (alias / "config.json").write_text(json.dumps(config | {"model_type": "code_llama"}))
     real.start()
-    sees, named = real.hold("sees", vision), real.hold("alias", alias)
+    sees, named = real.hold("sees", vision, datasets=[{"path": str(pictures)}]), real.hold("alias", alias)
     assert real.plan(sees)["backend"] == {
         "name": "transformers",
         "reasons": ["Unsloth trains no vision or audio models without an NVIDIA GPU"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, memory, precision
+from honed import basemodel, memory, parameter, precision, remedy
 from honed import spec as job_spec
+from honed.activation import Row
 from honed.basemodel import BaseModelInfo, Tensor
 from honed.device import Device
 from honed.error import MemoryShortError
-from honed.memory import Memory, Parameter
+from honed.media import Facts
+from honed.memory import Memory
+from honed.parameter import Parameter
 from honed.spec import JobSpec
 from zoo import plain
 
@@ -77,7 +81,7 @@ def estimate(model: BaseModelInfo, device: Device = CPU, spec: JobSpec | None = 
 
 
 def check(model: BaseModelInfo, device: Device, spec: JobSpec) -> None:
-    memory.check(spec, estimate(model, device, spec), device, lambda changed: estimate(model, device, changed))
+    remedy.check(spec, estimate(model, device, spec), device, lambda changed: estimate(model, device, changed))
 
 
 def refused(model: BaseModelInfo, device: Device, spec: JobSpec) -> MemoryShortError:
@@ -95,7 +99,7 @@ REST = 2 * 32 * 8 + 3 * 8
 
 def parameters(model: BaseModelInfo, *tensors: Tensor, **config: Any) -> dict[str, Parameter]:
     changed = replace(model, tensors=(*model.tensors, *tensors), config=model.config | config)
-    return {parameter.name: parameter for parameter in memory.parameters(changed)}
+    return {each.name: each for each in parameter.parameters(changed)}
 
 
 def test_weights_count_in_the_dtype_that_is_loaded(model: BaseModelInfo) -> None:
@@ -156,7 +160,7 @@ def test_masks_in_old_checkpoints_are_no_weights(model: BaseModelInfo) -> None:
 def test_target_modules_are_matched_as_peft_does(model: BaseModelInfo, lora: dict[str, Any], num_trained: int) -> None:
     found = estimate(model, spec=make(lora={"r": 4, **lora}))
     assert found.adapter_bytes == found.gradient_bytes == num_trained * 4
-    assert memory.trained(make(lora={"r": 4, **lora}), model).num_parameters == num_trained
+    assert parameter.trained(make(lora={"r": 4, **lora}), model).num_parameters == num_trained
 
 
 def test_full_fine_tuning_counts_gradients_and_optimizer_of_every_parameter(model: BaseModelInfo) -> None:
@@ -321,3 +325,89 @@ def test_a_batch_has_no_more_rows_than_there_are(mistral_7b: BaseModelInfo) -> N
     few = estimate(mistral_7b, H100, job, num_row_tokens=64, num_rows=12)
     assert (whole.batch_size, few.batch_size) == (512, 12)
     assert few.activation_bytes < whole.activation_bytes / 20
+
+
+# --- Images, videos and sounds ----------------------------------------------------------------------------------------
+
+EYES = {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "patch_size": 14}
+LANGUAGE = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "vocab_size": 151936}  # fmt: skip
+#: Seed 003's row: eight frames of a camera's size, and a question.
+CLIP = Row(num_text_tokens=60, media=(Facts("video", "mp4", 1920, 1080, num_frames=300),))
+PHOTO = Row(num_text_tokens=40, media=(Facts("image", "JPEG", 4000, 3000),))
+
+
+@pytest.fixture
+def seeing(model: BaseModelInfo) -> BaseModelInfo:
+    """Qwen2.5-VL 3B, as far as its config and its processor's file go."""
+    files = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
+    (model.path / "preprocessor_config.json").write_text(json.dumps(files))
+    tensors = (
+        *(Tensor(f"model.layers.{n}.self_attn.q_proj.weight", "bfloat16", (2048, 2048)) for n in range(36)),
+        *(Tensor(f"visual.blocks.{n}.attn.qkv.weight", "bfloat16", (3840, 1280)) for n in range(32)),
+        Tensor("visual.merger.mlp.0.weight", "bfloat16", (5120, 5120)),
+    )
+    stored = {"bfloat16": sum(tensor.num_elements for tensor in tensors)}
+    config = {"model_type": "qwen2_5_vl", **LANGUAGE, "vision_config": EYES}
+    return replace(model, model_type="qwen2_5_vl", config=config, tensors=tensors, stored_dtypes=stored,
+                   num_parameters=stored["bfloat16"], has_vision=True)  # fmt: skip
+
+
+def test_an_image_takes_the_room_that_its_pixels_ask_for(seeing: BaseModelInfo) -> None:
+    spec = make(training={"max_length": 32768, "gradient_checkpointing": True})
+    large = estimate(seeing, H100, spec, rows=[PHOTO])
+    assert large.num_media_tokens == pytest.approx(4000 * 3000 / 28**2, rel=0.02)
+    assert large.length == large.num_media_tokens + 40
+    assert large.media == ("image",)
+    limited = make(training={"max_length": 32768, "gradient_checkpointing": True}, media={"max_image_size": 512})
+    small = estimate(seeing, H100, limited, rows=[PHOTO])
+    assert small.num_media_tokens == pytest.approx(512 * 384 / 28**2, rel=0.05)
+    assert small.activation_bytes < large.activation_bytes / 20
+    assert 0 < small.tower_bytes < large.tower_bytes / 20
+
+
+def test_fewer_frames_take_less(seeing: BaseModelInfo) -> None:
+    numbers = [
+        estimate(seeing, H100, make(training={"max_length": 32768}, media={"num_frames": number}), rows=[CLIP])
+        for number in (8, 4)
+    ]
+    assert numbers[0].num_media_tokens == 2 * numbers[1].num_media_tokens
+    assert numbers[0].activation_bytes > 1.8 * numbers[1].activation_bytes
+
+
+def test_a_row_that_is_left_out_for_its_length_takes_no_room(seeing: BaseModelInfo) -> None:
+    found = estimate(seeing, H100, make(training={"max_length": 1024}), rows=[PHOTO], num_row_tokens=100)
+    assert (found.length, found.num_media_tokens, found.tower_bytes) == (100, 0, 0)
+
+
+def test_eyes_that_are_trained_keep_what_they_saw(seeing: BaseModelInfo) -> None:
+    training = {"max_length": 32768, "gradient_checkpointing": False}
+    frozen = estimate(seeing, H100, make(training=training), rows=[CLIP])
+    trains = estimate(seeing, H100, make(training=training, lora={"finetune_vision_layers": True}), rows=[CLIP])
+    assert trains.tower_bytes > 10 * frozen.tower_bytes
+    assert trains.adapter_bytes > frozen.adapter_bytes
+
+
+def test_eyes_are_not_counted_as_quantized(seeing: BaseModelInfo) -> None:
+    found = estimate(seeing, H100, make(quantization="4bit"), rows=[])
+    eyes = 2 * (32 * 3840 * 1280 + 5120 * 5120)
+    assert eyes < found.weights_bytes < eyes + 36 * 2048 * 2048
+
+
+def test_what_does_not_fit_is_helped_by_fewer_frames_and_smaller_images(seeing: BaseModelInfo) -> None:
+    spec = make(
+        training={"max_length": 131072, "gradient_checkpointing": True, "per_device_train_batch_size": 1},
+        media={"num_frames": 64},
+    )
+    small = replace(H100, name="a small one", total_bytes=20 * 2**30)
+    with pytest.raises(MemoryShortError) as refused:
+        remedy.check(
+            spec,
+            estimate(seeing, small, spec, rows=[CLIP]),
+            small,
+            lambda changed: estimate(seeing, small, changed, rows=[CLIP]),
+        )
+    assert "of them of video" in refused.value.message
+    assert "media: {num_frames:" in str(refused.value.hint)
+    assert "media: {max_image_size:" in str(refused.value.hint)
+    assert "max_length" not in str(refused.value.hint)

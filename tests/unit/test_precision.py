@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed import memory, plan, precision
+from honed import plan, precision, remedy
 from honed import spec as job_spec
 from honed.basemodel import BaseModelInfo, Tensor
 from honed.config import Config
@@ -199,9 +199,9 @@ def test_quantization_on_an_apple_gpu_is_full_precision_where_that_fits_and_else
     fitting = made(small)(job)
     assert fitting.precision.quantization == "none"
     assert "no 4bit kernels" in fitting.warnings[0]
-    memory.check(job, fitting.memory, mac, lambda changed: made(small)(changed).memory)
+    remedy.check(job, fitting.memory, mac, lambda changed: made(small)(changed).memory)
     with pytest.raises(MemoryShortError) as raised:
-        memory.check(job, made(huge)(job).memory, mac, lambda changed: made(huge)(changed).memory)
+        remedy.check(job, made(huge)(job).memory, mac, lambda changed: made(huge)(changed).memory)
     assert "4bit" not in raised.value.hint, "what this device has not is no remedy"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from honed import preflight
 from honed.checker import Checker
@@ -95,17 +96,48 @@ def test_a_vision_model_is_trained_on_text_alone_and_the_plan_says_with_what_and
         ("Unsloth trains no vision or audio models without an NVIDIA GPU",),
         ("Unsloth is not installed here",),
     )
+
+
+def write_pictures(desk: Desk, *names: str) -> None:
+    """Rows about a picture each; what is called good is there."""
+    Image.new("RGB", (40, 30)).save(desk.path / "good.png")
     turns = [{"role": "user", "content": "<image> What?"}, {"role": "assistant", "content": "A cat."}]
-    desk.rows.write_text(json.dumps({"messages": turns, "images": ["cat.png"]}) + "\n")
-    with pytest.raises(DatasetError, match=r"line 1: `images` beside the text: .*text only"):
-        desk.check()
+    desk.rows.write_text("".join(json.dumps({"messages": turns, "images": [name]}) + "\n" for name in names))
 
 
-def test_audio_models_are_refused_by_name(desk: Desk) -> None:
-    desk.edit_config(model_type="qwen2_audio", audio_config={"depth": 2})
+def test_files_beside_the_rows_are_looked_at(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
     (desk.model / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="audio models are not trained by this version"):
+    write_pictures(desk, "good.png", "gone.png", "good.png")
+    (warning,) = desk.check().warnings
+    assert "1 of the first 3 rows with media have a file that cannot be used, and will be left out" in warning
+    assert f"rows.jsonl, line 2: {desk.path}/gone.png: no such file" in warning
+    with pytest.raises(DatasetError, match=r"datasets\.0: .*1 of the first 3 rows .*gone\.png: no such file"):
+        desk.check(media={"broken": "refuse"})
+    with pytest.raises(DatasetError, match=r"are not put into one row with others"):
+        desk.check(training={"packing": True})
+    write_pictures(desk, "gone.png", "lost.png")
+    with pytest.raises(DatasetError, match=r"2 of the first 2 rows .*gone\.png: no such file; .*lost\.png") as caught:
         desk.check()
+    assert "`media_dir`" in caught.value.hint
+    folder = {"path": str(desk.rows), "media_dir": str(desk.path / "pictures")}
+    (desk.path / "pictures").mkdir()
+    Image.new("RGB", (40, 30)).save(desk.path / "pictures/gone.png")
+    assert len(desk.check(datasets=[folder]).warnings) == 1
+
+
+def test_rows_with_pictures_need_a_model_that_sees(desk: Desk) -> None:
+    write_pictures(desk, "good.png")
+    with pytest.raises(DatasetError, match=r"rows with images, and .* is a model that does not see"):
+        desk.check()
+
+
+def test_models_that_hear_are_taken(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen2_audio", audio_config={"d_model": 8, "encoder_layers": 1})
+    (desk.model / "preprocessor_config.json").write_text("{}")
+    verdict = desk.check()
+    assert verdict.plan is not None
+    assert verdict.plan.as_dict()["checkpoint"]["has_vision"]
 
 
 def test_weights_in_float8_without_their_scales_are_refused(desk: Desk) -> None:

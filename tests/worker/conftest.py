@@ -20,6 +20,7 @@ from honed import spec as specs
 from honed.config import Config
 from honed.device import cpu
 from honed.event import Event
+from honed.worker import torchvision
 from honed.worker.run import run
 from honed.worker.stop import Stop
 from zoo.model import Format, build_checkpoint, write_facts
@@ -27,6 +28,7 @@ from zoo.model import Format, build_checkpoint, write_facts
 #: Seconds for a worker in a process of its own: nearly all of it is imports.
 WORKER_TIMEOUT_SEC = 180.0
 INSTALLED = installed.look()
+torchvision.mend()  # tests import the libraries before a worker does
 
 
 @dataclass(frozen=True)

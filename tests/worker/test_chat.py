@@ -630,3 +630,15 @@ def test_masks_agree_with_the_marked_templates_that_come_with_trl(path: Path) ->
 def _squeezed(chat: ChatFormat, ids: list[int], trained: list[bool]) -> list[str]:
     encoded = Encoded(ids, trained, (), lambda a, b: chat.tokenizer.decode(ids[a:b]))
     return ["".join(text.split()) for text in trained_texts(encoded)]
+
+
+def test_a_cut_may_go_through_a_character_of_several_tokens() -> None:
+    chat = ChatFormat(tokenizer_of("chatml", "bytelevel"))
+    for row in (
+        example(user("And?"), assistant("Wie heißt 🙂?")),
+        Example("prompt_completion", prompt="a ", completion="🙂 ß"),
+    ):
+        encoded = chat.encode(row)
+        for length in range(encoded.trained.index(True) + 1, len(encoded.input_ids)):
+            short = encoded.truncate(length)
+            chat.check_trained(short.input_ids, short.labels, row, is_truncated=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, memory
+from honed import basemodel, parameter
 from honed import spec as specs
-from honed.memory import EXPERT_NAMES
+from honed.parameter import EXPERT_NAMES
+from honed.precision import PART_KEYS
 from worker.conftest import MakeJob
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "mixtral")
@@ -140,11 +141,11 @@ def test_an_adapter_is_estimated_as_peft_builds_it(
     path = checkpoint_of(family, **SIZES[family])
     spec = specs.validate({"base_model": str(path), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 8, **lora}})
     assert spec.lora is not None
-    options = spec.lora.model_dump(exclude_none=True)
+    options = spec.lora.model_dump(exclude_none=True, exclude=set(PART_KEYS.values()))
     model = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(path), peft.LoraConfig(task_type="CAUSAL_LM", **options)
     )
-    estimated = memory.trained(spec, basemodel.inspect(path))
+    estimated = parameter.trained(spec, basemodel.inspect(path))
     assert estimated.num_parameters == sum(each.numel() for each in model.parameters() if each.requires_grad)
     added = [each for name, each in model.named_parameters() if ".lora_" in name or ".modules_to_save." in name]
     assert estimated.num_added == sum(each.numel() for each in added)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
 from conftest import INSTALLED, MakeJob, WorkerJob
 from honed import basemodel, plan
@@ -168,14 +168,14 @@ def test_names_of_another_time_are_found_and_kept(checkpoint_of: Callable[..., P
 def test_a_model_that_sees_keeps_its_eyes(family: str, tmp_path: Path) -> None:
     base = build_vision_checkpoint(tmp_path / "base", family)
     adapter = adapter_for(
-        base, tmp_path / "adapter", kind=AutoModelForImageTextToText, target_modules=["q_proj", "o_proj"]
+        base, tmp_path / "adapter", kind=AutoModelForMultimodalLM, target_modules=["q_proj", "o_proj"]
     )
     merge_to(base, adapter, tmp_path / "merged", "bfloat16")
     assert stored_dtypes(tmp_path / "merged") == {torch.bfloat16}
     merge_to(base, adapter, tmp_path / "whole")
-    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForMultimodalLM.from_pretrained(base, dtype=torch.float32)
     expected = logits(peft.PeftModel.from_pretrained(model, adapter))
-    merged, info = AutoModelForImageTextToText.from_pretrained(
+    merged, info = AutoModelForMultimodalLM.from_pretrained(
         tmp_path / "whole", dtype=torch.float32, output_loading_info=True
     )
     assert not info["missing_keys"]

@@ -4,7 +4,9 @@
     quantized   bitsandbytes' storage, whose dtype says nothing; what it computes in is looked at instead
     adapter     what peft added: in the adapter's own dtype, as everything that is trained beside a frozen base
     norm        may stay in float32, which some backends and families keep it in
-    vision      towers of eyes and ears, and what leads from them into the language model: as base
+    vision, audio, projector
+                towers of eyes and ears, and what leads from them into the language model: as base, and never quantized
+                by us
     meta        not there (offloaded): passed over
 
 A difference is mended where no bit of the checkpoint is lost by it, and said; any other ends the job with
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from honed.basemodel import is_vision_module
+from honed import modality
 from honed.error import PrecisionError
 from honed.event import EventWriter
 from honed.precision import Precision
@@ -112,15 +114,15 @@ def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str
 
 
 def role(name: str, parameter: Any) -> str:
-    """One of base, quantized, adapter, norm, vision, meta."""
+    """One of base, quantized, adapter, norm, vision, audio, projector, meta."""
     if parameter.device.type == "meta":
         return "meta"
     if type(parameter).__name__ in _QUANTIZED or not parameter.is_floating_point():
         return "quantized"
     if _ADAPTER.search(name):
         return "adapter"
-    if is_vision_module(name):
-        return "vision"
+    if (part := modality.part(name)) != "language":
+        return part
     return "norm" if _NORM.search(name) else "base"
 
 
@@ -246,7 +248,7 @@ def _quantization(model: Any) -> str:
 
 def _model_dtype(counts: Sequence[Count]) -> str | None:
     """Of most parameters: base first, else whatever there is beside quantized ones and adapters."""
-    for roles in (("base",), ("norm", "vision")):
+    for roles in (("base",), ("norm", "vision", "audio", "projector")):
         found: Counter[str] = Counter()
         for each in counts:
             if each.role in roles:

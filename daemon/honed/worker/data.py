@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from honed import dataset
-from honed.chat import ChatFormat
-from honed.dataset import Example
+from honed.chat import ChatFormat, Encoded, MediaCutError
 from honed.error import DatasetError, ModelError
+from honed.media import MediaError
+from honed.row import Example
+from honed.spec import DatasetSpec, JobSpec
+from honed.template import where
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
+
+if TYPE_CHECKING:
+    from honed.worker.collator import Source
+    from honed.worker.processor import Processor
+
+#: Rows whose images, videos and sounds are decoded at once; Pillow, PyAV and torch let other threads run meanwhile.
+NUM_THREADS = 4
+#: How many files that cannot be used are named; the rest is counted.
+MAX_NAMED = 5
 
 
 @dataclass
 class Rows:
     """Rows ready to train on, or to evaluate."""
 
-    dataset: Any  #: datasets.Dataset with input_ids and labels
+    dataset: Any  #: datasets.Dataset with input_ids and labels; beside media, `source`: the number of a Source, or -1
     examples: list[Example]  #: as long as the dataset
     truncated: list[bool]
     by_ids: dict[int, int] = field(repr=False)  #: hash of a row's token ids -> its place
@@ -30,9 +46,25 @@ class Rows:
     num_truncated: int = 0
     num_dropped: int = 0  #: nothing was left to train on once they were cut, or the template refuses them
     first_dropped: str = ""
+    num_broken: int = 0  #: of those dropped: a file that is missing or cannot be read
+    broken: list[str] = field(default_factory=list)  #: the first few, each with its file and its fault
+    num_too_long: int = 0  #: of those dropped: a cut would have gone through their media
 
     def place(self, input_ids: Sequence[int]) -> int | None:
         return self.by_ids.get(hash(tuple(input_ids)))
+
+    def drop(self, reason: str) -> None:
+        self.num_dropped += 1
+        self.first_dropped = self.first_dropped or reason
+
+
+@dataclass
+class MediaRows:
+    """What rows with images, videos and sounds need besides their tokens, while they are encoded and ever after."""
+
+    processor: Processor
+    spec: JobSpec
+    sources: list[Source] = field(default_factory=list)  #: of the rows to train on and of those held out
 
 
 @dataclass(frozen=True)
@@ -43,28 +75,63 @@ class Data:
     held_out: Rows | None
     counts: dict[str, Any]
     hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
+    media: MediaRows | None  #: None where all rows are text
+
+    def told(self) -> list[str]:
+        """What became of rows whose images, videos or sounds cannot be used, for their owner."""
+        both = [rows for rows in (self.train, self.held_out) if rows is not None]
+        broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
+        num_too_long = sum(rows.num_too_long for rows in both)
+        told = []
+        if num_broken:
+            more = num_broken - len(broken)
+            rest = f"; and {more} more" if more > 0 else ""
+            told.append(f"{num_broken} rows have a file that cannot be used: {'; '.join(broken)}{rest}")
+        if num_too_long:
+            told.append(
+                f"{num_too_long} rows are left out: cut to max_length, they would lose a part of their images, videos "
+                "or sounds; a longer training.max_length, or fewer pixels and frames (`media:`), keeps them"
+            )
+        return told
 
 
-def build(assignment: Assignment, chat: ChatFormat, stop: Stop) -> Data:
-    """Read, mix, split and encode. Raises DatasetError where nothing is left to train on."""
+def build(
+    assignment: Assignment, chat: ChatFormat, stop: Stop, load_processor: Callable[[], Processor] | None = None
+) -> Data:
+    """Read, mix, split and encode. Raises DatasetError where nothing is left to train on.
+
+    The processor is loaded where a row has media, and takes part in `chat` from then on.
+    """
     spec = assignment.spec
     has_template = bool(chat.tokenizer.chat_template)
     hashes = {str(file): sha256(file) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
-    mixture = dataset.load(spec.datasets, seed=assignment.seed, has_chat_template=has_template)
+
+    def load(datasets: Sequence[DatasetSpec]) -> dataset.Mixture:
+        return dataset.load(
+            datasets, seed=assignment.seed, has_chat_template=has_template, spill_dir=assignment.layout.media_dir
+        )
+
+    mixture = load(spec.datasets)
     examples, held_out = list(mixture.examples), []
     if spec.eval_datasets:
-        held_out = list(dataset.load(spec.eval_datasets, seed=assignment.seed, has_chat_template=has_template).examples)
+        held_out = list(load(spec.eval_datasets).examples)
     elif spec.eval_split:
         examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed)
     max_length = spec.training.cut_at
-    train = encode(examples, chat, max_length, stop)
+    media = None
+    if load_processor is not None and any(example.media for example in [*examples, *held_out]):
+        media = MediaRows(load_processor(), spec)
+        chat.expand = media.processor.expand
+    train = encode(examples, chat, max_length, stop, media)
     if not train.examples:
         raise DatasetError(
             f"no row is left to train on, of {len(examples)}"
             + (f"; the first: {train.first_dropped}" if train.first_dropped else ""),
-            hint="a longer training.max_length, or rows with something for the assistant to say",
+            hint="put the files where the rows say, or name their directory with `media_dir`"
+            if train.num_broken * 2 > train.num_dropped
+            else "a longer training.max_length, or rows with something for the assistant to say",
         )
-    evaluated = encode(held_out, chat, max_length, stop) if held_out else None
+    evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
     counts = {
         "num_train": len(train.examples),
         "num_eval": len(evaluated.examples) if evaluated else 0,
@@ -74,7 +141,12 @@ def build(assignment: Assignment, chat: ChatFormat, stop: Stop) -> Data:
         "num_trained_tokens": train.num_trained_tokens,
         "datasets": [_counts(count) for count in mixture.counts],
     }
-    return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes)
+    if media is not None:
+        both = [rows for rows in (train, evaluated) if rows is not None]
+        counts["num_media"] = sum(len(source.media) for source in media.sources)
+        counts["num_broken"] = sum(rows.num_broken for rows in both)
+        counts["num_too_long"] = sum(rows.num_too_long for rows in both)
+    return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes, media)
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:
@@ -93,31 +165,24 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
         )
 
 
-def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop) -> Rows:
+def encode(
+    examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop, media: MediaRows | None = None
+) -> Rows:
     """Token ids and labels, the first `max_length` of them. A row with nothing left that can be learned is dropped."""
     from datasets import Dataset
 
-    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": []} | ({"source": []} if media else {})
     rows = Rows(None, [], [], {}, [])
-    for example in examples:
-        stop.check()
-        try:
-            whole = chat.encode(example)
-        except DatasetError as error:
-            if example.kind == "messages":
-                chat.require_template()  # where no conversation can be rendered at all, that is the error
-            rows.num_dropped += 1
-            rows.first_dropped = rows.first_dropped or error.message
+    for example, whole in _encoded(examples, chat, stop, media):
+        cut = whole if isinstance(whole, DatasetError) else _cut(whole, max_length)
+        if isinstance(cut, DatasetError):
+            _drop(rows, example, cut, media)
             continue
-        cut = whole.truncate(max_length)
+        assert isinstance(whole, Encoded)
         is_cut = len(cut.input_ids) < len(whole.input_ids)
         rows.num_truncated += is_cut
         if not any(cut.trained[1:]):  # the first token is never predicted
-            rows.num_dropped += 1
-            rows.first_dropped = rows.first_dropped or (
-                f"data set {example.dataset_index + 1}, row {example.row_index + 1}: nothing to train on "
-                f"in its first {max_length} tokens"
-            )
+            rows.drop(f"{where(example)}: nothing to train on in its first {max_length} tokens")
             continue
         rows.by_ids[hash(tuple(cut.input_ids))] = len(rows.examples)
         rows.first_segments = rows.first_segments or cut.segments()
@@ -125,10 +190,102 @@ def encode(examples: Sequence[Example], chat: ChatFormat, max_length: int | None
         rows.truncated.append(is_cut)
         rows.num_tokens += len(cut.input_ids)
         rows.num_trained_tokens += sum(cut.trained[1:])
-        columns["input_ids"].append(cut.input_ids)
-        columns["labels"].append(cut.labels)
-    rows.dataset = Dataset.from_dict(columns)
+        # A row's images may be thousands of tokens: four bytes for each, not a Python list's thirty-six.
+        columns["input_ids"].append(array("i", cut.input_ids) if media else cut.input_ids)
+        columns["labels"].append(array("i", cut.labels) if media else cut.labels)
+        if media:
+            columns["source"].append(_add_source(media, example, whole))
+    rows.dataset = _compact(columns) if media else Dataset.from_dict(columns)
     return rows
+
+
+def _encoded(
+    examples: Iterable[Example], chat: ChatFormat, stop: Stop, media: MediaRows | None
+) -> Iterator[tuple[Example, Encoded | DatasetError]]:
+    """Each row, or why it cannot be used, in order; those with media are decoded a few at a time."""
+    if media is None:
+        for example in examples:
+            stop.check()
+            yield example, _try(example, chat, partial(chat.encode, example))
+        return
+    waiting: deque[tuple[Example, Callable[[], Encoded]]] = deque()
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
+        for example in examples:
+            stop.check()
+            waiting.append((example, _begin(example, chat, media, pool)))
+            if len(waiting) > 2 * NUM_THREADS:
+                first, finish = waiting.popleft()
+                yield first, _try(first, chat, finish)
+        for first, finish in waiting:
+            stop.check()
+            yield first, _try(first, chat, finish)
+
+
+def _begin(example: Example, chat: ChatFormat, media: MediaRows, pool: ThreadPoolExecutor) -> Callable[[], Encoded]:
+    """What gives the row, once the pool has processed it."""
+    if not example.media:
+        return partial(chat.encode, example)
+    try:
+        rendered = chat.rendered(example)
+    except DatasetError as error:
+        return partial(_raise, error)
+    processed = pool.submit(media.processor.expand, rendered.text, example.media)
+    return lambda: chat.finish(example, rendered, processed.result())
+
+
+def _raise(error: DatasetError) -> Encoded:
+    raise error
+
+
+def _try(example: Example, chat: ChatFormat, finish: Callable[[], Encoded]) -> Encoded | DatasetError:
+    try:
+        return finish()
+    except DatasetError as error:
+        if example.kind == "messages":
+            chat.require_template()  # where no conversation can be rendered at all, that is the error
+        return error
+
+
+def _cut(whole: Encoded, max_length: int | None) -> Encoded | DatasetError:
+    try:
+        return whole.truncate(max_length)
+    except MediaCutError as error:
+        return error
+
+
+def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | None) -> None:
+    """Leave a row out, or end the job for it, as `media.broken` and `media.too_long` say."""
+    place = where(example)
+    reason = error.message if error.message.startswith(place) else f"{place}: {error.message}"
+    match error:
+        case MediaError() if media is not None:
+            if media.spec.media.broken == "refuse":
+                raise DatasetError(reason, hint="mend or remove it, or leave such rows out: `media: {broken: drop}`")
+            rows.num_broken += 1
+            rows.broken += [reason] if len(rows.broken) < MAX_NAMED else []
+        case MediaCutError() if media is not None:
+            if media.spec.media.too_long == "refuse":
+                raise DatasetError(reason, hint=error.hint)
+            rows.num_too_long += 1
+    rows.drop(reason)
+
+
+def _add_source(media: MediaRows, example: Example, whole: Encoded) -> int:
+    from honed.worker.collator import Source
+
+    if not example.media:
+        return -1
+    media.sources.append(Source(where(example), whole.rendered, example.media, len(whole.input_ids)))
+    return len(media.sources) - 1
+
+
+def _compact(columns: dict[str, list[Any]]) -> Any:
+    import numpy as np
+    from datasets import Dataset, Features, Sequence, Value
+
+    kinds = Features(input_ids=Sequence(Value("int32")), labels=Sequence(Value("int32")), source=Value("int32"))
+    numbers = {name: [np.frombuffer(each, "int32") for each in columns[name]] for name in ("input_ids", "labels")}
+    return Dataset.from_dict(columns | numbers, features=kinds)
 
 
 def _counts(count: Any) -> dict[str, Any]:

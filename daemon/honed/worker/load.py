@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from honed import basemodel
 from honed.error import BackendError, HonedError, ModelError
 from honed.installed import MODEL_TYPE_ALIASES
 from honed.worker.assignment import Assignment
 from honed.worker.audit import Auditor
+
+if TYPE_CHECKING:
+    from honed.worker.processor import Processor
 
 
 class Backend(Protocol):
@@ -143,3 +146,10 @@ def load_tokenizer(assignment: Assignment) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_processor(assignment: Assignment, tokenizer: Any) -> Processor:
+    """The base model's processor, around the job's tokenizer. Raises DatasetError where it has none."""
+    from honed.worker import processor
+
+    return processor.load(assignment, tokenizer, assignment.spec.media.limits)

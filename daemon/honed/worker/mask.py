@@ -9,21 +9,30 @@ from typing import Any
 from honed.chat import IGNORED, ChatFormat, trained_share
 from honed.error import MaskError
 from honed.event import EventWriter
-from honed.worker.data import Rows
+from honed.maskcheck import placeholder_ids
+from honed.worker.data import Data, Rows
 from honed.worker.prediction import random_state_kept
 
 #: Batches that are looked at: enough to meet each kind of row of a mixture, little beside a step.
 NUM_BATCHES = 8
 
 
-def check(trainer: Any, rows: Rows, chat: ChatFormat, events: EventWriter) -> None:
-    """Raises MaskError, with decoded evidence, unless what is trained on is what the rows' assistants say."""
+def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> None:
+    """Raises MaskError, with decoded evidence, unless what is trained on is what the rows' assistants say.
+
+    Beside images, videos and sounds, none of their tokens may be trained on, nor those that begin and end them: the
+    model's config names them, and its processor, and its tokenizer.
+    """
+    forbidden: frozenset[int] = frozenset()
+    if data.media is not None:
+        config = trainer.model.config.to_dict()
+        forbidden = placeholder_ids(config, data.media.processor.processor, chat.tokenizer)
     with random_state_kept():
         batches = list(itertools.islice(iter(trainer.get_train_dataloader()), NUM_BATCHES))
     for batch in batches:
         for input_ids, labels in examples(batch):
-            _check_example(input_ids, labels, rows, chat)
-    _hint(batches, rows, events)
+            _check_example(input_ids, labels, data.train, chat, forbidden)
+    _hint(batches, data.train, events)
 
 
 def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
@@ -42,13 +51,17 @@ def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         yield ids[start:end], labels[start:end]
 
 
-def _check_example(input_ids: list[int], labels: list[int], rows: Rows, chat: ChatFormat) -> None:
+def _check_example(
+    input_ids: list[int], labels: list[int], rows: Rows, chat: ChatFormat, forbidden: frozenset[int]
+) -> None:
     place = rows.place(input_ids)
     if place is None:  # a packing that splits rows: the pieces are nobody's whole turn
         return
     # The first token is nobody's prediction; a packing masks it for its own reasons.
     labels = [rows.dataset[place]["labels"][0], *labels[1:]]
-    chat.check_trained(input_ids, labels, rows.examples[place], is_truncated=rows.truncated[place])
+    chat.check_trained(
+        input_ids, labels, rows.examples[place], is_truncated=rows.truncated[place], placeholder_ids=forbidden
+    )
 
 
 def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> None:

@@ -13,21 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed.chat import ChatFormat
-from honed.dataset import Example
+from honed.media import Media
 from honed.precision import Precision
+from honed.row import Example
+from honed.worker.processor import Processor
 from honed.worker.stop import Stop
 
 #: Prompts in one batch.
 BATCH_SIZE = 16
+#: And with images, videos or sounds, of which one may be thousands of tokens.
+MEDIA_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True)
 class Question:
     """What the model is asked, and what it should say."""
 
-    prompt: str
+    prompt: str  #: for people: `[image /srv/images/7.png]` in the place of an image
     input_ids: list[int]
     ground_truth: str
+    text: str = ""  #: as rendered, beside media
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,14 @@ class Answers:
 def choose(examples: Sequence[Example], chat: ChatFormat, *, num_samples: int, seed: int) -> list[Question]:
     """The same examples for the whole life of a job, whatever attempt it is."""
     places = sorted(random.Random(seed).sample(range(len(examples)), min(num_samples, len(examples))))
-    return [Question(*chat.prompt(examples[place])) for place in places]
+    return [_question(examples[place], chat) for place in places]
+
+
+def _question(example: Example, chat: ChatFormat) -> Question:
+    if not example.media:
+        return Question(*chat.prompt(example))
+    text, media, truth = chat.asked(example)
+    return Question(chat.shown(text, media), [], truth, text, media)
 
 
 def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:
@@ -65,8 +78,16 @@ class Predictor:
     """Asks the model its questions. The first failure is told through `warn`, with what is known of the dtypes."""
 
     def __init__(
-        self, chat: ChatFormat, precision: Precision, *, max_new_tokens: int, stop: Stop, warn: Callable[[str], None]
+        self,
+        chat: ChatFormat,
+        precision: Precision,
+        *,
+        max_new_tokens: int,
+        stop: Stop,
+        warn: Callable[[str], None],
+        processor: Processor | None = None,
     ) -> None:
+        self._processor = processor
         self._load_dtype = precision.load_dtype
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
@@ -81,9 +102,10 @@ class Predictor:
 
         texts: list[str | None] = []
         with undisturbed(model), torch.no_grad(), self._autocast(model):
-            for start in range(0, len(questions), BATCH_SIZE):
+            size = MEDIA_BATCH_SIZE if any(question.media for question in questions) else BATCH_SIZE
+            for start in range(0, len(questions), size):
                 self._stop.check()
-                texts += self._ask_batch(model, questions[start : start + BATCH_SIZE])
+                texts += self._ask_batch(model, questions[start : start + size])
         return Answers(texts)
 
     def _autocast(self, model: Any) -> Any:
@@ -111,15 +133,11 @@ class Predictor:
         return [answer for question in questions for answer in self._ask_batch(model, [question])]
 
     def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
-        import torch
         from transformers import GenerationConfig
 
-        room = _room(model, self._max_new_tokens)
-        rows = [question.input_ids[-room:] for question in questions]
-        width = max(map(len, rows))
         pad_id = self._tokenizer.pad_token_id
-        input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        inputs = self._inputs(model, questions)
+        width = inputs["input_ids"].shape[1]
         config = GenerationConfig(
             max_new_tokens=self._max_new_tokens,
             do_sample=False,
@@ -129,8 +147,43 @@ class Predictor:
             bos_token_id=self._tokenizer.bos_token_id,
             eos_token_id=self._stop_ids or None,
         )
-        output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+        output = model.generate(**inputs, generation_config=config)
         return [self._decode(row) for row in output[:, width:].tolist()]
+
+    def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
+        """The questions as one batch, padded on the left, on the model's device."""
+        import torch
+
+        room = _room(model, self._max_new_tokens)
+        pad_id = self._tokenizer.pad_token_id
+        if any(question.media for question in questions):
+            return self._media_inputs(model, questions, room)
+        rows = [question.input_ids[-room:] for question in questions]
+        width = max(map(len, rows))
+        input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        return {"input_ids": input_ids, "attention_mask": mask}
+
+    def _media_inputs(self, model: Any, questions: Sequence[Question], room: int) -> dict[str, Any]:
+        import torch
+
+        from honed.worker.collator import merge
+
+        assert self._processor is not None
+        rows = [
+            self._processor.process(question.text, question.media).tensors
+            if question.media
+            else {"input_ids": torch.tensor([question.input_ids[-room:]])}
+            for question in questions
+        ]
+        batch = merge(
+            rows,
+            self._processor.names_by_token,
+            side="left",
+            dtype=self._load_dtype,
+            pad_token_id=self._tokenizer.pad_token_id,
+        )
+        return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
     def _decode(self, ids: list[int]) -> str:
         end = next((n for n, token in enumerate(ids) if token in self._stop_ids), len(ids))

@@ -1,7 +1,8 @@
 """`python -m honed.worker.preview SPEC_FILE`: the first rows of a job exactly as they will be trained on.
 
-Only the tokenizer is loaded. The rows are mixed, split, rendered, tokenized and cut as training does it. With `--json`,
-standard output is a list of objects:
+Only the tokenizer is loaded, and the processor where rows have images, videos or sounds, which stand there as
+`[image 12×9 tokens]`: columns and rows of them where the model counts so, else their number. The rows are mixed, split,
+rendered, tokenized and cut as training does it. With `--json`, standard output is a list of objects:
 
     row             the row's number in its data set, from 1
     dataset         the data set's path
@@ -24,10 +25,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from honed import basemodel, dataset, spec
-from honed.chat import ChatFormat, Encoded
-from honed.dataset import Example
+from honed.chat import ChatFormat, Encoded, MediaCutError
 from honed.error import DatasetError, HonedError, ModelError, SpecError
+from honed.row import Example
 from honed.spec import DatasetSpec, JobSpec
+from honed.template import where
+from honed.worker import torchvision
 from honed.worker.assignment import Assignment
 
 
@@ -62,16 +65,22 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     path = base_model_path or _resolve(job_spec)
     chat = ChatFormat(_load_tokenizer(_Asked(job_spec, path)), chat_template_kwargs=job_spec.chat_template_kwargs)
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
+    if any(example.media for example in examples):
+        chat.expand = _load_processor(_Asked(job_spec, path), chat.tokenizer).expand
     if any(example.kind == "messages" for example in examples):
         for note in chat.notes():
             _tell(note)
     max_length = job_spec.training.cut_at
     shown = []
     for example, encoded in _encoded(chat, examples, num_rows):
-        cut = encoded.truncate(max_length)
+        try:
+            cut = encoded.truncate(max_length)
+        except MediaCutError as error:
+            _tell(f"{where(example)}: {error.message}: the row is left out")
+            continue
         if not any(cut.trained[1:]):  # as in training: the first token is never predicted
-            where = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
-            _tell(f"{where}: nothing to train on in its first {max_length} tokens: the row is left out")
+            place = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
+            _tell(f"{place}: nothing to train on in its first {max_length} tokens: the row is left out")
             continue
         shown.append(
             {
@@ -130,12 +139,19 @@ def _resolve(job_spec: JobSpec) -> Path:
 
 def _load_tokenizer(asked: _Asked) -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    torchvision.mend()
     from honed.worker import load
 
     try:
         return load.load_tokenizer(cast("Assignment", asked))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{asked.base_model_path}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _load_processor(asked: _Asked, tokenizer: Any) -> Any:
+    from honed.worker import load
+
+    return load.load_processor(cast("Assignment", asked), tokenizer)
 
 
 def _page(row: dict[str, Any]) -> str:

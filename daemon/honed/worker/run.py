@@ -16,6 +16,7 @@ from typing import Any
 from honed import durable, installed
 from honed.chat import ChatFormat
 from honed.error import (
+    DatasetError,
     DiskShortError,
     EnvironmentInvalidError,
     HonedError,
@@ -28,7 +29,7 @@ from honed.error import (
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, load, mask, merge, prediction
+from honed.worker import audit, checkpoint, load, mask, merge, prediction, torchvision
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -46,6 +47,7 @@ def run(job_dir: Path, attempt: int, *, backend: str | None = None, stop: Stop |
     story = _Story(events, stop)
     error: HonedError | None = None
     try:
+        torchvision.mend()
         job = assignments.read(job_dir, attempt, backend=backend)
         if job.spec.kind == "merge":
             story.artifacts = merge.tell(job, events, stop)
@@ -140,7 +142,7 @@ class _Story:
         from honed.worker import data as datas
 
         chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
-        data = datas.build(job, chat, stop)
+        data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
         datas.check_ids(data, chat.tokenizer, loaded.model.get_input_embeddings().num_embeddings, job.base_model_path)
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
@@ -150,6 +152,8 @@ class _Story:
         events.emit("data", **data.counts)
         if data.train.num_dropped:
             self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
+        for text in data.told():
+            self._log("warning", text)
         questions, guarded = self._questions(job, data, chat)
         predictor = prediction.Predictor(
             chat,
@@ -157,6 +161,7 @@ class _Story:
             max_new_tokens=spec.predictions.max_new_tokens,
             stop=stop,
             warn=lambda text: self._log("warning", text),
+            processor=data.media.processor if data.media else None,
         )
 
         def predict(model: Any, state: Any) -> None:
@@ -168,7 +173,7 @@ class _Story:
         trainer = trainers.Trainer(
             assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress,
             resumed_step=resumed.step if resumed else None, auditor=auditor,
-            args=trainers.arguments(job, has_eval=data.held_out is not None),
+            args=trainers.arguments(job, has_eval=data.held_out is not None, has_media=data.media is not None),
             callback=RunCallback(
                 events=events, stop=stop, progress=progress, predict=predict,
                 sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
@@ -182,7 +187,7 @@ class _Story:
 
         self._stage("mask")
         events.emit("example", segments=data.train.first_segments)
-        mask.check(trainer, data.train, chat, events)
+        mask.check(trainer, data, chat, events)
 
         self._stage("baseline")
         if resumed is None:
@@ -203,7 +208,7 @@ class _Story:
                 predict(trainer.model, trainer.state)
             after = _exact_match(predictor.ask(trainer.model, guarded), guarded) if guarded else None
             stop.check()
-        except (InterruptedRunError, TimeLimitError):
+        except (InterruptedRunError, TimeLimitError, DatasetError):  # the last: a picture that is gone meanwhile
             trainer.save()
             raise
         finally:

@@ -20,6 +20,7 @@ from honed.worker.assignment import Assignment
 from honed.worker.audit import Auditor
 from honed.worker.callback import RunCallback, is_epoch_end
 from honed.worker.checkpoint import Progress
+from honed.worker.collator import Collator
 from honed.worker.data import Data
 from honed.worker.prediction import random_state_kept
 from honed.worker.stop import Stop
@@ -28,7 +29,7 @@ from honed.worker.stop import Stop
 SAVE_TOTAL_LIMIT = 2
 
 
-def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
+def arguments(assignment: Assignment, *, has_eval: bool, has_media: bool = False) -> SFTConfig:
     """SFTConfig: what the user set, over our defaults, under what the plan has settled."""
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
@@ -41,6 +42,11 @@ def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
     if spec.early_stopping_patience is not None:
         defaults |= _early_stopping(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
+    if has_media and (unfit := [name for name in _NOT_BESIDE_MEDIA if asked.get(name)]):
+        raise SpecError(
+            f"training.{unfit[0]}: not with rows that have images, videos or sounds",
+            hint="such rows are padded, one to a line of the batch; leave the key out",
+        )
     settled: dict[str, Any] = {
         "output_dir": str(assignment.layout.checkpoints_dir),
         "bf16": precision.bf16,
@@ -52,8 +58,10 @@ def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
         "save_total_limit": None,  # ours to keep: see checkpoint.rotate
         "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
         "restore_callback_states_from_checkpoint": True,
-        "dataset_kwargs": None if needs_preparing else {"skip_prepare_dataset": True},
+        "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
     }
+    if has_media:
+        settled["remove_unused_columns"] = False  # our collator reads more than a model does
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
         raise SpecError(
             "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
@@ -62,6 +70,10 @@ def arguments(assignment: Assignment, *, has_eval: bool) -> SFTConfig:
         return SFTConfig(**{**defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
         raise SpecError(f"training: {error}", hint="see docs/job-spec.md") from error
+
+
+#: What TRL does to a data set beforehand that would part rows from their media.
+_NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
 
 
 def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +122,9 @@ class Trainer(SFTTrainer):
             args=args,
             train_dataset=data.train.dataset,
             eval_dataset=data.held_out.dataset if data.held_out else None,
+            # The tokenizer, not the processor: TRL's own way with images masks by itself, and otherwise.
             processing_class=loaded.tokenizer,
+            data_collator=_collator(assignment, data, loaded.tokenizer, args),
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
         )
         self.remove_callback(PrinterCallback)  # the events say it all
@@ -208,6 +222,19 @@ class Trainer(SFTTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self._auditor.model(self.model, "restored")
+
+
+def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
+    """Ours for rows with media; TRL's own, which is None here, for rows of text."""
+    if data.media is None:
+        return None
+    return Collator(
+        data.media.processor,
+        data.media.sources,
+        dtype=assignment.precision.load_dtype,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+    )
 
 
 def _restore(model: Any, adapters: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from honed.basemodel import read_names
 from honed.error import BackendError, InterruptedRunError, ModelError, PrecisionError
+from honed.precision import PART_KEYS, trained_parts
 from honed.worker.assignment import Assignment
 from honed.worker.load import is_out_of_memory
 
@@ -69,19 +70,35 @@ def _load_base(assignment: Assignment) -> Any:
 
 
 def _attach_adapter(model: Any, assignment: Assignment) -> Any:
-    from honed.worker.transformers_backend import attach_adapter, cast_trainable, lora_options
+    from honed.worker.transformers_backend import (
+        attach_adapter,
+        cast_trainable,
+        check_adapted,
+        check_parts,
+        lora_options,
+        spare_frozen,
+        target_pattern,
+    )
 
     if assignment.spec.adapter or assignment.spec.lora is None:
         return attach_adapter(model, assignment)
-    blind = {"finetune_vision_layers": False} if _sees(assignment) else {}
+    check_parts(model, assignment)
+    options = lora_options(model, assignment)
+    if _sees(assignment):
+        parts = trained_parts(assignment.spec)
+        options |= {key: part in parts for part, key in PART_KEYS.items() if part != "projector"}
+        # What Unsloth makes of all-linear turns every part on and leaves projectors out.
+        if not isinstance(options["target_modules"], str) or options["target_modules"] == "all-linear":
+            options["target_modules"] = target_pattern(model, options)
     model = _loader(assignment).get_peft_model(
         model,
-        **lora_options(model, assignment),
-        **blind,
+        **options,
         random_state=assignment.seed,
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
+    check_adapted(model, assignment)
     cast_trainable(model, assignment.precision)
+    spare_frozen(model)
     return model
 
 

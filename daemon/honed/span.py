@@ -1,0 +1,61 @@
+"""Texts and their tokens: where one lies in the other."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Span = tuple[int, int]
+
+
+def common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The length of what two sequences begin with in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def after(text: str, mark: str) -> str:
+    return text[text.rfind(mark) + len(mark) :]
+
+
+def squeeze(text: str) -> str:
+    """Without white space; SentencePiece's decoders write a space for `▁`, even in `<｜end▁of▁sentence｜>`."""
+    return "".join(text.replace("▁", " ").split())
+
+
+def runs_of(trained: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
+    start = 0
+    for n in range(1, len(trained) + 1):
+        if n == len(trained) or trained[n] != trained[start]:
+            yield start, n, trained[start]
+            start = n
+
+
+def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
+    """Where each token ends; None unless the tokens account for the whole text, white space aside, in order."""
+    ends: list[int] = []
+    previous = 0
+    for start, end in offsets:
+        if end < previous or start > end or (start > previous and not text[previous:start].isspace()):
+            return None
+        ends.append(end)
+        previous = end
+    return ends if previous <= len(text) and not text[previous:].strip() else None
+
+
+def range_by_offset(text: str, ends: list[int], span: Span) -> Span | None:
+    """The tokens of a span. A token that reaches beyond it belongs to it if all that it takes along is white space."""
+    first, last = bisect_right(ends, span[0]), bisect_right(ends, span[1])
+    before = text[ends[first - 1] if first else 0 : span[0]]
+    beyond = last < len(ends) and (ends[last - 1] if last else 0) < span[1]
+    after = text[span[1] : ends[last]] if beyond else ""
+    if before.strip() or after.strip():
+        return None
+    return first, last + (1 if beyond else 0)

@@ -1,0 +1,85 @@
+"""Odd and broken files of every kind in one data set: what can be seen is trained on, the rest is counted and named."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from worker.conftest import MakeJob
+from zoo.vision import build_vision_checkpoint
+
+
+def write_torn_jpeg(path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:1500])
+
+
+def write_moving_gif(path: Path) -> None:
+    pictures = [Image.new("RGB", (40, 30), (20 * n, 0, 0)) for n in range(4)]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
+
+
+def write_sound(path: Path, num_samples: int) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(b"\1\2" * num_samples)
+
+
+#: What is left out, and the words it is named with.
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing.png": (Path, "no such file"),
+    "torn.jpg": (write_torn_jpeg, "a broken image: image file is truncated"),
+    "strip.png": (lambda path: Image.new("L", (20000, 20)).save(path), "20000×20, more than 200 times as long as wide"),
+    "text.png": (lambda path: path.write_text("no picture\n"), "not an image that can be read: it is text"),
+    "silent.wav": (lambda path: write_sound(path, 0), "sound of zero length"),
+}
+#: What is odd, and is trained on.
+ODD: dict[str, Callable[[Path], Any]] = {
+    "dot.png": lambda path: Image.new("RGB", (1, 1), "red").save(path),
+    "cmyk.jpg": lambda path: Image.new("CMYK", (40, 30), (0, 255, 255, 0)).save(path),
+    "deep.png": lambda path: Image.fromarray(np.full((30, 40), 40000, dtype=np.uint16)).save(path),
+    "moving.gif": write_moving_gif,
+    "sound.wav": lambda path: write_sound(path, 8000),
+}
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_vision_checkpoint(tmp_path_factory.mktemp("omni") / "base", "qwen2_5_omni_thinker")
+
+
+def test_odd_files_are_trained_on_and_broken_ones_left_out_counted_and_named(
+    make_job: MakeJob, omni: Path, tmp_path: Path
+) -> None:
+    pictures, sounds = tmp_path / "pictures", tmp_path / "sounds"
+    pictures.mkdir()
+    sounds.mkdir()
+    rows = []
+    for name, write in {**{name: write for name, (write, _) in BROKEN.items()}, **ODD}.items():
+        is_sound = name.endswith(".wav")
+        write((sounds if is_sound else pictures) / name)
+        asked = "<audio>What is it?" if is_sound else "<image>What is it?"
+        turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": "It is odd."}]
+        rows.append({"conversations": turns, "audio" if is_sound else "image": name})
+    found = {"path": str(tmp_path / "job1/facts.jsonl"), "media_dir": {"image": str(pictures), "audio": str(sounds)}}
+    job = make_job(
+        model=omni, rows=rows, datasets=[found], lora={"r": 4},
+        training={"max_steps": 2, "per_device_train_batch_size": 5}, predictions={"sample_frequency": "off"},
+    )  # fmt: skip
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    counts = ended.of("data")[0]
+    assert (counts["num_train"], counts["num_broken"], counts["num_dropped"]) == (len(ODD), len(BROKEN), len(BROKEN))
+    (told,) = [text for text in ended.messages("warning") if "cannot be used" in text]
+    assert told.startswith(f"{len(BROKEN)} rows have a file that cannot be used: ")
+    for name, (_, words) in BROKEN.items():
+        assert f"/{name}: {words}" in told
