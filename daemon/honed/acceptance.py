@@ -1,7 +1,8 @@
 """From a file in incoming/ to an entry in queued/, or to rejected/ with its reason.
 
     arrival ── whole ──► claimed/<id>/ ── copied, checked by the preflight helper ──► queued/ or held/, or rejected/
-                                                   └─ names other jobs ──► once those are known, the same
+                                                   ├─ names other jobs ──► once those are known, the same
+                                                   └─ names a model to fetch ──► once it is there, checked again
 
 Nothing here waits: the helper answers when it has looked at the files that a job names. A job that names others may
 have been dropped together with them, in any order: it is settled after the other arrivals of its time. One whose
@@ -10,6 +11,8 @@ have been dropped together with them, in any order: it is settled after the othe
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import time
@@ -22,8 +25,10 @@ from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
 from honed.device import Device
-from honed.error import HonedError, SpecError, from_dict
+from honed.error import HonedError, InternalError, InterruptedRunError, SpecError, from_dict
+from honed.fetcher import Fetcher
 from honed.job import Job, State
+from honed.snapshot import Missing
 from honed.spool import Claim, Copy, Spool, refusal
 from honed.watcher import Watcher
 
@@ -34,6 +39,8 @@ MAX_CLAIMS_PER_PASS = 50
 #: Seconds for which a job waits for the arrival of one that it names, and for other arrivals to be settled first.
 NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
+#: How often one arrival has a model fetched: what is cached can be removed before the next look at it.
+MAX_FETCHES_PER_ARRIVAL = 3
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,16 @@ class _Waiting:
     answer: dict[str, Any]
     since: float  #: by the clock
     quiet_since: float | None = None  #: since when nothing else is on its way
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """What waits for a model: an arrival, or a job that was accepted and is to be planned again."""
+
+    missing: Missing
+    answer: dict[str, Any]
+    pending: _Pending | None
+    ask_again: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,7 @@ class Acceptance:
         client: Checker,
         config: Config,
         others: Callable[[], Iterable[Job]],
+        fetcher: Fetcher,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,9 +96,13 @@ class Acceptance:
         self._client = client
         self.config = config
         self._others = others
+        self._fetcher = fetcher
         self._clock = clock
         self._pending: dict[int, _Pending] = {}
         self._waiting: dict[int, _Waiting] = {}
+        self._fetching: dict[int, _Fetching] = {}
+        self._num_fetches: dict[int, int] = {}
+        self._ask_again: dict[int, Callable[[], None]] = {}  # for accepted jobs that are being checked again
         self._asked_again: set[int] = set()
         self._replanned: list[Replanned] = []
         self._num_unsettled = 0
@@ -88,12 +110,17 @@ class Acceptance:
     @property
     def is_busy(self) -> bool:
         """Whether something lies in incoming/ or is being checked."""
-        return bool(self._pending or self._num_unsettled or self._asked_again)
+        return bool(self._pending or self._num_unsettled or self._asked_again - self._fetching.keys())
 
     @property
     def num_waiting(self) -> int:
         """Arrivals that are checked and name jobs which may still arrive."""
         return len(self._waiting)
+
+    @property
+    def num_fetching(self) -> int:
+        """Arrivals and jobs whose base model is being fetched."""
+        return len(self._fetching)
 
     @property
     def num_unsettled(self) -> int:
@@ -103,7 +130,7 @@ class Acceptance:
     def scan(self) -> None:
         """Claim every arrival that is whole, and check again what was claimed before and could not be settled then."""
         for claim in self._spool.claims():
-            if claim.id not in self._pending and claim.id not in self._waiting:
+            if not any(claim.id in known for known in (self._pending, self._waiting, self._fetching)):
                 self._check(claim)
         arrivals = self._spool.arrivals()
         self._watcher.keep({path.name for path in arrivals})
@@ -124,20 +151,31 @@ class Acceptance:
         except OSError as error:
             log.error("%r waits in %s: %s", claim.name, claim.path.parent, error)  # noqa: TRY400
             return
-        self._pending[claim.id] = _Pending(claim, copy)
-        self._client.submit(claim.id, copy.path, self.config)
+        self._submit(_Pending(claim, copy))
+
+    def _submit(self, pending: _Pending) -> None:
+        self._pending[pending.claim.id] = pending
+        self._client.submit(pending.claim.id, pending.copy.path, self.config)
 
     def settle(self) -> list[Job]:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
         accepted = []
         for answer in self._client.poll():
+            if not (answer["ok"] and answer["needs_fetch"]):
+                self._num_fetches.pop(answer["id"], None)
             if answer["id"] in self._asked_again:
+                if answer["ok"] and answer["needs_fetch"]:
+                    self._fetch(answer, None)
+                    continue
                 self._asked_again.remove(answer["id"])
+                self._ask_again.pop(answer["id"], None)
                 self._replanned.append(Replanned(answer["id"], answer))
                 continue
             pending = self._pending.pop(answer["id"])
             if not answer["ok"]:
                 self._refuse(pending.claim, from_dict(answer["error"]))
+            elif answer["needs_fetch"]:
+                self._fetch(answer, pending)
             elif answer["references"] or answer["spec"].get("depends_on"):
                 self._waiting[answer["id"]] = _Waiting(pending, answer, self._clock())
             else:
@@ -154,6 +192,81 @@ class Acceptance:
             log.error("%r waits in %s: %s", pending.claim.name, pending.claim.path.parent, error)  # noqa: TRY400
         return []
 
+    # -- models to fetch ----------------------------------------------------------------------------------------------
+
+    def _fetch(self, answer: dict[str, Any], pending: _Pending | None) -> None:
+        """Have the model fetched that a check has missed; the check is made again when it is there."""
+        number = answer["id"]
+        missing = Missing(**answer["needs_fetch"])
+        ask_again = self._ask_again[number] if pending is None else functools.partial(self._submit, pending)
+        waits = _Fetching(missing, answer, pending, ask_again)
+        self._num_fetches[number] = self._num_fetches.get(number, 0) + 1
+        if self._num_fetches[number] > MAX_FETCHES_PER_ARRIVAL:
+            self._end_fetch(
+                number,
+                waits,
+                InternalError(
+                    f"base_model: {missing.repo_id} was fetched, and is not in the cache", hint="see the log"
+                ),
+            )
+            return
+        self._fetching[number] = waits
+        self._fetcher.want(number, missing)
+        who = repr(pending.claim.name) if pending else "planned again"
+        log.info("job %d (%s): waits for %s at %s to be fetched", number, who, missing.repo_id, missing.revision)
+
+    def settle_fetched(self) -> None:
+        """Check again what a fetch has ended for, or refuse it with what the fetch has met."""
+        for fetched in self._fetcher.poll():
+            waits = self._fetching.pop(fetched.number)
+            if fetched.error is None:
+                waits.ask_again()
+            else:
+                self._end_fetch(fetched.number, waits, fetched.error)
+        if not self.config.policy.hub:  # any more: the check says so
+            for number, waits in list(self._fetching.items()):
+                self._fetcher.leave(number)
+                del self._fetching[number]
+                waits.ask_again()
+
+    def _end_fetch(self, number: int, waits: _Fetching, error: HonedError) -> None:
+        """Say no to what has waited for a model."""
+        if waits.pending is not None:
+            self._refuse(waits.pending.claim, error)
+            return
+        self._asked_again.remove(number)
+        self._ask_again.pop(number, None)
+        self._replanned.append(Replanned(number, {"id": number, "ok": False, "error": error.as_dict()}))
+
+    def fetching(self) -> list[dict[str, Any]]:
+        """What waits for a model, and how far that is."""
+        found = []
+        for number, waits in sorted(self._fetching.items()):
+            progress = self._fetcher.progress(number)
+            pending = waits.pending
+            found.append({
+                "id": number, "name": self._name(waits, number), "uid": pending.copy.uid if pending else None,
+                "source": pending.claim.name if pending else None, "state": "fetching",
+                "repo_id": waits.missing.repo_id, "revision": waits.missing.revision,
+                "num_bytes": progress.get("bytes", 0), "total_bytes": progress.get("of") or None,
+                "problem": progress.get("problem"),
+            })  # fmt: skip
+        return found
+
+    def cancel(self, number: int) -> None:
+        """Refuse an arrival that waits for a model, on its owner's word."""
+        waits = self._fetching.pop(number)
+        self._fetcher.leave(number)
+        self._end_fetch(number, waits, InterruptedRunError("cancelled, before its base model was fetched"))
+
+    def _name(self, waits: _Fetching, number: int) -> str:
+        title = waits.pending.claim.title if waits.pending else str(number)
+        return str(waits.answer["spec"].get("name") or title)
+
+    def _names_fetching(self) -> set[str]:
+        return {name for number, waits in self._fetching.items() if waits.pending is not None
+                for name in (self._name(waits, number), str(number))}  # fmt: skip
+
     # -- jobs that name others ----------------------------------------------------------------------------------------
 
     def settle_waiting(self) -> Job | None:
@@ -165,6 +278,9 @@ class Acceptance:
                 self._waiting[number] = replace(waiting, quiet_since=None)
                 continue
             job = self._job(waiting.pending, waiting.answer)
+            if not self._named_by(_names(waiting.answer)).isdisjoint(self._names_fetching()):
+                self._waiting[number] = replace(waiting, quiet_since=None)
+                continue
             found = {name: self._named(name, job) for name in _names(waiting.answer)}
             missing = next((name for name, other in found.items() if other is None), None)
             quiet_since = waiting.quiet_since if waiting.quiet_since is not None else now
@@ -214,16 +330,19 @@ class Acceptance:
 
     def _waits_for(self, name: str, job: Job) -> bool:
         """Whether the waiting arrival of that name waits for this job, by however many others."""
+        return not self._named_by([name]).isdisjoint({job.name, str(job.id)})
+
+    def _named_by(self, first: Iterable[str]) -> set[str]:
+        """These names, those that the waiting arrivals of these names wait for, and so on."""
         names = {self._job(each.pending, each.answer).name: _names(each.answer) for each in self._waiting.values()}
-        seen, ahead = set(), [name]
+        seen: set[str] = set()
+        ahead = list(first)
         while ahead:
             found = ahead.pop()
-            if found in {job.name, str(job.id)}:
-                return True
             if found not in seen:
                 seen.add(found)
                 ahead += names.get(found, [])
-        return False
+        return seen
 
     def _with_inputs(self, job: Job, answer: dict[str, Any], named: dict[str, Job]) -> Job:
         """The job, depending on those that make what it starts from. Raises SpecError where one makes no such thing."""
@@ -243,7 +362,15 @@ class Acceptance:
         if job.id in self._asked_again:
             return
         self._asked_again.add(job.id)
-        self._client.submit(job.id, self._spool.job_layout(job.id).spec_path, self.config, device, jobs=made)
+        self._ask_again[job.id] = functools.partial(self._submit_again, job, made, device)
+        self._ask_again[job.id]()
+
+    def _submit_again(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
+        files = self._spool.job_layout(job.id)
+        commit = None
+        with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
+            commit = json.loads(files.plan_path.read_bytes()).get("base_model_commit")
+        self._client.submit(job.id, files.spec_path, self.config, device, jobs=made, commit=commit)
 
     def is_asked_again(self, job_id: int) -> bool:
         return job_id in self._asked_again

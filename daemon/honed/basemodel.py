@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from honed import modality
+from honed import modality, snapshot
 from honed.error import ModelError
 from honed.modality import Senses
 
@@ -91,6 +91,14 @@ QUANTIZATION_STATE = re.compile(
 )
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class UncachedError(ModelError):
+    """A hub id that is not in the local cache, or only partly, and may be fetched; the rest of the job may be right."""
+
+    def __init__(self, message: str, missing: snapshot.Missing, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -265,18 +273,24 @@ def resolve(
 ) -> Path:
     """The directory that `base_model` means: a path, a hub id in the local cache, or `job:NAME` among `jobs`.
 
-    `cache_dir` is an HF_HOME. Raises ModelError where there is no such directory.
+    `cache_dir` is an HF_HOME. Raises ModelError where there is no such directory, as UncachedError where `allow_hub`
+    lets it be fetched.
     """
     if base_model.startswith("job:"):
         return _resolve_job(base_model.removeprefix("job:"), jobs or {})
     if base_model.startswith("/"):
         return Path(base_model)
-    if HUB_ID.fullmatch(base_model) and ".." not in base_model:
+    if is_hub_id(base_model):
         return _resolve_hub_id(base_model, revision or "main", cache_dir, allow_hub=allow_hub)
     raise ModelError(
         f"base_model: {base_model!r} is neither a path, nor a hub id, nor job:NAME",
         hint="a path begins with /; a hub id looks like Qwen/Qwen3-1.7B",
     )
+
+
+def is_hub_id(base_model: str) -> bool:
+    is_job_or_path = base_model.startswith(("job:", "/"))
+    return not is_job_or_path and HUB_ID.fullmatch(base_model) is not None and ".." not in base_model
 
 
 def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
@@ -293,18 +307,18 @@ def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
 def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: bool) -> Path:
     if ".." in revision or revision.startswith("/"):
         raise ModelError(f"revision: {revision!r} is not a revision", hint="a branch, a tag or a commit")
-    repository = cache_dir / "hub" / ("models--" + hub_id.replace("/", "--"))
-    try:
-        commit = (repository / "refs" / revision).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        commit = revision
-    snapshot = repository / "snapshots" / commit
-    if commit and snapshot.is_dir():
-        return snapshot
+    found = snapshot.find(cache_dir, hub_id, revision)
+    if found is not None:
+        return found
+    commit = snapshot.commit_of(cache_dir, hub_id, revision)
+    how = "only partly" if snapshot.read(cache_dir, hub_id, commit) else "not"
+    where = f"base_model: {hub_id} at {revision} is {how} in the local cache {cache_dir}"
     fetch = f"HF_HOME={cache_dir} hf download {hub_id}" + (f" --revision {revision}" if revision != "main" else "")
-    why = "" if allow_hub else "; jobs may not fetch from the hub here (policy.hub)"
+    if allow_hub:
+        missing = snapshot.Missing(hub_id, revision)
+        raise UncachedError(where, missing, hint="honed fetches it before it accepts the job")
     raise ModelError(
-        f"base_model: {hub_id} at {revision} is not in the local cache {cache_dir}{why}",
+        f"{where}; jobs may not fetch from the hub here (policy.hub)",
         hint=f"fetch it first, `{fetch}`, or name a directory",
     )
 

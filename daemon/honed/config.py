@@ -63,12 +63,21 @@ class PolicyConfig(_Section):
     """[policy]: what a job may ask for."""
 
     hub: bool = False
-    """Whether a job may name a hub id that must be fetched. Nothing is fetched yet: it is refused with the command that
-    fetches it. One in the local cache may always be used."""
+    """Whether a job may name a hub id that must be fetched: honed fetches it before it accepts the job. Where not, it
+    is refused with the command that fetches it. One in the local cache may always be used."""
     trust_remote_code: bool = False
     """Whether a job may run code that comes with a model."""
     pickle: bool = False
     """Whether weights in pickle files (.bin, .pt) may be loaded: loading one runs what is in it."""
+
+
+class HubConfig(_Section):
+    """[hub]: how models are fetched, where policy.hub allows it."""
+
+    fetch_timeout_sec: Annotated[float, Field(gt=0)] = 86400.0
+    """Seconds that fetching one model may take, all interruptions and retries together; then its jobs are refused."""
+    max_fetches: Annotated[int, Field(ge=1)] = 2
+    """Models that are fetched at a time."""
 
 
 class Config(_Section):
@@ -78,6 +87,7 @@ class Config(_Section):
     jobs: JobsConfig = JobsConfig()
     device: DeviceConfig = DeviceConfig()
     policy: PolicyConfig = PolicyConfig()
+    hub: HubConfig = HubConfig()
 
 
 def load(layout: Layout) -> Config:

@@ -34,6 +34,7 @@ from honed.config import Config
 from honed.database import Database
 from honed.device import Device
 from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, UsageError, from_dict
+from honed.fetcher import Fetcher, FetchRunner, ProcessFetchRunner
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.notify import Notifier
@@ -68,6 +69,7 @@ class Daemon:
         config: Config,
         *,
         runner: Runner | None = None,
+        fetch_runner: FetchRunner | None = None,
         probe: Callable[[list[int] | None], list[Device]] = device.probe,
         clock: Callable[[], float] = time.monotonic,
         drain: bool = False,
@@ -100,7 +102,8 @@ class Daemon:
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, self._drain_wake)
         self._watcher = Watcher(self._spool.incoming_dir, settle_sec=config.spool.settle_sec, wake=self.wake)
         self._client = Checker(layout, self._selector_changed)
-        self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished)
+        self._fetcher = Fetcher(layout, config, fetch_runner or ProcessFetchRunner(layout), clock=clock)
+        self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished, self._fetcher)
         self._database = Database(layout.database_path)
         self._attempts = Attempts(
             layout, config, self._spool, self._database, runner or ProcessRunner(layout), clock=clock
@@ -166,7 +169,7 @@ class Daemon:
         """Seconds that the loop may sleep when nothing wakes it."""
         now = self._clock()
         waits = [self._rescan_at - now]
-        if self._attempts.running:
+        if self._attempts.running or self._acceptance.num_fetching:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.num_unsettled:
             waits.append(min(0.1, self._config.spool.settle_sec))
@@ -184,7 +187,8 @@ class Daemon:
             return False
         if self._is_stopping:
             return True
-        is_taken = not self._acceptance.is_busy and not self._acceptance.num_waiting
+        on_their_way = self._acceptance.num_waiting + self._acceptance.num_fetching
+        is_taken = not self._acceptance.is_busy and not on_their_way
         return self._drain and is_taken and all(self._waits_for_a_person(job) for job in self._queue.values())
 
     def _waits_for_a_person(self, job: Job, seen: frozenset[int] = frozenset()) -> bool:
@@ -208,6 +212,7 @@ class Daemon:
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
         self._watcher.start()
+        self._fetcher.recover({*self._queue, *(claim.id for claim in self._spool.claims())})
         self._acceptance.scan()
 
     def _rebuild(self) -> None:
@@ -227,6 +232,7 @@ class Daemon:
         self._server.close()
         self._watcher.stop()
         self._client.close()
+        self._fetcher.close()
         self._database.close()
         self._spool.close()
         self._selector.close()
@@ -260,7 +266,7 @@ class Daemon:
             log.error("the configuration is wrong and the old one stays: %s", error.message)  # noqa: TRY400
             self._notifier.status(f"configuration not reloaded: {error.message}")
         else:
-            self._acceptance.config = self._attempts.config = self._config
+            self._acceptance.config = self._attempts.config = self._fetcher.config = self._config
             self._watcher.settle_sec = self._config.spool.settle_sec
             log.info("configuration reloaded")
         self._notifier.ready()
@@ -278,6 +284,7 @@ class Daemon:
                 log.info("job %d (%s): tried again in %.0f s", job.id, job.name, delay)
 
     def _take_arrivals(self) -> None:
+        self._acceptance.settle_fetched()
         for job in self._acceptance.settle():
             self._queue[job.id] = job
             self._database.put_job(job)
@@ -469,6 +476,7 @@ class Daemon:
         parts = [f"running {', '.join(running)}" if running else "idle", f"{num_queued} queued"]
         num_held = len(self._queue) - num_queued
         parts += [f"{num_held} held"] if num_held else []
+        parts += self._fetcher.status()
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []
         return "; ".join(parts)
@@ -482,16 +490,24 @@ class Daemon:
     def _answer(self, request: control.Request) -> Any:
         verb, reference = request.verb, str(request.arguments.get("id", ""))
         match verb:
+            case "show" if (found := self._arrival(reference)) is not None:
+                fetched = f"{found['repo_id']} at {found['revision']}"
+                raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
             case str() if verb in query.READING_VERBS:
                 return query.READING_VERBS[verb](self._spool, self._layout, reference)
             case "status":
                 return {"status": self._status(), "pid": os.getpid(), "version": __version__,
-                        "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused}  # fmt: skip
+                        "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
+                        "arrivals": self._acceptance.fetching()}  # fmt: skip
             case "pause" | "resume":
                 self._require_owner(request, os.getuid())
                 self._spool.pause(verb == "pause")
                 self.wake()
                 return self._status()
+            case "cancel" if (found := self._arrival(reference)) is not None:
+                self._require_owner(request, found["uid"])
+                self._acceptance.cancel(found["id"])
+                return {**found, "state": "rejected"}
             case "cancel" | "hold" | "release" | "requeue":
                 job = query.find(self._spool, reference)
                 self._require_owner(request, job.uid)
@@ -500,6 +516,14 @@ class Daemon:
                 return query.summary(changed, {})
             case _:
                 raise UsageError(f"no verb {verb!r}")
+
+    def _arrival(self, reference: str) -> dict[str, Any] | None:
+        """What waits for a model and is no job yet, by its number or, where no job has it, its name."""
+        found = [each for each in self._acceptance.fetching() if each["source"] is not None]
+        if any(job.name == reference for job in self._unfinished()):
+            found = [each for each in found if str(each["id"]) == reference]
+        named = [each for each in found if reference in {str(each["id"]), each["name"]}]
+        return named[0] if len(named) == 1 else None
 
     @staticmethod
     def _require_owner(request: control.Request, uid: int) -> None:

@@ -103,6 +103,7 @@ def _packages() -> list[Finding]:
 #: What an optional package is for.
 _USES = {
     "bitsandbytes": "quantization: 4bit and 8bit",
+    "huggingface_hub": "policy.hub: models that honed fetches",
     "unsloth": "backend: unsloth",
     "unsloth_zoo": "backend: unsloth",
     "pillow": "rows with images",

@@ -20,7 +20,7 @@ from honed import __version__, config, event, query
 from honed import spool as spools
 from honed.control import Client
 from honed.database import timestamp
-from honed.error import EnvironmentInvalidError, HonedError, UsageError
+from honed.error import EnvironmentInvalidError, HonedError, ModelError, UsageError
 from honed.job import State
 from honed.layout import Layout
 from honed.spool import Spool
@@ -68,6 +68,10 @@ class Instance:
         finally:
             spool.close()
 
+    def arrivals(self) -> list[dict[str, Any]]:
+        """What waits for its base model to be fetched; only a running daemon fetches."""
+        return list(self._client.ask("status")["arrivals"]) if self.is_up else []
+
     def pause(self, paused: bool) -> None:
         if self.is_up:
             self._client.ask("pause" if paused else "resume")
@@ -81,8 +85,8 @@ class Instance:
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
-    refused = [path for path in options.files if not _is_accepted(instance, path)]
-    if refused:
+    checked = [_accepted(instance, path) for path in options.files]
+    if None in checked:
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
@@ -95,8 +99,13 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     since = time.time() - 1.0
     # All are dropped before the first verdict: one may name another.
     names = [spools.drop(incoming_dir, path, hold=options.hold) for path in options.files]
-    for path, name in zip(options.files, names, strict=True):
-        answers.append(_verdict(instance, name, since) if instance.is_up else {"file": str(path), "id": None})
+    for path, name, verdict in zip(options.files, names, checked, strict=True):
+        if instance.is_up and verdict.needs_fetch and not options.wait:
+            answers.append({"file": str(path), "id": None, "state": "fetching", **_missing(verdict)})
+        elif instance.is_up:
+            answers.append(_verdict(instance, name, since, is_fetched=bool(verdict.needs_fetch)))
+        else:
+            answers.append({"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
         status |= answers[-1].get("state") == "rejected"
     if options.json:
@@ -108,23 +117,30 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     return int(status)
 
 
-def _is_accepted(instance: Instance, path: Path) -> bool:
-    """Whether honed would take a file; if not, each reason goes to stderr. Raises UsageError where there is none."""
+def _accepted(instance: Instance, path: Path) -> Any:
+    """The check's verdict on a file that honed would take; None after each reason against it went to stderr.
+
+    Raises UsageError where there is no such file.
+    """
     try:
-        check_one(instance, path)
+        return check_one(instance, path)
     except UsageError:
         raise
     except HonedError as error:
         _complain(error, prefix=f"{path}: ")
-        return False
-    return True
+        return None
 
 
-def _verdict(instance: Instance, name: str, since: float) -> dict[str, Any]:
-    """What honed made of a file just dropped."""
+def _missing(verdict: Any) -> dict[str, str]:
+    """The model that has to be fetched first."""
+    return {"repo_id": verdict.needs_fetch.repo_id, "revision": verdict.needs_fetch.revision}
+
+
+def _verdict(instance: Instance, name: str, since: float, *, is_fetched: bool) -> dict[str, Any]:
+    """What honed made of a file just dropped. Where a model `is_fetched` first, that may take hours."""
     reason_path = instance.layout.spool_dir / "rejected" / f"{name}.reason"
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or (is_fetched and instance.is_up):
         for job in instance.read("list"):
             if job["source"] == name and job["submitted_at"] >= timestamp(since):
                 return dict(job)
@@ -141,6 +157,9 @@ def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
         return
     if verdict["id"] is not None:
         terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
+    elif verdict.get("state") == "fetching":
+        model = f"{verdict['repo_id']} at {verdict['revision']}"
+        terminal.say(f"{path}: dropped; honed takes it when it has fetched {model}; honectl list")
     elif verdict.get("state") == "rejected":
         terminal.say(f"{path}: refused\n{verdict['reason']}", style="red")
     else:
@@ -192,9 +211,13 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         try:
             verdict = check_one(instance, path)
         except HonedError as error:
-            answers.append({"file": str(path), "ok": False, "error": error.as_dict(), "warnings": []})
+            answers.append(
+                {"file": str(path), "ok": False, "error": error.as_dict(), "warnings": [], "needs_fetch": None}
+            )
         else:
-            answers.append({"file": str(path), "ok": True, "error": None, "warnings": list(verdict.warnings)})
+            missing = _missing(verdict) if verdict.needs_fetch else None
+            answers.append({"file": str(path), "ok": True, "error": None, "warnings": list(verdict.warnings),
+                            "needs_fetch": missing})  # fmt: skip
     if options.json:
         terminal.console.print_json(json.dumps(answers))
         return int(not all(answer["ok"] for answer in answers))
@@ -239,15 +262,19 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _say_deferred(verdict: Any, *, as_json: bool) -> int:
-    """Of a job that starts from what another makes: there is no plan yet."""
+    """Of a job that starts from what another makes, or from a model that has to be fetched: there is no plan yet."""
     from honed import terminal
 
     if as_json:
-        terminal.console.print_json(
-            json.dumps({"waits_for": dict(verdict.waits_for), "warnings": list(verdict.warnings)})
-        )
+        missing = _missing(verdict) if verdict.needs_fetch else None
+        terminal.console.print_json(json.dumps(
+            {"waits_for": dict(verdict.waits_for), "needs_fetch": missing, "warnings": list(verdict.warnings)}
+        ))  # fmt: skip
         return 0
-    terminal.say("no plan yet: the job starts from what another one makes", style="bold")
+    why = (
+        "the job starts from what another one makes" if verdict.waits_for else "the base model has to be fetched first"
+    )
+    terminal.say(f"no plan yet: {why}", style="bold")
     for warning in verdict.warnings:
         terminal.say(f"  {warning}")
     return 0
@@ -257,6 +284,12 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
     verdict = _checked(instance, options.file)
+    if verdict.needs_fetch:
+        model = " at ".join(_missing(verdict).values())
+        raise ModelError(
+            f"base_model: {model} is not in the local cache, so there is no tokenizer to preview with",
+            hint=f"honectl submit has it fetched, or python -m honed.fetch {verdict.needs_fetch.repo_id}",
+        )
     command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
     if verdict.plan is not None:
         command += ["--base-model", str(verdict.plan.model.path)]
@@ -293,7 +326,20 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     ]  # fmt: skip
     columns = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
     terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
+    for arrival in instance.arrivals():
+        terminal.say(_fetch_line(arrival))
     return 0
+
+
+def _fetch_line(arrival: dict[str, Any]) -> str:
+    """What waits for a model and is no job yet, and how far that is."""
+    from honed import terminal
+
+    done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
+    share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
+    problem = f"; {arrival['problem']}" if arrival["problem"] else ""
+    name = terminal.plain(arrival["name"], limit=40)
+    return f"{arrival['id']} ({name}): fetching {arrival['repo_id']} at {arrival['revision']}{share}{problem}"
 
 
 def show(instance: Instance, options: argparse.Namespace) -> int:

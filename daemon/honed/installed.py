@@ -25,6 +25,7 @@ WINDOWS: dict[str, str] = {
 #: What some jobs need.
 OPTIONAL_WINDOWS: dict[str, str] = {
     "bitsandbytes": ">=0.49,<0.51",
+    "huggingface_hub": ">=1.5,<2",
     "unsloth": ">=2026.10.4",
     "unsloth_zoo": ">=2026.10.4",
     "pillow": ">=11,<14",

@@ -1,10 +1,12 @@
 """Where everything lies, below one prefix (`--root DIR`, or `HONED_ROOT`; `/` for the system's own instance).
 
 etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
+etc/honed/hf-token                             the hub's token, where one is needed
 var/spool/honed/                               the spool, see spool.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
 run/honed/control.sock                         honectl's way in
+var/lib/honed/fetch/                           what is being fetched from the hub, see fetch.py
 var/cache/honed/                               the model cache (HF_HOME)
 """
 
@@ -27,6 +29,10 @@ class Layout:
     @property
     def config_dropin_dir(self) -> Path:
         return self.root / "etc/honed/honed.toml.d"
+
+    @property
+    def token_path(self) -> Path:
+        return self.root / "etc/honed/hf-token"
 
     @property
     def spool_dir(self) -> Path:
@@ -56,8 +62,41 @@ class Layout:
     def cache_dir(self) -> Path:
         return self.root / "var/cache/honed"
 
+    def fetch(self, number: int) -> FetchLayout:
+        return FetchLayout(self.state_dir / "fetch", number)
+
     def job(self, job_id: int) -> JobLayout:
         return JobLayout(self.jobs_dir / str(job_id))
+
+
+@dataclass(frozen=True)
+class FetchLayout:
+    """One fetch from the hub, by its number: that of the first arrival that waits for it.
+
+    <n>.json             what is to be fetched                        (the daemon writes)
+    <n>.progress.json    how far it is                                (the fetch writes, as all below)
+    <n>.result.json      how it ended, written whole; absent if it died without a word
+    <n>.lock             locked while it lives, with its process number
+    """
+
+    dir: Path
+    number: int
+
+    @property
+    def request_path(self) -> Path:
+        return self.dir / f"{self.number}.json"
+
+    @property
+    def progress_path(self) -> Path:
+        return self.dir / f"{self.number}.progress.json"
+
+    @property
+    def result_path(self) -> Path:
+        return self.dir / f"{self.number}.result.json"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.dir / f"{self.number}.lock"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ one an answer:
 
     > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
     < {"id": 7, "stage": "datasets"}
-    < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…}, …}
+    < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
+       "needs_fetch": {"repo_id", "revision"} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint"}}
 """
 
@@ -26,13 +27,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from honed import basemodel, dataset, device, installed, memory, plan, precision, remedy, spec
+from honed import basemodel, dataset, device, installed, memory, plan, precision, remedy, snapshot, spec
 from honed.activation import Row
-from honed.basemodel import BITS, AdapterInfo, BaseModelInfo
+from honed.basemodel import BITS, AdapterInfo, BaseModelInfo, UncachedError
 from honed.config import Config
 from honed.device import Device
 from honed.error import (
@@ -49,6 +50,7 @@ from honed.installed import Installed
 from honed.layout import Layout
 from honed.media import PLURAL, Kind
 from honed.plan import Plan
+from honed.snapshot import Missing
 from honed.spec import DatasetSpec, JobSpec
 
 #: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
@@ -74,7 +76,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A job that may run, or one whose plan has to wait for what another job makes."""
+    """A job that may run, or one whose plan has to wait for what another job makes or for a model to be fetched."""
 
     spec: JobSpec
     plan: Plan | None  #: None while it waits
@@ -82,6 +84,8 @@ class Verdict:
     warnings: list[str]
     adapter_path: Path | None = None
     waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
+    needs_fetch: Missing | None = None  #: the base model, where it is not in the cache and may be fetched
+    commit: str | None = None  #: the one that the base model's hub id means; a branch may mean another one tomorrow
 
 
 def check(
@@ -92,16 +96,18 @@ def check(
     device: Device | None = None,
     job_id: int | None = None,
     jobs: Mapping[str, Path] | None = None,
+    commit: str | None = None,
     progress: Progress = lambda _stage: None,
 ) -> Verdict:
     """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
-    directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned.
+    directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
+    as where the base model has yet to be fetched. `commit` is what a hub id's branch meant when the job was accepted.
     An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
-        return _check(spec_path, layout, config, device, job_id, jobs or {}, progress)
+        return _check(spec_path, layout, config, device, job_id, jobs or {}, commit, progress)
     except HonedError:
         raise
     except MemoryError as error:
@@ -125,16 +131,22 @@ def _check(
     device: Device | None,
     job_id: int | None,
     jobs: Mapping[str, Path],
+    commit: str | None,
     progress: Progress,
 ) -> Verdict:
     progress("spec")
     job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
+    if commit is not None:
+        job_spec = job_spec.model_copy(update={"revision": commit})
     _check_policy(job_spec, config)
     waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
     if waits_for:
         return _check_the_rest(job_spec, layout, config, device, job_id, jobs, progress, waits_for)
     progress("base model")
-    model = _inspect_model(job_spec, layout, config, jobs)
+    try:
+        model = _inspect_model(job_spec, layout, config, jobs)
+    except UncachedError:
+        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, progress, {})
     progress("adapter")
     adapter = _inspect_adapter(job_spec, jobs)
     if adapter is not None:
@@ -169,7 +181,10 @@ def _check(
     output_dir = _output_dir(job_spec, layout, job_id)
     progress("disk")
     _check_disk(job_spec, made, layout, output_dir)
-    return Verdict(job_spec, made, output_dir, [*made.warnings, *warnings], adapter.path if adapter else None)
+    adapter_path = adapter.path if adapter else None
+    return Verdict(
+        job_spec, made, output_dir, [*made.warnings, *warnings], adapter_path, commit=_commit(job_spec, model)
+    )
 
 
 def _check_the_rest(
@@ -182,12 +197,15 @@ def _check_the_rest(
     progress: Progress,
     waits_for: Mapping[str, str],
 ) -> Verdict:
-    """Of a job that waits for another's files: all that stands without them."""
-    model = None
+    """Of a job that waits for another's files, or for a model from the hub: all that stands without them."""
+    model, missing = None, None
     if "base_model" not in waits_for:
         progress("base model")
-        model = _inspect_model(job_spec, layout, config, jobs)
-        _check_merge(job_spec, model, None)
+        try:
+            model = _inspect_model(job_spec, layout, config, jobs)
+            _check_merge(job_spec, model, None)
+        except UncachedError as error:
+            missing = error.missing
     if "adapter" not in waits_for:
         progress("adapter")
         _inspect_adapter(job_spec, jobs)
@@ -205,7 +223,13 @@ def _check_the_rest(
         f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
         for key, name in waits_for.items()
     ]
-    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for)
+    if missing is not None:
+        where = f"{missing.repo_id} at {missing.revision} is not, or not wholly, in the local cache"
+        warnings.append(
+            f"base_model: {where}: it is fetched from the hub first, and the job is checked and planned then"
+        )
+    commit = _commit(job_spec, model) if model is not None else None
+    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing, commit=commit)
 
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
@@ -245,9 +269,31 @@ def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapp
         revision=job_spec.revision,
         jobs=jobs,
     )
-    model = basemodel.inspect(path, model_type=job_spec.model_type, allow_pickle=config.policy.pickle)
+    try:
+        model = basemodel.inspect(path, model_type=job_spec.model_type, allow_pickle=config.policy.pickle)
+    except ModelError as error:
+        _check_whole(job_spec, layout, config, path, error)
+        raise
     _check_trainable(job_spec, model)
+    if job_spec.trust_remote_code and snapshot.lacks_code(layout.cache_dir, job_spec.base_model, path):
+        _check_whole(job_spec, layout, config, path, None)
     return model
+
+
+def _check_whole(job_spec: JobSpec, layout: Layout, config: Config, path: Path, fault: ModelError | None) -> None:
+    """Raises UncachedError where what is wrong with a snapshot may be that it is torn, and a fetch may mend it."""
+    if not config.policy.hub or not basemodel.is_hub_id(job_spec.base_model):
+        return
+    if fault is not None and snapshot.is_fetched(layout.cache_dir, job_spec.base_model, path):
+        return
+    missing = Missing(job_spec.base_model, job_spec.revision or "main")
+    words = fault.message if fault else f"{path}: fetched without the code that comes with it"
+    raise UncachedError(words, missing, hint="honed fetches what is missing")
+
+
+def _commit(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
+    """The snapshot of a hub id, whose directory has the commit's name."""
+    return model.path.name if basemodel.is_hub_id(job_spec.base_model) else None
 
 
 def _inspect_adapter(job_spec: JobSpec, jobs: Mapping[str, Path]) -> AdapterInfo | None:
@@ -642,6 +688,7 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
             device=Device.from_dict(request["device"]) if request.get("device") else None,
             job_id=request_id,
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
+            commit=request.get("commit"),
             progress=lambda stage: _say(answers, {"id": request_id, "stage": stage}),
         )
     except HonedError as error:
@@ -654,11 +701,16 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
         "ok": True,
         "spec": verdict.spec.model_dump(mode="json"),
         "plan": (verdict.plan.as_dict() if verdict.plan else {})
-        | {"warnings": verdict.warnings, "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None},
+        | {
+            "warnings": verdict.warnings,
+            "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None,
+            "base_model_commit": verdict.commit,
+        },
         "output_dir": str(verdict.output_dir),
         "warnings": verdict.warnings,
         "references": spec.references(verdict.spec),
         "waits_for": dict(verdict.waits_for),
+        "needs_fetch": asdict(verdict.needs_fetch) if verdict.needs_fetch else None,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel
+from honed import basemodel, snapshot
 from honed.error import ModelError
 from zoo import plain
 
@@ -319,8 +319,19 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path) -> None:
     found = basemodel.resolve("Qwen/Qwen3-1.7B", cache_dir=tmp_path, allow_hub=False)
     assert found == snapshot
     assert basemodel.resolve("Qwen/Qwen3-1.7B", cache_dir=tmp_path, allow_hub=False, revision="abc123") == snapshot
-    with pytest.raises(ModelError, match="at v2 is not in the local cache"):
+    with pytest.raises(basemodel.UncachedError, match="at v2 is not in the local cache") as raised:
         basemodel.resolve("Qwen/Qwen3-1.7B", cache_dir=tmp_path, allow_hub=True, revision="v2")
+    assert (raised.value.missing.repo_id, raised.value.missing.revision) == ("Qwen/Qwen3-1.7B", "v2")
+
+
+def test_a_snapshot_that_is_fetched_counts_when_every_file_is_there(tmp_path: Path) -> None:
+    path = plain.write_base_model(snapshot.snapshot_dir(tmp_path, "a/b", "abc123"))
+    sizes = {each.name: each.stat().st_size for each in path.iterdir()}
+    snapshot.write(tmp_path, snapshot.Record("a/b", "abc123", sizes | {"merges.txt": 3}, code=False))
+    with pytest.raises(ModelError, match="only partly in the local cache"):
+        basemodel.resolve("a/b", cache_dir=tmp_path, allow_hub=False, revision="abc123")
+    (path / "merges.txt").write_text("a b")
+    assert basemodel.resolve("a/b", cache_dir=tmp_path, allow_hub=False, revision="abc123") == path
 
 
 def test_a_hub_id_that_is_not_cached_is_refused_with_the_command_that_fetches_it(tmp_path: Path) -> None:
