@@ -83,6 +83,8 @@ class Checker:
         config: Config,
         device: Device | None = None,
         jobs: Mapping[str, Path] | None = None,
+        *,
+        uid: int | None = None,
     ) -> None:
         """Ask for a job file to be checked; `poll` has the answer."""
         request = {
@@ -91,6 +93,7 @@ class Checker:
             "config": config.model_dump(mode="json"),
             "device": device.as_dict() if device else None,
             "jobs": {name: str(path) for name, path in (jobs or {}).items()},
+            "uid": uid,
         }
         line = json.dumps(request).encode() + b"\n"
         self._waiting.append(_Request(job_id, line, config.spool.preflight_timeout_sec))

@@ -1,6 +1,7 @@
 """Everything about a job that can be known before its model is loaded, checked without torch.
 
-    spec ── base model ── adapter ── chat template ── data sets ── packages ── plan ── memory ── output dir ── disk
+    spec ── permissions ── base model ── adapter ── chat template ── data sets ── packages ── plan ── memory ──
+    output dir ── disk
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from honed import basemodel, dataset, device, installed, memory, plan, precision, spec
+from honed import layout as layouts
 from honed.basemodel import BITS, AdapterInfo, BaseModelInfo
 from honed.config import Config
 from honed.device import Device
@@ -47,6 +49,7 @@ from honed.error import (
 from honed.installed import Installed
 from honed.layout import Layout
 from honed.plan import Plan
+from honed.policy import Policy, inputs, nearest_existing
 from honed.spec import DatasetSpec, JobSpec
 
 #: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
@@ -90,16 +93,18 @@ def check(
     device: Device | None = None,
     job_id: int | None = None,
     jobs: Mapping[str, Path] | None = None,
+    uid: int | None = None,
     progress: Progress = lambda _stage: None,
 ) -> Verdict:
     """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned.
+    `uid` is who dropped it, by default whoever asks.
     An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
-        return _check(spec_path, layout, config, device, job_id, jobs or {}, progress)
+        return _check(spec_path, layout, config, device, job_id, jobs or {}, uid, progress)
     except HonedError:
         raise
     except MemoryError as error:
@@ -123,14 +128,18 @@ def _check(
     device: Device | None,
     job_id: int | None,
     jobs: Mapping[str, Path],
+    uid: int | None,
     progress: Progress,
 ) -> Verdict:
     progress("spec")
     job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
     _check_policy(job_spec, config)
+    progress("permissions")
+    rights = Policy.of(layout, config, uid)
+    _check_rights(job_spec, rights, config, jobs)
     waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
     if waits_for:
-        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, progress, waits_for)
+        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, rights, progress, waits_for)
     progress("base model")
     model = _inspect_model(job_spec, layout, config, jobs)
     progress("adapter")
@@ -163,7 +172,7 @@ def _check(
 
     made = _first_that_fits(candidates, fitting)
     progress("output directory")
-    output_dir = _output_dir(job_spec, layout, job_id)
+    output_dir = _output_dir(job_spec, layout, job_id, rights)
     progress("disk")
     _check_disk(job_spec, made, layout, output_dir)
     return Verdict(job_spec, made, output_dir, [*made.warnings, *warnings], adapter.path if adapter else None)
@@ -176,6 +185,7 @@ def _check_the_rest(
     device: Device | None,
     job_id: int | None,
     jobs: Mapping[str, Path],
+    rights: Policy,
     progress: Progress,
     waits_for: Mapping[str, str],
 ) -> Verdict:
@@ -197,7 +207,7 @@ def _check_the_rest(
     _check_packages(job_spec, model, _devices(job_spec, config, device)[0], here)
     warnings += _outside_window(here)
     progress("output directory")
-    output_dir = _output_dir(job_spec, layout, job_id)
+    output_dir = _output_dir(job_spec, layout, job_id, rights)
     warnings += [
         f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
         for key, name in waits_for.items()
@@ -231,17 +241,30 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
         )
 
 
+def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
+    """Before anything that a job names is opened. What jobs make is theirs to name by then (acceptance.py)."""
+    named = spec.references(job_spec)
+    model = None if "base_model" in named else _resolve_model(job_spec, rights.layout, config, jobs)
+    adapter = None if job_spec.adapter is None or "adapter" in named else Path(job_spec.adapter)
+    for each in inputs(job_spec, model, adapter):
+        rights.check_read(each)
+
+
 # --- Base model -------------------------------------------------------------------------------------------------------
 
 
-def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> BaseModelInfo:
-    path = basemodel.resolve(
+def _resolve_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> Path:
+    return basemodel.resolve(
         job_spec.base_model,
         cache_dir=layout.cache_dir,
         allow_hub=config.policy.hub,
         revision=job_spec.revision,
         jobs=jobs,
     )
+
+
+def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> BaseModelInfo:
+    path = _resolve_model(job_spec, layout, config, jobs)
     model = basemodel.inspect(path, model_type=job_spec.model_type, allow_pickle=config.policy.pickle)
     _check_trainable(job_spec, model)
     return model
@@ -468,7 +491,7 @@ def _outside_window(here: Installed) -> list[str]:
 # --- Output and disk --------------------------------------------------------------------------------------------------
 
 
-def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None) -> Path:
+def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Policy) -> Path:
     if job_spec.output_dir is None:
         return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
     # Where it really lies: a rename onto a symbolic link would fail when all is done.
@@ -482,23 +505,17 @@ def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None) -> Path:
             f"output_dir: {path} is honed's own", hint="leave it out: a job has a directory there by itself"
         )
     try:
-        _check_output_dir(path, layout, job_id)
+        _check_output_dir(path, layout, job_id, rights)
     except OSError as error:
         raise SpecError(f"output_dir: {path}: {error.strerror}", hint="name a directory that can be made") from error
     return path
 
 
-def _check_output_dir(path: Path, layout: Layout, job_id: int | None) -> None:
+def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Policy) -> None:
     existing = nearest_existing(path)
     if not existing.is_dir():
         raise SpecError(f"output_dir: {existing} is a file, not a directory", hint="name a directory that can be made")
-    # The output is made whole beside the directory and renamed, so its parent has to let us write, too.
-    closed = [place for place in (nearest_existing(path.parent), existing) if not os.access(place, os.W_OK | os.X_OK)]
-    if closed:
-        raise SpecError(
-            f"output_dir: {closed[0]} cannot be written by user {os.geteuid()}",
-            hint="let the group honed-job write it, or leave output_dir out",
-        )
+    rights.check_write(path)
     if existing != path:
         return
     found = next((entry.name for entry in sorted(path.iterdir())), None)
@@ -517,13 +534,6 @@ def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return job_id is not None and owner == (job_id, str(layout.root))
-
-
-def nearest_existing(path: Path) -> Path:
-    """The path, or the first above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
@@ -562,7 +572,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("/"))
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
     options = parser.parse_args()
-    layout = Layout(options.root)
+    layout = layouts.of(options.root)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
@@ -588,6 +598,7 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
             device=Device.from_dict(request["device"]) if request.get("device") else None,
             job_id=request_id,
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
+            uid=request.get("uid"),
             progress=lambda stage: _say(answers, {"id": request_id, "stage": stage}),
         )
     except HonedError as error:
