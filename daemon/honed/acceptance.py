@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from honed import durable, message
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
@@ -28,6 +29,7 @@ from honed.device import Device
 from honed.error import HonedError, InternalError, InterruptedRunError, SpecError, from_dict
 from honed.fetcher import Fetcher
 from honed.job import Job, State
+from honed.log import about
 from honed.snapshot import Missing
 from honed.spool import Claim, Copy, Spool, refusal
 from honed.watcher import Watcher
@@ -106,6 +108,8 @@ class Acceptance:
         self._asked_again: set[int] = set()
         self._replanned: list[Replanned] = []
         self._num_unsettled = 0
+        self._left: dict[str, int] = {}  # name → inode
+        self.fault = ""  #: what kept the last scan's arrivals from being settled, where the machine did
 
     @property
     def is_busy(self) -> bool:
@@ -129,33 +133,53 @@ class Acceptance:
 
     def scan(self) -> None:
         """Claim every arrival that is whole, and check again what was claimed before and could not be settled then."""
+        self.fault = ""
         for claim in self._spool.claims():
             if not any(claim.id in known for known in (self._pending, self._waiting, self._fetching)):
                 self._check(claim)
-        arrivals = self._spool.arrivals()
+        arrivals = [path for path in self._spool.arrivals() if not self._is_left(path)]
         self._watcher.keep({path.name for path in arrivals})
         self._num_unsettled = len(arrivals)
         for path in [path for path in arrivals if self._watcher.is_whole(path)][:MAX_CLAIMS_PER_PASS]:
-            taken = self._spool.claim(path)
-            self._watcher.forget(path.name)
             self._num_unsettled -= 1
+            try:
+                taken = self._spool.claim(path)
+            except PermissionError as error:
+                self._leave(path, error)
+                continue
+            self._watcher.forget(path.name)
             if taken is not None:
                 self._check(taken)
 
+    def _leave(self, path: Path, error: OSError) -> None:
+        """What cannot be taken lies where it is, and is told of once: a directory of somebody else's."""
+        with contextlib.suppress(FileNotFoundError):
+            self._left[path.name] = path.lstat().st_ino
+            log.warning("%r lies in %s and cannot be taken: %s", path.name, path.parent, error.strerror)
+
+    def _is_left(self, path: Path) -> bool:
+        try:
+            return path.name in self._left and self._left[path.name] == path.lstat().st_ino
+        except FileNotFoundError:
+            del self._left[path.name]
+            return False
+
     def _check(self, claim: Claim) -> None:
         try:
-            copy = self._spool.copy(claim, max_bytes=self.config.spool.max_spec_bytes)
+            copy = self._spool.copy(
+                claim, max_bytes=self.config.spool.max_spec_bytes, is_shared=self.config.policy.share_results
+            )
         except HonedError as error:
             self._refuse(claim, error)
             return
         except OSError as error:
-            log.error("%r waits in %s: %s", claim.name, claim.path.parent, error)  # noqa: TRY400
+            self._wait(claim, error)
             return
         self._submit(_Pending(claim, copy))
 
     def _submit(self, pending: _Pending) -> None:
         self._pending[pending.claim.id] = pending
-        self._client.submit(pending.claim.id, pending.copy.path, self.config)
+        self._client.submit(pending.claim.id, pending.copy.path, self.config, uid=pending.copy.uid)
 
     def settle(self) -> list[Job]:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
@@ -189,7 +213,7 @@ class Acceptance:
         except HonedError as error:
             self._refuse(pending.claim, error)
         except OSError as error:
-            log.error("%r waits in %s: %s", pending.claim.name, pending.claim.path.parent, error)  # noqa: TRY400
+            self._wait(pending.claim, error)
         return []
 
     # -- models to fetch ----------------------------------------------------------------------------------------------
@@ -278,7 +302,7 @@ class Acceptance:
                 self._waiting[number] = replace(waiting, quiet_since=None)
                 continue
             job = self._job(waiting.pending, waiting.answer)
-            if not self._named_by(_names(waiting.answer)).isdisjoint(self._names_fetching()):
+            if not self._named_by(_names(waiting.answer), job.uid).isdisjoint(self._names_fetching()):
                 self._waiting[number] = replace(waiting, quiet_since=None)
                 continue
             found = {name: self._named(name, job) for name in _names(waiting.answer)}
@@ -305,12 +329,18 @@ class Acceptance:
         """The accepted job of that number, or the newest of that name; None while a newer one is still waiting."""
         waiting = self._names_waiting(job)
         known = [other for other in self._jobs() if name in {other.name, str(other.id)} and other.id != job.id]
+        if not self.config.policy.share_results and job.uid != 0:
+            known = [other for other in known if other.uid == job.uid]  # what others make is theirs
+        # Of a name that several people use, one's own: nobody else's newer job takes its place.
+        known = [other for other in known if other.uid == job.uid] or known
         newest = max(known, key=lambda other: other.id, default=None)
         return None if waiting.get(name, 0) > (newest.id if newest else 0) else newest
 
     def _names_waiting(self, job: Job) -> dict[str, int]:
         """The other arrivals that wait, by name."""
-        others = [each for number, each in self._waiting.items() if number != job.id]
+        others = [
+            each for number, each in self._waiting.items() if number != job.id and each.pending.copy.uid == job.uid
+        ]
         return {self._job(each.pending, each.answer).name: each.pending.claim.id for each in others}
 
     def _jobs(self) -> list[Job]:
@@ -330,11 +360,15 @@ class Acceptance:
 
     def _waits_for(self, name: str, job: Job) -> bool:
         """Whether the waiting arrival of that name waits for this job, by however many others."""
-        return not self._named_by([name]).isdisjoint({job.name, str(job.id)})
+        return not self._named_by([name], job.uid).isdisjoint({job.name, str(job.id)})
 
-    def _named_by(self, first: Iterable[str]) -> set[str]:
-        """These names, those that the waiting arrivals of these names wait for, and so on."""
-        names = {self._job(each.pending, each.answer).name: _names(each.answer) for each in self._waiting.values()}
+    def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
+        """These names, those that this user's waiting arrivals of these names wait for, and so on."""
+        names = {
+            self._job(each.pending, each.answer).name: _names(each.answer)
+            for each in self._waiting.values()
+            if each.pending.copy.uid == uid
+        }
         seen: set[str] = set()
         ahead = list(first)
         while ahead:
@@ -370,7 +404,7 @@ class Acceptance:
         commit = None
         with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
             commit = json.loads(files.plan_path.read_bytes()).get("base_model_commit")
-        self._client.submit(job.id, files.spec_path, self.config, device, jobs=made, commit=commit)
+        self._client.submit(job.id, files.spec_path, self.config, device, jobs=made, commit=commit, uid=job.uid)
 
     def is_asked_again(self, job_id: int) -> bool:
         return job_id in self._asked_again
@@ -389,9 +423,10 @@ class Acceptance:
 
     def _admit(self, claim: Claim, job: Job, answer: dict[str, Any]) -> Job:
         job = self._spool.admit(job, claim, self.plan_of(job, answer))
-        log.info("job %d (%s): accepted from %s, %s", job.id, job.name, job.source, job.state)
+        log.info("job %d (%s): accepted from %s, %s", job.id, job.name, job.source, job.state,
+                 extra=about(job, message.ACCEPTED, file=job.source, uid=job.uid))  # fmt: skip
         for warning in answer.get("warnings", []):
-            log.warning("job %d (%s): %s", job.id, job.name, warning)
+            log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
         return job
 
     def _job(self, pending: _Pending, answer: dict[str, Any]) -> Job:
@@ -424,13 +459,20 @@ class Acceptance:
         try:
             self._reject(claim, error)
         except OSError as problem:
-            log.error("%r waits in %s: %s", claim.name, claim.path.parent, problem)  # noqa: TRY400
+            self._wait(claim, problem)
+
+    def _wait(self, claim: Claim, error: OSError) -> None:
+        """An arrival that the machine, and not its dropper, keeps us from settling is tried again at the next scan."""
+        self.fault = durable.machine_fault(error) or str(error)
+        log.error("%r waits in %s: %s", claim.name, claim.path.parent, error)
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
         target = self._spool.reject(claim, refusal(claim.name, error, when=timestamp(time.time())))
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
-        log.warning("%r refused: %s: %s%s; see %s.reason", claim.name, error.code, first, more, target)
+        log.warning("%r refused: %s: %s%s; see %s.reason", claim.name, error.code, first, more, target,
+                    extra=about(claim.id, message.of_error(error.code), state="rejected", code=error.code,
+                                file=claim.name, hint=error.hint))  # fmt: skip
 
 
 def _names(answer: dict[str, Any]) -> list[str]:

@@ -12,20 +12,23 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from honed import error, event
+from honed import error, event, message
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
 from honed.job import Attempt, Job, State, Stop
 from honed.layout import Layout
+from honed.log import about
+from honed.message import of_error
+from honed.outbox import Outbox
 from honed.outcome import Outcome, judge
-from honed.runner import Exit, Runner
+from honed.progress import figure, progress_text
+from honed.runner import Exit, NotNowError, Runner
 from honed.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class Running:
     was_killed: bool = False
     ended: Exit | None = None
     is_stalled: bool = False
+    put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
 
 
 class Attempts:
@@ -74,7 +78,10 @@ class Attempts:
         self._database = database
         self._runner = runner
         self._clock = clock
+        self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
+        self._put_back: list[Job] = []
+        self.is_stopping = False  #: honed itself is asked to end
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -86,7 +93,8 @@ class Attempts:
             job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None
         )
         self._follow(job)
-        log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend)
+        log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend,
+                 extra=about(job, message.STARTED, attempt=number, backend=backend))  # fmt: skip
         self._launch(job, device.uuid)
 
     def _launch(self, job: Job, gpu_uuid: str | None) -> None:
@@ -103,15 +111,42 @@ class Attempts:
             self._runner.start(
                 job.id, attempt.number, attempt.num_starts, backend=attempt.backend, environment=environment
             )
+        except NotNowError as problem:
+            self._not_now(self.running.pop(job.id).job, problem)
         except OSError as problem:
             log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)  # noqa: TRY400
             failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="honectl doctor")
             self._settle(self.running[job.id], Outcome(failure.code, failure))
 
+    def _not_now(self, job: Job, problem: NotNowError) -> None:
+        """Put back a job whose worker was not started, for no fault of its own; the attempt is forgotten."""
+        log.warning("job %d (%s): %s; tried again later", job.id, job.name, problem)
+        attempts = job.attempts[:-1]
+        if job.attempt.num_starts > 1:  # its first start was one
+            attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted").attempts
+        if job.stop is Stop.CANCEL:
+            job = self._spool.move(job, State.CANCELLED, attempts=attempts, outcome="cancelled", stop=None)
+        else:
+            state = State.HELD if job.stop is Stop.HOLD else State.QUEUED
+            job = self._spool.move(job, state, attempts=attempts, stop=None)
+        self._database.put_job(job)
+        self._put_back.append(job)
+
+    def put_back(self) -> list[Job]:
+        """The jobs whose workers could not be started since the last look; they are where they were."""
+        jobs, self._put_back = self._put_back, []
+        return jobs
+
     def adopt(self, job: Job) -> None:
         """Take over a job that was running when the last daemon ended, whether its worker lives or not."""
         self._follow(job)
-        self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts)
+        if not self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts):
+            # The last daemon ended between its word in the entry and the start.
+            if job.stop is not None:
+                self._not_now(self.running.pop(job.id).job, NotNowError("asked to stop before it was started"))
+                return
+            self._launch(job, job.attempt.device if job.attempt.device not in {"cpu", "mps"} else None)
+            return
         if job.stop is not None:
             self._ask(self.running[job.id], job.stop)
 
@@ -119,6 +154,10 @@ class Attempts:
         self._database.put_job(job)
         offset = self._database.offset(job.id, job.attempt.number)
         self.running[job.id] = Running(job, offset, heard_at=self._clock())
+
+    def is_left(self, job_id: int) -> bool:
+        """Whether a running job goes on while honed does not."""
+        return self._runner.is_supervised(job_id)
 
     def devices_in_use(self) -> set[str]:
         return {running.job.attempt.device or "" for running in self.running.values()}
@@ -138,6 +177,8 @@ class Attempts:
         if running.ended is not None:
             return
         self._runner.stop(running.job.id)
+        if self._runner.is_supervised(running.job.id) and why is not Stop.CANCEL:
+            return  # the unit's own stop timeout, which a worker that writes its checkpoint extends
         patience = CANCEL_TIMEOUT_SEC if why is Stop.CANCEL else self.config.jobs.stop_timeout_sec
         running.kill_at = self._clock() + min(patience, self.config.jobs.stop_timeout_sec)
 
@@ -150,7 +191,7 @@ class Attempts:
                 self._runner.kill(running.job.id, shim_too=running.was_killed)
                 running.was_killed = True
                 running.kill_at = now + DUMP_SEC
-            elif running.kill_at is None and now - running.heard_at >= self.config.jobs.stall_timeout_sec:
+            elif running.kill_at is None and self._is_stalled(running, now):
                 log.warning(
                     "job %d (%s): not a word for %.0f s; it hangs",
                     running.job.id,
@@ -159,9 +200,13 @@ class Attempts:
                 )
                 running.is_stalled = True
                 running.kill_at = now + DUMP_SEC
-                if (pid := self._runner.pid(running.job.id)) is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
+                self._runner.dump(running.job.id)
+
+    def _is_stalled(self, running: Running, now: float) -> bool:
+        """Whether nothing was heard for too long; a unit has a watchdog that hears more than we do."""
+        if self._runner.is_supervised(running.job.id):
+            return False
+        return now - running.heard_at >= self.config.jobs.stall_timeout_sec
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
@@ -173,12 +218,21 @@ class Attempts:
 
     def _read_events(self, running: Running) -> int:
         path = self._layout.job(running.job.id).attempt(running.job.attempt.number).events_path
-        reading = event.read(path, running.offset)
+        # What the database would not take is offered to it again as it was: in the outbox it is already.
+        reading = running.put_out or event.read(path, running.offset)
         if reading.offset == running.offset:
             return 0
         if reading.num_bad:
             log.warning("job %d (%s): %d lines that are no events", running.job.id, running.job.name, reading.num_bad)
+        # The outbox first: a crash in between sends a row twice, under one key; the other way round it would be lost.
+        num_lost = 0
+        if self.outbox is not None and running.put_out is None:
+            num_lost = self.outbox.put(running.job, reading)
+            running.put_out = None if num_lost else reading
         self._database.apply(running.job, reading)
+        running.put_out = None
+        if self.outbox is not None:
+            self.outbox.lose(num_lost)
         num_bytes, running.offset = reading.offset - running.offset, reading.offset
         running.heard_at = self._clock()
         for item in reading.events:
@@ -193,30 +247,39 @@ class Attempts:
                 running.progress = {key: data.get(key) for key in ("step", "num_steps", "epoch", "loss", "eta_sec")}
                 if self._clock() - running.logged_at >= PROGRESS_LOG_INTERVAL_SEC:
                     running.logged_at = self._clock()
-                    log.info("job %d (%s): %s", job.id, job.name, progress_text(running.progress))
+                    log.info("job %d (%s): %s", job.id, job.name, progress_text(running.progress),
+                             extra=about(job, stage="train", step=data.get("step"), loss=data.get("loss")))  # fmt: skip
             case "stage":
                 running.stage = str(data.get("stage"))
+                log.debug("job %d (%s): stage %s", job.id, job.name, running.stage,
+                          extra=about(job, stage=running.stage))  # fmt: skip
             case "evaluation":
                 metrics = data.get("metrics")
                 figures = metrics.items() if isinstance(metrics, dict) else ()
-                shown = ", ".join(f"{name} {_figure(value)}" for name, value in figures if name.startswith("eval_loss"))
-                log.info("job %d (%s): step %s evaluated: %s", job.id, job.name, data.get("step"), shown or "no loss")
+                shown = ", ".join(f"{name} {figure(value)}" for name, value in figures if name.startswith("eval_loss"))
+                log.info("job %d (%s): step %s evaluated: %s", job.id, job.name, data.get("step"), shown or "no loss",
+                         extra=about(job, stage="evaluate", step=data.get("step")))  # fmt: skip
             case "log":
                 level = LEVELS.get(str(data.get("level")), logging.INFO)
-                log.log(level, "job %d (%s): %s", job.id, job.name, data.get("message"))
+                kind = of_error(str(data["code"])) if data.get("code") else None
+                log.log(level, "job %d (%s): %s", job.id, job.name, data.get("message"),
+                        extra=about(job, kind, stage=running.stage, code=data.get("code")))  # fmt: skip
             case "checkpoint" | "resumed":
                 word = "checkpoint at" if item.kind == "checkpoint" else "goes on from"
-                log.info("job %d (%s): %s step %s", job.id, job.name, word, data.get("step"))
+                kind = message.CHECKPOINT if item.kind == "checkpoint" else None
+                log.info("job %d (%s): %s step %s", job.id, job.name, word, data.get("step"),
+                         extra=about(job, kind, step=data.get("step")))  # fmt: skip
             case "data":
                 counts = ", ".join(
                     f"{key[4:].replace('_', ' ')} {value}" for key, value in data.items() if key[:4] == "num_"
                 )
-                log.info("job %d (%s): rows: %s", job.id, job.name, counts)
+                log.info("job %d (%s): rows: %s", job.id, job.name, counts, extra=about(job, stage="data"))
             case "predictions":
                 num_rows = len(rows) if isinstance(rows := data.get("rows"), list) else 0
                 level = logging.WARNING if data.get("num_failed") else logging.INFO
                 log.log(level, "job %d (%s): step %s: %d predictions, %s failed",
-                        job.id, job.name, data.get("step"), num_rows, data.get("num_failed", 0))  # fmt: skip
+                        job.id, job.name, data.get("step"), num_rows, data.get("num_failed", 0),
+                        extra=about(job, step=data.get("step")))  # fmt: skip
             case _:
                 log.debug("job %d (%s): %s", job.id, job.name, item.kind)
 
@@ -248,6 +311,8 @@ class Attempts:
             outcome = replace(
                 outcome, code="stalled", error=error.StalledError("no progress", hint="its stacks are in its log")
             )
+        if running.job.stop is None and (why := self._why_stopped(outcome, ended)) is not None:
+            running.job = self._spool.update(running.job, stop=why)
         if self._falls_back(running, outcome):
             running.ended = None
             return None
@@ -257,6 +322,14 @@ class Attempts:
             stopped = error.InterruptedRunError("stopped on request, before Unsloth gave way to transformers")
             outcome = replace(outcome, code=stopped.code, error=stopped)
         return self._settle(running, outcome)
+
+    def _why_stopped(self, outcome: Outcome, ended: Exit) -> Stop | None:
+        """What a stop that honed did not ask for is: the machine's end, or honed's own, or a person's wish."""
+        if outcome.code != "interrupted" and not (outcome.code == "killed" and ended.was_asked):
+            return None
+        if self.is_stopping or ended.is_machine_going_down or self._runner.is_machine_going_down():
+            return Stop.SHUTDOWN
+        return Stop.HOLD if ended.was_asked else None
 
     def _read_the_rest(self, running: Running) -> None:
         """The last events of a worker that has ended; what cannot be counted is said, and holds up nothing."""
@@ -272,7 +345,8 @@ class Attempts:
         if asked is not None or not self._may_fall_back(running.job, outcome):
             return False
         reason = outcome.error.message if outcome.error else ""
-        log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason)
+        log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason,
+                    extra=about(running.job, message.FALLBACK, code=outcome.code))  # fmt: skip
         running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
         fallback = event.Event("fallback", time.time(), {"from": "unsloth", "to": "transformers", "reason": reason})
         self._database.apply(running.job, event.Reading([fallback], running.offset, 0))
@@ -299,7 +373,9 @@ class Attempts:
         level = logging.INFO if outcome.is_success or state in {State.HELD, State.CANCELLED} else logging.WARNING
         why = f": {outcome.error.message}" if outcome.error is not None else ""
         log.log(level, "job %d (%s): attempt %d: %s%s; now %s",
-                job.id, job.name, job.attempt.number, outcome.code, why, state)  # fmt: skip
+                job.id, job.name, job.attempt.number, outcome.code, why, state,
+                extra=about(job, _kind(job, outcome), code=outcome.code, step=step,
+                            hint=outcome.error.hint if outcome.error else None))  # fmt: skip
         return job
 
 
@@ -325,22 +401,14 @@ def destination(job: Job, outcome: Outcome) -> tuple[State, dict[str, Any]]:
     return State.FAILED, changes
 
 
-def progress_text(progress: dict[str, Any]) -> str:
-    """`step 120/500, loss 1.234, ETA 5 min`."""
-    parts = [f"step {progress.get('step')}/{progress.get('num_steps')}"]
-    if isinstance(loss := progress.get("loss"), int | float):
-        parts.append(f"loss {_figure(loss)}")
-    if isinstance(eta_sec := progress.get("eta_sec"), int | float):
-        parts.append(f"ETA {duration(eta_sec)}")
-    return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 40 s, 5 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+def _kind(job: Job, outcome: Outcome) -> message.Message:
+    """What explains the end of an attempt."""
+    match job.state:
+        case State.SUCCEEDED:
+            return message.SUCCEEDED
+        case State.CANCELLED:
+            return message.CANCELLED
+        case State.HELD if outcome.code == "interrupted":
+            return message.HELD
+        case _:
+            return of_error(outcome.code)

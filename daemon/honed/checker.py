@@ -83,7 +83,9 @@ class Checker:
         config: Config,
         device: Device | None = None,
         jobs: Mapping[str, Path] | None = None,
+        *,
         commit: str | None = None,
+        uid: int | None = None,
     ) -> None:
         """Ask for a job file to be checked; `poll` has the answer. `commit`: the one that a hub id meant before."""
         request = {
@@ -93,6 +95,7 @@ class Checker:
             "device": device.as_dict() if device else None,
             "jobs": {name: str(path) for name, path in (jobs or {}).items()},
             "commit": commit,
+            "uid": uid,
         }
         line = json.dumps(request).encode() + b"\n"
         self._waiting.append(_Request(job_id, line, config.spool.preflight_timeout_sec))

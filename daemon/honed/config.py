@@ -6,14 +6,37 @@ and key, and the configuration in force stays.
 
 from __future__ import annotations
 
+import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from honed.error import SpecError
 from honed.layout import Layout
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError("a directory is named from / on")
+    return value
+
+
+def _web_address(value: str) -> str:
+    parts = urlsplit(value)
+    is_plain = value.isascii() and value.isprintable() and " " not in value
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0 or not is_plain:
+        raise ValueError("not an http or https address")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a password does not belong into an address: name a token_file")
+    return value
+
+
+#: A directory on this machine, from / on.
+Directory = Annotated[str, AfterValidator(_absolute)]
 
 
 class _Section(BaseModel):
@@ -46,6 +69,13 @@ class JobsConfig(_Section):
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None
     """Jobs at a time; by default one per GPU, or one on a machine without."""
+    runner: Literal["auto", "process", "systemd"] = "auto"
+    """How workers are started: as units honed-job@ID.service, or as processes of honed's own. By default as units where
+    that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log says which
+    and why. Read at start."""
+    on_stop: Literal["leave", "checkpoint"] = "leave"
+    """What happens to running jobs when honed itself is stopped or restarted: left to go on, for the next honed to take
+    over, or asked for a checkpoint and queued. Only units can be left; a shutdown of the machine always checkpoints."""
 
 
 class DeviceConfig(_Section):
@@ -69,6 +99,45 @@ class PolicyConfig(_Section):
     """Whether a job may run code that comes with a model."""
     pickle: bool = False
     """Whether weights in pickle files (.bin, .pt) may be loaded: loading one runs what is in it."""
+    allowed_paths: list[Directory] | None = None
+    """Directories below which a job may read models and data and write its output; symbolic links are followed first.
+    By default it reads all that the workers' user may, and writes into its own directory alone where that user is not
+    honed's own. Its own directory, the model cache and what `submit --stage` copied are always allowed."""
+    admin_group: str = "root"
+    """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
+    share_results: bool = False
+    """Whether everybody may read every job: its name, spec, metrics and predictions. By default the one who dropped it
+    alone may, besides root and the administrators' group; of the others' jobs the queue shows number and state."""
+
+
+class ReportingConfig(_Section):
+    """[reporting]: an HTTP endpoint that gets every metric and every prediction."""
+
+    metrics_api_url: Annotated[str, AfterValidator(_web_address)] | None = None
+    """Where metrics and predictions are sent, as JSON by POST; nowhere by default. $METRICS_API_URL goes before it."""
+    token_file: Directory | None = None
+    """A file that holds the bearer token for it, and that honed's user can read. The unit's own credential goes before
+    it, /etc/credstore/honed.metrics-token. Without either, none is sent."""
+    timeout_sec: Annotated[float, Field(gt=0, le=120)] = 30.0
+    """Seconds that the other side may take for one answer."""
+    retry_delay_sec: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds before what could not be sent is tried again, doubled each time, with some chance in it."""
+    max_retry_delay_sec: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds between two tries, at most. There is no last one."""
+    flush_sec: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that `honed --drain` leaves at its end for the delivery of what still waits."""
+    max_outbox_bytes: Annotated[int, Field(gt=0)] = 256 * 1024 * 1024
+    """Bytes that may wait for delivery. Rows for which there is no room are counted and dropped, and the log says so;
+    in honed.db they are in any case."""
+
+    def address(self, environment: Mapping[str, str] = os.environ) -> str | None:
+        """Where rows go, if anywhere. Raises SpecError for a METRICS_API_URL that is none."""
+        if not (url := environment.get("METRICS_API_URL")):
+            return self.metrics_api_url
+        try:
+            return _web_address(url)
+        except ValueError as error:
+            raise SpecError(f"METRICS_API_URL: {error}", hint="an http or https address") from error
 
 
 class HubConfig(_Section):
@@ -88,6 +157,7 @@ class Config(_Section):
     device: DeviceConfig = DeviceConfig()
     policy: PolicyConfig = PolicyConfig()
     hub: HubConfig = HubConfig()
+    reporting: ReportingConfig = ReportingConfig()
 
 
 def load(layout: Layout) -> Config:

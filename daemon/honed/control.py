@@ -25,6 +25,13 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_CONNECTIONS = 64
+#: Of one user, so that nobody keeps the others out. Root and we are no such users.
+MAX_CONNECTIONS_PER_USER = 16
+#: Linux' asm-generic/socket.h; Python 3.11 has no name for it.
+SO_PEERGROUPS = 59
+MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
+#: Bytes of answers that wait for one client: one that asks and does not read is not served on.
+MAX_UNREAD_BYTES = 64 * 1024 * 1024
 #: Seconds that honectl waits for an answer.
 TIMEOUT_SEC = 30.0
 
@@ -36,12 +43,14 @@ class Request:
     verb: str
     arguments: dict[str, Any]
     uid: int
+    gids: frozenset[int] = frozenset()  #: all groups of the asking process
 
 
 @dataclass
 class _Connection:
     socket: socket.socket
     uid: int
+    gids: frozenset[int]
     received: bytes = b""
     to_send: bytes = field(default=b"")
 
@@ -72,14 +81,19 @@ class Server:
     def _accept(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             peer, _ = self._socket.accept()
-            if len(self._connections) >= MAX_CONNECTIONS:
+            connection = _Connection(peer, *_credentials(peer))
+            if self._is_full(connection.uid):
                 peer.close()
                 return
             peer.setblocking(False)
-            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            connection = _Connection(peer, struct.unpack("3i", credentials)[1])
             self._connections[peer.fileno()] = connection
             self._selector.register(peer, selectors.EVENT_READ, lambda events: self._serve(connection, events))
+
+    def _is_full(self, uid: int) -> bool:
+        if uid in {0, os.getuid()}:
+            return False
+        theirs = sum(connection.uid == uid for connection in self._connections.values())
+        return theirs >= MAX_CONNECTIONS_PER_USER or len(self._connections) >= MAX_CONNECTIONS
 
     def _serve(self, connection: _Connection, events: int) -> None:
         try:
@@ -102,16 +116,17 @@ class Server:
         connection.received += data
         while b"\n" in connection.received:
             line, connection.received = connection.received.split(b"\n", 1)
-            connection.to_send += json.dumps(self._respond(line, connection.uid)).encode() + b"\n"
-        if not data or len(connection.received) > MAX_REQUEST_BYTES:
+            connection.to_send += json.dumps(self._respond(line, connection)).encode() + b"\n"
+        is_flooding = len(connection.received) > MAX_REQUEST_BYTES or len(connection.to_send) > MAX_UNREAD_BYTES
+        if not data or is_flooding:
             self._close(connection)
 
-    def _respond(self, line: bytes, uid: int) -> dict[str, Any]:
+    def _respond(self, line: bytes, asking: _Connection) -> dict[str, Any]:
         try:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
                 raise UsageError("a request is an object with a verb")
-            return {"ok": True, "result": self._answer(Request(request.pop("verb"), request, uid))}
+            return {"ok": True, "result": self._answer(Request(request.pop("verb"), request, asking.uid, asking.gids))}
         except HonedError as error:
             return {"ok": False, "error": error.as_dict()}
         except (ValueError, RecursionError) as error:
@@ -126,6 +141,16 @@ class Server:
             self._selector.unregister(connection.socket)
             self._connections.pop(fd, None)
             connection.socket.close()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
+    """The user and the groups of the process that connected, as they were then."""
+    _, uid, gid = struct.unpack("3I", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3I")))
+    try:
+        groups = peer.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_GROUPS * 4)
+    except OSError:  # more than that, or a kernel before 4.13: the first one has to do
+        groups = b""
+    return uid, frozenset({gid, *(number for (number,) in struct.iter_unpack("I", groups))})
 
 
 class Client:

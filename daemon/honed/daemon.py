@@ -12,34 +12,53 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import selectors
 import shutil
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from honed import __version__, config, control, device, durable, event, query
+from honed import __version__, access, config, control, device, durable, event, message, query
+from honed import layout as layouts
 from honed import log as logs
 from honed.acceptance import Acceptance
-from honed.attempts import Attempts, progress_text
+from honed.attempts import Attempts
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
+from honed.dbus import Systemd
 from honed.device import Device
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, UsageError, from_dict
+from honed.error import (
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    ModelError,
+    NotPermittedError,
+    UsageError,
+    from_dict,
+)
 from honed.fetcher import Fetcher, FetchRunner, ProcessFetchRunner
 from honed.job import Job, State, Stop
 from honed.layout import Layout
+from honed.log import about
+from honed.message import of_error
 from honed.notify import Notifier
-from honed.runner import ProcessRunner, Runner
+from honed.outbox import Outbox
+from honed.process_runner import ProcessRunner
+from honed.progress import progress_text
+from honed.runner import Runner
+from honed.send_process import SendProcess, is_a_unit
 from honed.spool import Spool
+from honed.systemd_runner import SystemdRunner, why_not
 from honed.watcher import Watcher
 
 log = logging.getLogger("honed")
@@ -53,6 +72,11 @@ DEVICE_PROBE_INTERVAL_SEC = 2.0
 MAX_BROKEN_PAUSE_SEC = 30.0
 #: Share of a GPU's memory by which two of one kind may differ.
 DEVICE_TOLERANCE = 0.02
+#: Seconds between tries to start on a machine that has to be mended first, and where the last fault is kept.
+START_AGAIN_SEC = 5.0
+FAULT_VARIABLE = "HONED_MACHINE_FAULT"
+#: Seconds before a job is tried again whose worker could not be started, for no fault of its own.
+NOT_NOW_SEC = 10.0
 #: Seconds asked of systemd at a time while workers write their checkpoints.
 STOP_EXTENSION_SEC = 30.0
 
@@ -84,6 +108,9 @@ class Daemon:
         self._signals: set[int] = set()
         self._is_stopping = False
         self._num_broken_turns = 0
+        self._config_fault = ""  # why the last reload was refused
+        self._device_fault = ""
+        self._machine_fault = os.environ.pop(FAULT_VARIABLE, "")  # what keeps us from working, restarted or not
         self._pause_until = 0.0
         self._rescan_at = 0.0
         self._free_since: float | None = None
@@ -106,9 +133,36 @@ class Daemon:
         self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished, self._fetcher)
         self._database = Database(layout.database_path)
         self._attempts = Attempts(
-            layout, config, self._spool, self._database, runner or ProcessRunner(layout), clock=clock
+            layout, config, self._spool, self._database, runner or self._choose_runner(), clock=clock
         )
+        self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
+        self._set_reporting()
         self._server = control.Server(layout.control_path, self._selector, self._answer)
+
+    def _choose_runner(self) -> Runner:
+        """Units where they can be, processes elsewhere; which and why is said. Raises EnvironmentInvalidError."""
+        asked = self._config.jobs.runner
+        systemd = Systemd()
+        reason = "the configuration says so" if asked == "process" else why_not(self._layout, systemd)
+        if reason is None:
+            log.info("workers are units, honed-job@ID.service")
+            return SystemdRunner(
+                self._layout,
+                systemd,
+                watchdog_sec=lambda: self._config.jobs.stall_timeout_sec,
+                stop_timeout_sec=lambda: self._config.jobs.stop_timeout_sec,
+                clock=self._clock,
+            )
+        systemd.close()
+        if asked == "systemd":
+            raise EnvironmentInvalidError(
+                f"jobs.runner is systemd, but workers cannot be units: {reason}",
+                hint='honectl doctor; or runner = "auto"',
+            )
+        # Below another directory nobody expects units; of the system's own instance the administrator should know.
+        is_expected = asked == "process" or self._layout.root != Path("/")
+        log.log(logging.INFO if is_expected else logging.WARNING, "workers are processes of honed's own: %s", reason)
+        return ProcessRunner(self._layout)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -116,8 +170,11 @@ class Daemon:
         """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
         self._catch_signals()
         self._recover()
+        self._notifier.status(self._status())  # first: who waits for us to be ready looks at it then
         self._notifier.ready()
-        log.info("honed %s ready: %s", __version__, self._status())
+        log.info("honed %s ready: %s", __version__, self._status(), extra=about(message=message.READY))
+        self._tell_of_machine("")
+        self._tell_of_devices()
         try:
             while not self._is_over():
                 self._turn()
@@ -126,25 +183,50 @@ class Daemon:
         log.info("honed ends: %s", self._status())
         return 0
 
+    def _tell_of_devices(self) -> None:
+        """What jobs will train on; a GPU that is there and does not answer is the administrator's affair."""
+        self._devices, self._probed_at = self._probe(self._config.device.gpus), self._clock()
+        names = ", ".join(found.name for found in self._devices) or "nothing"
+        if any(found.kind == "cuda" for found in self._devices) or self._config.device.gpus == []:
+            log.info("jobs train on %s", names)
+        elif any(Path("/proc/driver/nvidia/gpus").glob("*")):
+            self._device_fault = "the machine has a GPU that does not answer: honectl doctor"
+            log.error("%s; jobs train on %s", self._device_fault, names, extra=about(message=message.DEGRADED))
+        else:
+            log.info("no NVIDIA GPU here: jobs train on %s", names)
+
     def _turn(self) -> None:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
         steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce)  # fmt: skip
-        num_broken = sum(not self._is_done(step) for step in steps)
-        self._report(is_healthy=not num_broken)
+                 self._start_next, self._attempts.enforce, self._tend_sender)  # fmt: skip
+        faults: list[str] = []
+        num_broken = sum(not self._is_done(step, faults) for step in steps)
+        self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
+        self._report(is_healthy=num_broken == len(faults))
         # What keeps breaking is tried again at leisure, and its restart is left to systemd's watchdog.
         self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
         self._pause_until = self._clock() + min(self._num_broken_turns, MAX_BROKEN_PAUSE_SEC)
 
-    def _is_done(self, step: Callable[[], None]) -> bool:
-        """One step; what nobody foresaw in it is logged, and the other steps go on."""
+    def _is_done(self, step: Callable[[], None], faults: list[str]) -> bool:
+        """One step; what nobody foresaw in it is logged, and the other steps go on. What is the machine's is told."""
         try:
             step()
-        except Exception:
-            log.exception("a step of the loop failed")
+        except Exception as error:
+            if fault := durable.machine_fault(error):
+                faults.append(fault)
+            else:
+                log.exception("a step of the loop failed")
             return False
         return True
+
+    def _tell_of_machine(self, fault: str) -> None:
+        """A full disk and the like: said once, and when it is over."""
+        if fault and not self._machine_fault:
+            log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+        elif self._machine_fault and not fault:
+            log.info("honed works again", extra=about(message=message.RECOVERED))
+        self._machine_fault = fault
 
     def wake(self) -> None:
         """Make the loop go round now; safe from any thread and from signal handlers."""
@@ -183,13 +265,17 @@ class Daemon:
         return max(0.0, self._pause_until - now, min(waits))
 
     def _is_over(self) -> bool:
+        if self._is_stopping:
+            return all(self._is_left(job_id) for job_id in self._attempts.running)
         if self._attempts.running:
             return False
-        if self._is_stopping:
-            return True
         on_their_way = self._acceptance.num_waiting + self._acceptance.num_fetching
         is_taken = not self._acceptance.is_busy and not on_their_way
         return self._drain and is_taken and all(self._waits_for_a_person(job) for job in self._queue.values())
+
+    def _is_left(self, job_id: int) -> bool:
+        """Whether a running job goes on while honed is down."""
+        return self._config.jobs.on_stop == "leave" and self._attempts.is_left(job_id)
 
     def _waits_for_a_person(self, job: Job, seen: frozenset[int] = frozenset()) -> bool:
         """Whether a job is held, or queued behind one that is."""
@@ -214,6 +300,7 @@ class Daemon:
         self._watcher.start()
         self._fetcher.recover({*self._queue, *(claim.id for claim in self._spool.claims())})
         self._acceptance.scan()
+        self._tend_sender()  # rows may wait though there is nothing else to do
 
     def _rebuild(self) -> None:
         """Make the database again from the entries and the workers' own event files."""
@@ -224,6 +311,9 @@ class Daemon:
                 then, offset = replace(job, attempts=job.attempts[: index + 1]), -1
                 reading = event.read(path, 0)
                 while reading.offset != offset:
+                    if self._attempts.outbox is not None and job.state is State.RUNNING and attempt == job.attempt:
+                        # It may have told more while there was nobody to hear; what was sent goes under its old keys.
+                        self._attempts.outbox.lose(self._attempts.outbox.put(then, reading))
                     self._database.apply(then, reading)
                     offset = reading.offset
                     reading = event.read(path, offset)
@@ -233,6 +323,10 @@ class Daemon:
         self._watcher.stop()
         self._client.close()
         self._fetcher.close()
+        if self._sender is not None:
+            # What `--drain` leaves behind may never run again; elsewhere the rows wait for the next start.
+            is_last = self._drain and not self._is_stopping
+            self._sender.finish(self._config.reporting.flush_sec) if is_last else self._sender.stop()
         self._database.close()
         self._spool.close()
         self._selector.close()
@@ -251,9 +345,12 @@ class Daemon:
         signals, self._signals = self._signals, set()
         if signals & {signal.SIGTERM, signal.SIGINT} and not self._is_stopping:
             self._is_stopping = True
+            self._attempts.is_stopping = True
             self._notifier.stopping()
-            log.info("asked to stop; %d running jobs are asked for a checkpoint", len(self._attempts.running))
-            for job_id in list(self._attempts.running):
+            left = [job_id for job_id in self._attempts.running if self._is_left(job_id)]
+            asked = [job_id for job_id in self._attempts.running if job_id not in left]
+            log.info("asked to stop; %d running jobs go on, %d are asked for a checkpoint", len(left), len(asked))
+            for job_id in asked:
                 self._attempts.stop(job_id, Stop.SHUTDOWN)
         if signal.SIGHUP in signals:
             self._reload()
@@ -263,17 +360,40 @@ class Daemon:
         try:
             self._config = config.load(self._layout)
         except HonedError as error:
-            log.error("the configuration is wrong and the old one stays: %s", error.message)  # noqa: TRY400
-            self._notifier.status(f"configuration not reloaded: {error.message}")
+            log.error(  # noqa: TRY400
+                "the configuration is wrong and the old one stays: %s",
+                error.message,
+                extra=about(message=message.CONFIG_REFUSED, code=error.code, hint=error.hint),
+            )
+            self._config_fault = error.message
         else:
+            self._config_fault = ""
             self._acceptance.config = self._attempts.config = self._fetcher.config = self._config
             self._watcher.settle_sec = self._config.spool.settle_sec
-            log.info("configuration reloaded")
+            self._set_reporting()
+            if self._sender is not None:
+                self._sender.reload()
+            log.info("configuration reloaded", extra=about(message=message.RELOADED))
         self._notifier.ready()
+
+    def _set_reporting(self) -> None:
+        """Keep rows for the metrics API, where one is configured. Raises SpecError for an address that is none."""
+        reporting = self._config.reporting
+        is_wanted = reporting.address() is not None
+        limit = reporting.max_outbox_bytes
+        self._attempts.outbox = Outbox(self._layout.outbox_dir, max_bytes=limit) if is_wanted else None
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    def _tend_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.tend(is_wanted=self._attempts.outbox is not None)
+
     def _settle(self) -> None:
+        for job in self._attempts.put_back():
+            if job.state in {State.QUEUED, State.HELD}:
+                self._queue[job.id] = job
+                self._not_before[job.id] = self._clock() + NOT_NOW_SEC
         for job in self._attempts.reap():
             if job.state in {State.QUEUED, State.HELD}:
                 self._queue[job.id] = job
@@ -379,7 +499,8 @@ class Daemon:
 
     def _fail(self, job: Job, error: HonedError) -> None:
         """End a queued job that cannot be started."""
-        log.error("job %d (%s): %s", job.id, job.name, error.message)
+        log.error("job %d (%s): %s", job.id, job.name, error.message,
+                  extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint))  # fmt: skip
         self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
 
     def _dependencies_are_met(self, job: Job) -> bool:
@@ -398,7 +519,8 @@ class Daemon:
         what = f"job {found.id if found else reference} {ended}"
         again = f"honectl requeue {found.id}, then honectl release {job.id}; or " if found else ""
         problem = EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
-        log.warning("job %d (%s): held: %s", job.id, job.name, problem.message)
+        log.warning("job %d (%s): held: %s", job.id, job.name, problem.message,
+                    extra=about(job, message.HELD, state=State.HELD, hint=problem.hint))  # fmt: skip
         self._queue[job.id] = self._spool.move(job, State.HELD, error=problem.as_dict())
         self._database.put_job(self._queue[job.id])
 
@@ -458,9 +580,10 @@ class Daemon:
         return name
 
     def _report(self, *, is_healthy: bool) -> None:
-        self._notifier.status(
-            self._status() if is_healthy else f"a step of the loop fails, see the log; {self._status()}"
-        )
+        fault = self._machine_fault or self._device_fault
+        trouble = f"degraded: {fault}; " if fault else ""
+        trouble += "" if is_healthy else "a step of the loop fails, see the log; "
+        self._notifier.status(trouble + self._status())
         if is_healthy:
             self._notifier.watchdog()
         if self._is_stopping and self._attempts.running:
@@ -479,6 +602,9 @@ class Daemon:
         parts += self._fetcher.status()
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []
+        parts += (
+            [f"NOT reloaded, the old configuration is in force: {self._config_fault}"] if self._config_fault else []
+        )
         return "; ".join(parts)
 
     # -- what honectl asks --------------------------------------------------------------------------------------------
@@ -494,23 +620,24 @@ class Daemon:
                 fetched = f"{found['repo_id']} at {found['revision']}"
                 raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
             case str() if verb in query.READING_VERBS:
-                return query.READING_VERBS[verb](self._spool, self._layout, reference)
+                return query.READING_VERBS[verb](self._spool, self._layout, reference, self._asker(request))
             case "status":
                 return {"status": self._status(), "pid": os.getpid(), "version": __version__,
                         "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
                         "arrivals": self._acceptance.fetching()}  # fmt: skip
             case "pause" | "resume":
-                self._require_owner(request, os.getuid())
+                if not self._asker(request).is_administrator:
+                    raise NotPermittedError(f"{verb} is for everybody's jobs", hint="root and policy.admin_group may")
                 self._spool.pause(verb == "pause")
                 self.wake()
                 return self._status()
             case "cancel" if (found := self._arrival(reference)) is not None:
-                self._require_owner(request, found["uid"])
+                self._require_owner(request, found["id"], found["uid"])
                 self._acceptance.cancel(found["id"])
                 return {**found, "state": "rejected"}
             case "cancel" | "hold" | "release" | "requeue":
-                job = query.find(self._spool, reference)
-                self._require_owner(request, job.uid)
+                job = query.find(self._spool, reference, self._asker(request))
+                self._require_owner(request, job.id, job.uid)
                 changed = self._change(verb, job, from_start=bool(request.arguments.get("from_start")))
                 self.wake()
                 return query.summary(changed, {})
@@ -525,11 +652,18 @@ class Daemon:
         named = [each for each in found if reference in {str(each["id"]), each["name"]}]
         return named[0] if len(named) == 1 else None
 
-    @staticmethod
-    def _require_owner(request: control.Request, uid: int) -> None:
-        if request.uid not in {0, os.getuid(), uid}:
-            raise EnvironmentInvalidError(
-                "permission denied: it is another user's", hint="its owner, root and honed's own user may"
+    def _asker(self, request: control.Request) -> query.Asker:
+        policy = self._config.policy
+        is_member = access.group_id(policy.admin_group) in request.gids
+        is_administrator = request.uid in {0, os.getuid()} or is_member
+        return query.Asker(request.uid, is_administrator, is_administrator or policy.share_results)
+
+    def _require_owner(self, request: control.Request, job_id: int, uid: int | None) -> None:
+        if request.uid != uid and not self._asker(request).is_administrator:
+            log.warning("job %d: %s refused to user %d: it is another user's", job_id, request.verb, request.uid,
+                        extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code))  # fmt: skip
+            raise NotPermittedError(
+                f"job {job_id} is another user's", hint="its owner, root and the administrators' group may change it"
             )
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
@@ -546,7 +680,8 @@ class Daemon:
                 # What it starts from is made anew, so it is planned anew.
                 self._queue[other.id] = self._spool.update(other, is_deferred=True)
         self._database.put_job(changed)
-        log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state)
+        kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
+        log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
         return changed
 
 
@@ -580,17 +715,25 @@ def _cpu(devices: list[Device]) -> Device:
     return next((found for found in devices if found.kind != "cuda"), None) or device.cpu()
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line; the man page is made from it."""
+    made = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
+    made.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")),
+                        help="put the whole instance below this directory (default: $HONED_ROOT or /)")  # fmt: skip
+    made.add_argument("--user", action="store_const", dest="root", const=layouts.user_root(),
+                        help="one's own instance, where XDG says; for systemctl --user")  # fmt: skip
+    made.add_argument("--drain", action="store_true", help="end once nothing is left to do")
+    made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
+    made.add_argument("--version", action="version", version=f"honed {__version__}")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `honed` command."""
-    parser = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
-    parser.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")),
-                        help="put the whole instance below this directory (default: $HONED_ROOT or /)")  # fmt: skip
-    parser.add_argument("--drain", action="store_true", help="end once nothing is left to do")
-    parser.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
-    parser.add_argument("--version", action="version", version=f"honed {__version__}")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose)
-    return start(Layout(options.root.absolute()), drain=options.drain)
+    faulthandler.enable()  # the watchdog's SIGABRT: the stack of a loop that hangs goes to the journal
+    return start(layouts.of(options.root), drain=options.drain)
 
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
@@ -603,6 +746,34 @@ def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
     except PermissionError as error:
         log.critical("%s: %s (run as honed's user, or give --root DIR)", error.filename, error.strerror)
         return 77  # EX_NOPERM
+    except (OSError, sqlite3.Error) as error:
+        fault = durable.machine_fault(error)
+        if fault is None:
+            raise
+        if drain or "NOTIFY_SOCKET" not in os.environ:
+            log.critical("%s", fault)
+            return 73  # EX_CANTCREAT
+        _start_again_later(fault)
+
+
+def _start_again_later(fault: str) -> NoReturn:
+    """Say what is wrong with the machine, wait, and begin anew: to systemd the same process, not restarted."""
+    if os.environ.get(FAULT_VARIABLE) != fault:
+        log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+    os.environ[FAULT_VARIABLE] = fault
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    notifier = Notifier()
+    notifier.ready()
+    notifier.status(f"degraded: {fault}; tried again every {START_AGAIN_SEC:.0f} s")
+    deadline = time.monotonic() + START_AGAIN_SEC
+    while (left := deadline - time.monotonic()) > 0:
+        notifier.watchdog()
+        time.sleep(min(left, notifier.watchdog_interval_sec or left))
+    # Anew, and not once more in here: a lock or a socket of the first try must not be in the way of the second.
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from typing import Any
 
 from honed.event import Event, Reading
 from honed.job import Job
+from honed.log import about
+from honed.message import DATABASE_DAMAGED
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class Database:
             raise  # locked, or no room: not damaged
         except sqlite3.DatabaseError as error:
             aside = path.with_name(path.name + ".damaged")
-            log.error("%s: %s; set aside as %s and made again", path, error, aside.name)  # noqa: TRY400
+            log.error("%s: %s; set aside as %s and made again", path, error, aside.name,  # noqa: TRY400
+                      extra=about(message=DATABASE_DAMAGED))  # fmt: skip
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             path.rename(aside)
@@ -125,18 +128,16 @@ class Database:
 
     def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
         data, when = event.data, timestamp(event.time)
-        step, epoch = _integer(data.get("step")), _number(data.get("epoch"))
+        step, epoch = place(event)
         match event.kind:
             case "step":
-                self._add_metrics(job.id, attempt, step, epoch, {name: data.get(name) for name in STEP_METRICS}, when)
+                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 progress = {key: _number(data.get(key)) for key in PROGRESS_KEYS}
                 self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (json.dumps(progress), job.id))
             case "evaluation":
-                metrics = data.get("metrics")
-                self._add_metrics(job.id, attempt, step, epoch, metrics if isinstance(metrics, dict) else {}, when)
+                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
             case "predictions":
-                rows = data.get("rows")
-                self._add_predictions(job, step, epoch, rows if isinstance(rows, list) else [], when)
+                self._add_predictions(job, step, epoch, answers(event), when)
             case _:
                 self._db.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
@@ -144,20 +145,18 @@ class Database:
                 )
 
     def _add_metrics(
-        self, job_id: int, attempt: int, step: int, epoch: float | None, metrics: dict[str, Any], when: str
+        self, job_id: int, attempt: int, step: int, epoch: float | None, metrics: dict[str, float], when: str
     ) -> None:
-        rows = [(job_id, attempt, step, epoch, str(name), _number(value), when) for name, value in metrics.items()]
-        self._db.executemany(
-            "INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", [row for row in rows if row[5] is not None]
-        )
+        rows = [(job_id, attempt, step, epoch, name, value, when) for name, value in metrics.items()]
+        self._db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def _add_predictions(self, job: Job, step: int, epoch: float | None, rows: Iterable[Any], when: str) -> None:
         self._db.executemany(
             "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (job.id, str(job.uid), epoch, step, _integer(row.get("sample_index")),
-                 _text(row.get("prompt")), _text(row.get("ground_truth")), _text(row.get("prediction")), when)
-                for row in rows if isinstance(row, dict)
+                (job.id, str(job.uid), epoch, step, row["sample_index"],
+                 row["prompt"], row["ground_truth"], row["prediction"], when)
+                for row in rows
             ],
         )  # fmt: skip
 
@@ -223,6 +222,34 @@ class Reader:
             return self._db.execute(sql, arguments).fetchall()
         except sqlite3.OperationalError:  # made this moment, and its tables are not there yet
             return []
+
+
+def place(event: Event) -> tuple[int, float | None]:
+    """The step and the epoch that an event is of."""
+    return _integer(event.data.get("step")), _number(event.data.get("epoch"))
+
+
+def figures(event: Event) -> dict[str, float]:
+    """The metrics that an event brings; none for most kinds."""
+    match event.kind, event.data.get("metrics"):
+        case "step", _:
+            found = {name: event.data.get(name) for name in STEP_METRICS}
+        case "evaluation", dict() as found:
+            pass
+        case _:
+            return {}
+    numbers = {str(name): _number(value) for name, value in found.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def answers(event: Event) -> list[dict[str, Any]]:
+    """What the model wrote, where an event brings that: sample_index, prompt, ground_truth, prediction."""
+    rows = event.data.get("rows") if event.kind == "predictions" else None
+    return [
+        {"sample_index": _integer(row.get("sample_index")),
+         **{key: _text(row.get(key)) for key in ("prompt", "ground_truth", "prediction")}}
+        for row in (rows if isinstance(rows, list) else []) if isinstance(row, dict)
+    ]  # fmt: skip
 
 
 def _number(value: Any) -> float | None:

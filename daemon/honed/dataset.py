@@ -11,7 +11,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,11 +238,16 @@ def _json_words(error: Exception) -> str:
 # --- data sets -------------------------------------------------------------------------------------------------------
 
 
-def inspect(dataset: DatasetSpec, *, num_rows: int = 20) -> Inspection:
-    """A look at a data set's first rows. Raises DatasetError where they cannot be read, or half of them not be used."""
+def inspect(
+    dataset: DatasetSpec, *, num_rows: int = 20, permit: Callable[[Path], None] = lambda _path: None
+) -> Inspection:
+    """A look at a data set's first rows. Raises DatasetError where they cannot be read, or half of them not be used.
+
+    `permit` is asked before a file that a row names is opened, and raises where it may not be.
+    """
     paths = files(Path(dataset.path), split=dataset.split)
     collected = _Collector(dataset, 0, has_chat_template=True)
-    seen = _Looker()
+    seen = _Looker(permit)
     rows: list[dict[str, Any]] = []
     columns: dict[str, None] = {}
     for path in paths:
@@ -275,13 +280,16 @@ def inspect(dataset: DatasetSpec, *, num_rows: int = 20) -> Inspection:
 class _Looker:
     """What the headers of rows' media say, of the first NUM_OPENED files; of the rest, whether they are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, permit: Callable[[Path], None]) -> None:
+        self._permit = permit
         self.attached: list[Attached] = []
         self.broken: list[str] = []
         self.num_rows = self.num_broken = self._num_opened = 0
 
     def look(self, example: Example, place: str) -> None:
         self.num_rows += 1
+        for path in (path for each in example.media for path in each.paths):
+            self._permit(path)
         try:
             if self._num_opened < NUM_OPENED:
                 self._num_opened += len(example.media)

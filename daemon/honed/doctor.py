@@ -5,10 +5,12 @@ What needs torch is asked in child processes with a deadline, since a broken ins
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from honed import device, installed
+from honed import access, device, installed, message, outbox
+from honed import config as configs
 from honed.config import Config
-from honed.error import EnvironmentInvalidError
+from honed.error import EnvironmentInvalidError, HonedError
 from honed.layout import Layout
 from honed.memory import gib
-from honed.preflight import nearest_existing
+from honed.policy import nearest_existing
 
 Status = Literal["ok", "warning", "error"]
 
@@ -68,21 +71,33 @@ class Finding:
         return asdict(self)
 
 
-def examine(layout: Layout, config: Config) -> list[Finding]:
+def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
     """Everything, in the order in which a person would mend it. Takes as long as importing torch, some seconds."""
+    try:
+        config, configured = config or configs.load(layout), [Finding("configuration", "ok", f"{layout.config_path}")]
+    except HonedError as error:
+        config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
     with ThreadPoolExecutor() as pool:
         # Children in threads: each is only waited for.
         compiled = [pool.submit(look) for look in (_torch, _torchvision, _bitsandbytes)]
         found = [_python(), *_packages(), *_beside_unsloth(), _gpu(config)]
-        return [*found, *(answer.result() for answer in compiled), *_instance(layout)]
+        return [
+            *configured,
+            *found,
+            *(answer.result() for answer in compiled),
+            *_instance(layout, config),
+            *_reporting(layout, config),
+        ]
 
 
-def _instance(layout: Layout) -> list[Finding]:
+def _instance(layout: Layout, config: Config) -> list[Finding]:
     places = {"state": layout.state_dir, "spool": layout.spool_dir, "cache": layout.cache_dir}
     return [
         *(_disk(name, path) for name, path in places.items()),
         _permissions(layout),
+        _acls(layout),
         _systemd(),
+        *(_machine(config) if layout.root == Path("/") and Path("/run/systemd/system").is_dir() else ()),
         _daemon(layout),
     ]
 
@@ -274,6 +289,12 @@ def _permissions(layout: Layout) -> Finding:
     if len(devices) > 1:
         detail = f"{layout.spool_dir}/incoming is on another file system: arrivals cannot be claimed by a rename"
         return Finding("permissions", "error", detail, "put both on one")
+    mode = (layout.spool_dir / "incoming").stat().st_mode
+    if mode & 0o002 and not mode & stat.S_ISVTX:
+        detail = (
+            f"{layout.spool_dir}/incoming: everyone may remove and replace what others drop (mode {mode & 0o7777:o})"
+        )
+        return Finding("permissions", "error", detail, f"chmod 1730 {layout.spool_dir}/incoming")
     if not os.access(layout.spool_dir / "incoming", os.W_OK | os.X_OK):
         return Finding("permissions", "warning", "you may not drop jobs", "join the group honed-submit")
     return Finding("permissions", "ok", f"{layout.spool_dir} and {layout.state_dir} are as they should be")
@@ -289,6 +310,160 @@ def _systemd() -> Finding:
             "systemd", "error", "the package sdnotify is missing: honed could not say READY", "pip install sdnotify"
         )
     return Finding("systemd", "ok", "running; honed reports to it")
+
+
+def _acls(layout: Layout) -> Finding:
+    place = nearest_existing(layout.jobs_dir)
+    try:
+        os.getxattr(place, access.ACCESS_XATTR)
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            hint = "mount it with ACLs, or let people read their results with honectl"
+            return Finding("ACLs", "warning", f"the file system of {place} has none", hint)
+    return Finding("ACLs", "ok", "who dropped a job can read its directory")
+
+
+# --- The system's own instance ----------------------------------------------------------------------------------------
+
+
+def _machine(config: Config) -> list[Finding]:
+    """Of the units and what they lean on."""
+    service, job = _unit("honed.service"), _unit("honed-job@0.service")
+    return [_service(service), _job_unit(job), _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
+            _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
+
+
+UNIT_PROPERTIES = ("LoadState", "LoadError", "ActiveState", "Result", "UnitFileState", "NeedDaemonReload", "NRestarts",
+                   "StatusText", "ReadWritePaths", "BindPaths")  # fmt: skip
+INSTALL = "scripts/install, as root"
+
+
+def _unit(name: str) -> dict[str, str]:
+    """A unit's properties, as systemd has them; none where it does not answer."""
+    command = ["systemctl", "show", name, f"--property={','.join(UNIT_PROPERTIES)}"]
+    return dict(line.split("=", 1) for line in _lines(command) if "=" in line)
+
+
+def _lines(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines()
+
+
+def _service(unit: dict[str, str]) -> Finding:
+    """honed.service: is it there, as it is on disk, up, and well."""
+    check = "honed.service"
+    if unit.get("LoadState") != "loaded":
+        return Finding(check, "warning", f"{unit.get('LoadState', 'systemd does not answer')}", INSTALL)
+    if unit["NeedDaemonReload"] == "yes":
+        return Finding(check, "warning", "its file was changed since systemd read it", "systemctl daemon-reload")
+    if unit["ActiveState"] == "failed":
+        detail = f"failed ({unit['Result']}){': ' if unit['StatusText'] else ''}{unit['StatusText']}"
+        return Finding(check, "error", detail, "journalctl -xeu honed; then systemctl start honed")
+    if "degraded:" in unit["StatusText"] or "NOT reloaded" in unit["StatusText"]:
+        return Finding(check, "error", unit["StatusText"], "journalctl -xeu honed")
+    if int(unit.get("NRestarts") or 0) > 3:
+        return Finding(check, "warning", f"restarted {unit['NRestarts']} times by systemd", "journalctl -xeu honed")
+    if unit["UnitFileState"] == "disabled":
+        return Finding(check, "warning", f"{unit['ActiveState']}; it does not start with the machine",
+                       "systemctl enable --now honed")  # fmt: skip
+    return Finding(check, "ok", f"{unit['ActiveState']}: {unit['StatusText']}")
+
+
+def _job_unit(unit: dict[str, str]) -> Finding:
+    if unit.get("LoadState") == "loaded":
+        if unit["NeedDaemonReload"] == "yes":
+            return Finding("honed-job@.service", "warning", "changed since systemd read it", "systemctl daemon-reload")
+        return Finding("honed-job@.service", "ok", "each job has a unit of its own")
+    return Finding("honed-job@.service", "warning", "not there: jobs run as honed's children, without limits", INSTALL)
+
+
+def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
+    """Whether the jobs' unit is open to what the configuration lets jobs write."""
+    shown = f"{unit.get('ReadWritePaths', '')} {unit.get('BindPaths', '')}".replace(":", " ").split()
+    opened = [Path(each.lstrip("-+")) for each in shown]
+    named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
+    closed = [path for path in named or () if not any(Path(path).is_relative_to(place) for place in opened)]
+    if closed:
+        detail = f"jobs may write to {', '.join(closed)}, and their unit is closed to it: their output would be lost"
+        return Finding("sandbox", "error", detail, "systemctl edit honed-job@: ReadWritePaths=; see docs/install.md")
+    return Finding("sandbox", "ok", "open to what policy.allowed_paths names")
+
+
+def _polkit(*, has_template: bool) -> Finding:
+    """The rule must never be without the template: a transient unit of such a name could then be anything, as root."""
+    rules = [path for place in ("/usr/share", "/etc", "/usr/local/share", "/run")
+             for path in Path(place, "polkit-1/rules.d").glob("*honed*.rules")]  # fmt: skip
+    if rules and not has_template:
+        detail = f"{rules[0]} lets honed start units that are not installed: on systemd 257 it could run anything"
+        return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
+    if not rules and has_template:
+        return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
+    if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
+        return Finding("polkit", "warning", "polkitd is not installed: honed may not start its job units",
+                       "apt install polkitd")  # fmt: skip
+    return Finding("polkit", "ok", "honed may start its own job units" if rules else "no rule, and none needed")
+
+
+def _users() -> Finding:
+    found = {name: access.person(name) for name in (access.DAEMON_USER, access.WORKERS_USER)}
+    missing = [name for name, person in found.items() if person is None]
+    missing += [] if access.group_id(access.DROPPERS_GROUP) is not None else [access.DROPPERS_GROUP]
+    if missing:
+        return Finding("users", "warning", f"missing: {', '.join(missing)}", "systemd-sysusers, or " + INSTALL)
+    daemon, workers = found[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
+    if daemon is not None and workers not in daemon.gids:
+        return Finding("users", "error", "honed is no member of honed-job: it cannot hand jobs their directories",
+                       "usermod -aG honed-job honed; systemctl restart honed")  # fmt: skip
+    return Finding("users", "ok", "honed, honed-job and the group honed-submit")
+
+
+def _catalog() -> Finding:
+    if any(message.READY.id in line for line in _lines(["journalctl", "--list-catalog"])):
+        return Finding("journal catalog", "ok", "journalctl -x explains honed's entries")
+    return Finding("journal catalog", "warning", "journalctl -x has no explanations", "journalctl --update-catalog")
+
+
+def _kept_journal() -> Finding:
+    if Path("/var/log/journal").is_dir():
+        return Finding("journal", "ok", "kept over a restart of the machine")
+    return Finding("journal", "warning", "forgotten when the machine restarts", "mkdir /var/log/journal")
+
+
+def _limits() -> Finding:
+    try:
+        controllers = Path("/sys/fs/cgroup/cgroup.controllers").read_text(encoding="ascii").split()
+    except OSError:
+        controllers = []
+    if "memory" in controllers:
+        return Finding("memory limits", "ok", "MemoryMax= of jobs is enforced")
+    return Finding("memory limits", "warning", "MemoryMax= is not enforced: cgroup2 has no memory controller here",
+                   "boot with systemd.unified_cgroup_hierarchy=1")  # fmt: skip
+
+
+# --- The daemon -------------------------------------------------------------------------------------------------------
+
+
+def _reporting(layout: Layout, config: Config) -> list[Finding]:
+    """Of the way to the metrics API, where one is configured."""
+    path, check = layout.outbox_dir, "metrics API"
+    address = config.reporting.metrics_api_url
+    if address is None or not path.is_dir():
+        return [] if address is None else [Finding(check, "ok", f"{address}; nothing was sent yet")]
+    if not os.access(path, os.R_OK | os.X_OK):
+        return [Finding(check, "ok", f"{address}; what waits is honed's to see")]
+    waiting = f"{outbox.num_waiting_bytes(path)} bytes wait"
+    if (trouble := outbox.read_trouble(path)) is not None:
+        return [Finding(check, "warning", f"{waiting}: {trouble}", "they are tried again by themselves")]
+    if num_refused := len(list(outbox.refused_dir(path).glob("*.json"))):
+        detail = f"{waiting}; {num_refused} rows were refused, and lie in {outbox.refused_dir(path)}"
+        return [Finding(check, "warning", detail, "systemctl reload honed-send sends them again; or remove them")]
+    if num_lost := outbox.num_lost(path):
+        detail = f"{waiting}; {num_lost} rows found no room, and were not sent"
+        return [Finding(check, "warning", detail, f"raise reporting.max_outbox_bytes; then rm {path}/lost.json")]
+    return [Finding(check, "ok", f"{address}; {waiting}")]
 
 
 def _daemon(layout: Layout) -> Finding:

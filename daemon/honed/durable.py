@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+#: The same, of SQLite.
+SQLITE_FAULTS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+
+#: What an operation fails with when the machine is at fault: it can be mended while we run, and no restart mends it.
+MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+
+
+def machine_fault(error: BaseException) -> str | None:
+    """What is wrong with the machine, in a few words, where that is what an exception says; else None."""
+    match error:
+        case OSError(errno=int(number)) if number in MACHINE_ERRNOS:
+            where = f"{error.filename}: " if error.filename else ""
+            return f"{where}{os.strerror(number)}"
+        case sqlite3.OperationalError() if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_FAULTS:
+            return f"the database: {error}"
+        case _:
+            return None
 
 
 def sync_dir(path: Path) -> None:
@@ -47,11 +68,25 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 
 
 def make_dir(path: Path, *, mode: int = 0o755) -> None:
-    """Make a directory and the missing ones above it, each durable in its parent."""
+    """Make a directory and the missing ones above it, each durable in its parent.
+
+    A mode that lets the group write is meant, whatever our umask: workers of another user write there.
+    """
     missing = []
     while not path.is_dir():
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        directory.mkdir(mode=mode, exist_ok=True)
+        # Not by chmod: without the setgid bit in its mode it clears an inherited one, and with it a sandbox refuses it.
+        with _umask(0o777 & ~mode) if mode & 0o020 else contextlib.nullcontext():
+            directory.mkdir(mode=mode, exist_ok=True)
         sync_dir(directory.parent)
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -169,6 +169,13 @@ class EnvironmentInvalidError(HonedError):
     exit_status = 72  #: EX_OSFILE
 
 
+class NotPermittedError(HonedError):
+    """What was asked for is somebody else's."""
+
+    code = "not_permitted"
+    exit_status = 77  #: EX_NOPERM
+
+
 class InternalError(HonedError):
     """An exception that nobody foresaw: a bug of ours or of a library."""
 
@@ -181,7 +188,7 @@ BY_CODE: dict[str, type[HonedError]] = {
     for error in (
         UsageError, SpecError, DatasetError, ModelError, PrecisionError, MaskError, MemoryShortError, DiskShortError,
         BackendError, TimeLimitError, OutOfMemoryError, DivergedError, StalledError, RegressedError,
-        InterruptedRunError, KilledError, EnvironmentInvalidError, InternalError,
+        InterruptedRunError, KilledError, EnvironmentInvalidError, NotPermittedError, InternalError,
     )
 }  # fmt: skip
 

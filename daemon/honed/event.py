@@ -55,7 +55,15 @@ class Event:
 class EventWriter:
     """The worker's end: each event is one `write` to a descriptor opened for appending."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        tell: Callable[[str, dict[str, Any]], None] = lambda _kind, _data: None,
+    ) -> None:
+        """Each event is handed to `tell`, too, once it is written."""
+        self._tell = tell
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._clock = clock
         if os.fstat(self._fd).st_size:  # a line cut by a death before us must not swallow our first
@@ -65,6 +73,7 @@ class EventWriter:
         """Append one event. NaN and infinity are written as null, since JSON has no word for them."""
         line = json.dumps(_finite({"event": kind, "time": self._clock(), **data}), ensure_ascii=False, default=str)
         os.write(self._fd, line.encode(errors="replace") + b"\n")
+        self._tell(kind, data)
 
     def close(self) -> None:
         os.fsync(self._fd)

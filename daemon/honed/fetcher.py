@@ -27,7 +27,7 @@ from honed import durable
 from honed.config import Config
 from honed.error import EnvironmentInvalidError, HonedError, from_dict
 from honed.layout import FetchLayout, Layout
-from honed.runner import DAEMON_VARIABLES
+from honed.process_runner import DAEMON_VARIABLES
 from honed.snapshot import Missing
 
 log = logging.getLogger(__name__)

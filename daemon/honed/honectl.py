@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from honed import __version__, config, event, query
+from honed import layout as layouts
 from honed import spool as spools
 from honed.control import Client
 from honed.database import timestamp
-from honed.error import EnvironmentInvalidError, HonedError, ModelError, UsageError
+from honed.error import EnvironmentInvalidError, HonedError, ModelError, NotPermittedError, UsageError
 from honed.job import State
 from honed.layout import Layout
 from honed.spool import Spool
@@ -54,7 +56,7 @@ class Instance:
         """Ask the daemon, or read the files where it is down."""
         if self.is_up:
             return self._client.ask(verb, id=reference)
-        return query.READING_VERBS[verb](self._spool(), self.layout, reference)
+        return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
 
     def change(self, verb: str, reference: str, **arguments: Any) -> Any:
         """Change a job, through the daemon or, where it is down, in the spool itself."""
@@ -85,6 +87,8 @@ class Instance:
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
+    if options.stage:
+        options.files = [_stage(instance, path, quiet=options.json) for path in options.files]
     checked = [_accepted(instance, path) for path in options.files]
     if None in checked:
         return 1
@@ -117,6 +121,19 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     return int(status)
 
 
+def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
+    """The job file to drop: one that names copies of what the workers cannot reach."""
+    from honed import terminal
+    from honed.stage import stage
+
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    staged = stage(path, instance.layout, config.load(instance.layout))
+    for key, source, copy in () if quiet else staged.copies:
+        terminal.say(f"{key}: {source} copied to {copy}")
+    return staged.spec_path
+
+
 def _accepted(instance: Instance, path: Path) -> Any:
     """The check's verdict on a file that honed would take; None after each reason against it went to stderr.
 
@@ -138,14 +155,14 @@ def _missing(verdict: Any) -> dict[str, str]:
 
 def _verdict(instance: Instance, name: str, since: float, *, is_fetched: bool) -> dict[str, Any]:
     """What honed made of a file just dropped. Where a model `is_fetched` first, that may take hours."""
-    reason_path = instance.layout.spool_dir / "rejected" / f"{name}.reason"
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
         for job in instance.read("list"):
             if job["source"] == name and job["submitted_at"] >= timestamp(since):
                 return dict(job)
-        if reason_path.exists() and reason_path.stat().st_mtime >= since:
-            return {"id": None, "state": "rejected", "reason": reason_path.read_text()}
+        refused = instance.read("refusal", name)
+        if refused is not None and refused["refused_at"] >= since:
+            return {"id": None, "state": "rejected", "reason": refused["reason"]}
         time.sleep(0.05)
     return {"id": None, "state": None}
 
@@ -416,8 +433,14 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
 
 
 def logs(instance: Instance, options: argparse.Namespace) -> int:
-    """The attempts' own words, from the first on."""
+    """The journal's entries of a job, where there is a journal and we may read it; else its attempts' own words."""
     job = instance.read("show", options.id)
+    if _has_journal(instance):
+        return _follow_journal(instance, job, options)
+    if options.explain:
+        raise EnvironmentInvalidError(
+            "there is no journal that you may read", hint="join the group systemd-journal, or leave --explain out"
+        )
     files = instance.layout.job(job["id"])
     offsets: dict[int, int] = {}
     while True:
@@ -432,6 +455,42 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
             return 0
         time.sleep(FOLLOW_INTERVAL_SEC)
         job = instance.read("show", options.id)
+
+
+def _has_journal(instance: Instance) -> bool:
+    """Whether the system's own instance writes to a journal that we may read."""
+    if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
+        return False
+    files = [
+        path for place in ("/var/log/journal", "/run/log/journal") for path in Path(place).glob("*/system.journal")
+    ]
+    return shutil.which("journalctl") is not None and any(os.access(path, os.R_OK) for path in files)
+
+
+def journal_command(job_id: int, *, raw: bool = False, explain: bool = False, follow: bool = False) -> list[str]:
+    """The call of journalctl for a job: its worker's chatter is at debug, so `raw` alone shows it."""
+    command = ["journalctl", f"HONED_JOB={job_id}"]
+    # What systemd itself says of the unit bears the unit's name in a field of its own.
+    command += ["+", f"UNIT=honed-job@{job_id}.service"]
+    command += [] if raw else ["--priority=info"]
+    command += ["--catalog"] if explain else []
+    return command + (["--follow", "--lines=all"] if follow else [])
+
+
+def _follow_journal(instance: Instance, job: dict[str, Any], options: argparse.Namespace) -> int:
+    is_over = job["state"] in FINAL_STATES
+    command = journal_command(
+        job["id"], raw=options.raw, explain=options.explain, follow=options.follow and not is_over
+    )
+    if "--follow" not in command:
+        return subprocess.run(command, check=False).returncode
+    with subprocess.Popen(command) as process:
+        while not is_over and process.poll() is None:
+            time.sleep(FOLLOW_INTERVAL_SEC)
+            is_over = instance.read("show", options.id)["state"] in FINAL_STATES
+        time.sleep(FOLLOW_INTERVAL_SEC)  # its last words are on their way
+        process.terminate()
+    return 0
 
 
 def _read_raw(attempt: Any, offset: int) -> int:
@@ -650,13 +709,36 @@ def doctor(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
     from honed.doctor import examine
 
-    found = [finding.as_dict() for finding in examine(instance.layout, config.load(instance.layout))]
+    found = [finding.as_dict() for finding in examine(instance.layout)]
     if options.json:
         terminal.console.print_json(json.dumps(found))
     else:
         terminal.table(["check", "status", "detail", "hint"],
                        [[item["check"], item["status"], item["detail"], item["hint"]] for item in found])  # fmt: skip
     return int(any(item["status"] == "error" for item in found))
+
+
+def sandbox(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import sandbox as sandboxes
+    from honed import terminal
+
+    configuration = config.load(instance.layout)
+    if options.dry_run:
+        for unit, text in sandboxes.dropins(configuration).items():
+            terminal.say(f"{unit}: {'nothing to open' if not text else ''}")
+            print(text, end="")
+        return 0
+    if instance.layout.root != Path("/"):
+        raise UsageError("only the instance at / runs in a sandbox", hint="leave --root and --user out")
+    changed = sandboxes.open_up(configuration)
+    for path in changed:
+        terminal.say(str(path))
+    if not changed:
+        terminal.say("the sandbox is as policy.allowed_paths says")
+    else:
+        sandboxes.restart()
+        terminal.say("honed runs in its new sandbox, and so does every job that starts from now on")
+    return 0
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -677,24 +759,30 @@ def _complain(error: HonedError, *, prefix: str) -> None:
         print(terminal.plain(line), file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line; the man page and the completions are made from it."""
+    made = argparse.ArgumentParser(
         prog="honectl",
         description="Hand jobs to honed, and see what becomes of them.",
         epilog="ID is a job's number, or its name where that is unambiguous. "
         "Exit status: 0, 1 for the answer no, 2 for usage, sysexits for the rest.",
     )
     root = Path(os.environ.get("HONED_ROOT", "/"))
-    parser.add_argument(
+    made.add_argument(
         "--root", type=Path, default=root, help="the instance below this directory (default: $HONED_ROOT or /)"
     )
-    parser.add_argument("--version", action="version", version=f"honectl {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    own = layouts.user_root()
+    made.add_argument("--user", action="store_const", dest="root", const=own, help="one's own instance")
+    made.add_argument("--version", action="version", version=f"honectl {__version__}")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, run: Callable[[Instance, argparse.Namespace], int], words: str, *, as_json: bool = True) -> Any:
         verb = verbs.add_parser(name, help=words, description=words)
         verb.set_defaults(run=run)
         verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        verb.add_argument(
+            "--user", action="store_const", dest="root", const=own, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
         if as_json:
             verb.add_argument("--json", action="store_true", help="print JSON")
         return verb
@@ -702,6 +790,9 @@ def _parser() -> argparse.ArgumentParser:
     verb = add("submit", submit, "check job files, then drop them into the spool")
     verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
     verb.add_argument("--hold", action="store_true", help="accept it, and start it only when it is released")
+    verb.add_argument(
+        "--stage", action="store_true", help="copy models and data that its worker could not read to where it can"
+    )
     verb.add_argument(
         "--wait", action="store_true", help="show its progress until it is over; exit 1 unless it succeeded"
     )
@@ -720,6 +811,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
     verb.add_argument("--raw", action="store_true", help="the worker's own output, its libraries' chatter included")
+    verb.add_argument("-x", "--explain", action="store_true", help="with the journal's explanations of what happened")
     verb = add("watch", watch, "live progress of all jobs, or of one", as_json=False)
     verb.add_argument("id", metavar="ID", nargs="?")
     for name, words in (
@@ -737,17 +829,19 @@ def _parser() -> argparse.ArgumentParser:
     verb = add("predictions", predictions, "what the model wrote for held-out examples, step by step, beside the truth")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("--sample", type=int, help="only this example")
+    verb = add("sandbox", sandbox, "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
+    verb.add_argument("--dry-run", action="store_true", help="show the drop-ins, and write nothing")
     add("doctor", doctor, "is this machine fit: versions, GPU, disk, permissions")
-    return parser
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `honectl` command."""
     from honed import terminal
 
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        status: int = options.run(Instance(Layout(options.root.absolute())), options)
+        status: int = options.run(Instance(layouts.of(options.root)), options)
     except HonedError as error:
         if getattr(options, "json", False):
             terminal.console.print_json(json.dumps({"error": error.as_dict()}))
@@ -764,7 +858,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(error: HonedError) -> int:
     """Refusals of a job file are the answer no."""
-    return 2 if isinstance(error, UsageError) else 1 if error.exit_status in {65, 66, 73, 78, 80, 82} else 69
+    if isinstance(error, UsageError):
+        return 2
+    if error.code == NotPermittedError.code:
+        return NotPermittedError.exit_status
+    return 1 if error.exit_status in {65, 66, 73, 78, 80, 82} else 69
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ etc/honed/hf-token                             the hub's token, where one is nee
 var/spool/honed/                               the spool, see spool.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
+var/lib/honed/outbox/                          metrics and predictions on their way out, see outbox.py
 run/honed/control.sock                         honectl's way in
 var/lib/honed/fetch/                           what is being fetched from the hub, see fetch.py
 var/cache/honed/                               the model cache (HF_HOME)
@@ -12,6 +13,7 @@ var/cache/honed/                               the model cache (HF_HOME)
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,11 @@ class Layout:
         return self.root / "var/spool/honed"
 
     @property
+    def staged_dir(self) -> Path:
+        """Where `submit --stage` copies what the workers cannot reach. Not in the spool, which is closed to them."""
+        return self.state_dir / "staged"
+
+    @property
     def state_dir(self) -> Path:
         return self.root / "var/lib/honed"
 
@@ -49,6 +56,11 @@ class Layout:
     @property
     def jobs_dir(self) -> Path:
         return self.state_dir / "jobs"
+
+    @property
+    def outbox_dir(self) -> Path:
+        """What waits for honed-send; see outbox.py."""
+        return self.state_dir / "outbox"
 
     @property
     def runtime_dir(self) -> Path:
@@ -100,11 +112,60 @@ class FetchLayout:
 
 
 @dataclass(frozen=True)
+class UserLayout(Layout):
+    """One person's own instance, `--user`: where the XDG base directory specification says. Below `root`, which is
+    $XDG_STATE_HOME/honed, lie the state, and the spool in spool/."""
+
+    @property
+    def config_path(self) -> Path:
+        return _xdg("XDG_CONFIG_HOME", ".config") / "honed/honed.toml"
+
+    @property
+    def config_dropin_dir(self) -> Path:
+        return self.config_path.with_name("honed.toml.d")
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.root / "spool"
+
+    @property
+    def state_dir(self) -> Path:
+        return self.root
+
+    @property
+    def runtime_dir(self) -> Path:
+        directory = os.environ.get("XDG_RUNTIME_DIR", "")
+        return Path(directory) / "honed" if directory.startswith("/") else self.root / "run"
+
+    @property
+    def cache_dir(self) -> Path:
+        return _xdg("XDG_CACHE_HOME", ".cache") / "honed"
+
+
+def user_root() -> Path:
+    """The root of one's own instance; a program that is given it finds the rest by the same variables."""
+    return _xdg("XDG_STATE_HOME", ".local/state") / "honed"
+
+
+def of(root: Path) -> Layout:
+    """The instance below a directory."""
+    absolute = root.absolute()
+    return UserLayout(absolute) if absolute == user_root() else Layout(absolute)
+
+
+def _xdg(variable: str, default: str) -> Path:
+    # A path that is not absolute is to be ignored, says the specification.
+    value = os.environ.get(variable, "")
+    return Path(value) if value.startswith("/") else Path.home() / default
+
+
+@dataclass(frozen=True)
 class JobLayout:
     """One job's directory; it never moves.
 
     spec.<suffix>              as dropped                                   (the daemon writes)
     plan.json                  what was decided before any model is loaded  (the daemon writes)
+    start.json                 what its unit is to start, where workers are units  (the daemon writes)
     checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
     media/                     images, videos and sounds that a data file holds, by their sha256
     output/                    the default output_dir
@@ -125,6 +186,11 @@ class JobLayout:
     @property
     def plan_path(self) -> Path:
         return self.dir / "plan.json"
+
+    @property
+    def start_path(self) -> Path:
+        """What the job's unit is to start; see jobunit.py."""
+        return self.dir / "start.json"
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -173,5 +239,5 @@ class AttemptLayout:
 
     @property
     def exit_path(self) -> Path:
-        """The worker's exit status, written whole by the shim that waited for it."""
+        """The worker's exit status, written whole by the shim that waited for it; a unit's end adds to it."""
         return self.dir / "exit.json"

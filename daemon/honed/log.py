@@ -1,13 +1,45 @@
-"""Logging to stderr: a line an entry, with the journal's priority in front where the journal reads it."""
+"""Logging: entries with fields of their own where the journal reads our stderr, lines on stderr elsewhere.
+
+What an entry is about goes with it: `log.info("job %d …", …, extra=about(job, message.STARTED))`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import time
+from typing import Any, TextIO
+
+from honed import journal
+from honed.job import Job
+from honed.journal import Journal
+from honed.message import Message
 
 #: syslog(3) priorities.
 PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+STDERR_FD = 2
+#: The attribute of a record that has its fields.
+FIELDS = "honed_fields"
+
+
+def about(job: Job | int | None = None, message: Message | None = None, **fields: object) -> dict[str, Any]:
+    """`extra=` of a log call: what the entry is about. `step=3` becomes HONED_STEP=3; None is left out.
+
+    The fields that people filter by: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS,
+    HONED_CODE, HONED_HINT, HONED_FILE; and MESSAGE_ID, by which `journalctl -x` explains the entry.
+    """
+    if isinstance(job, Job):
+        fields = {"job": job.id, "name": job.name, "state": job.state, **fields}
+    elif job is not None:
+        fields = {"job": job, **fields}
+    named = {f"HONED_{key.upper()}": _plain(str(value)) for key, value in fields.items() if value not in {None, ""}}
+    return {FIELDS: named | ({"MESSAGE_ID": message.id} if message else {})}
+
+
+def _plain(text: str) -> str:
+    """What a job file says must not paint the administrator's terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
 
 
 class _Formatter(logging.Formatter):
@@ -16,17 +48,61 @@ class _Formatter(logging.Formatter):
         self._prefixed = prefixed
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        # The journal takes one line as one entry, so every line of a traceback needs its prefix; and what a job file
-        # says must not paint the administrator's terminal.
-        lines = ["".join(char if char.isprintable() else "\ufffd" for char in line) for line in text.split("\n")]
+        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix.
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._prefixed else ""
-        return "\n".join(prefix + line for line in lines)
+        return "\n".join(prefix + line for line in _plain(super().format(record)).split("\n"))
 
 
-def set_up(*, verbose: bool) -> None:
-    """Send every logger's records to stderr; prefixed unless a person sits there."""
+class JournalHandler(logging.Handler):
+    """Hands records to the journal; to stderr, prefixed, what the journal does not take."""
+
+    def __init__(self, to: Journal, *, identifier: str = "honed", fallback: TextIO | None = None) -> None:
+        super().__init__()
+        self._journal = to
+        self._identifier = identifier
+        self._fallback = logging.StreamHandler(fallback or sys.stderr)
+        self._fallback.setFormatter(_Formatter(prefixed=True))
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._journal.send(self._entry(record))
+        except OSError:
+            self._fallback.handle(record)
+
+    def _entry(self, record: logging.LogRecord) -> dict[str, str | bytes | int | float]:
+        return {
+            "MESSAGE": _plain(self.format(record)),
+            "PRIORITY": PRIORITIES.get(record.levelno, 6),
+            "SYSLOG_IDENTIFIER": self._identifier,
+            "SYSLOG_TIMESTAMP": time.strftime("%b %d %H:%M:%S ", time.localtime(record.created)),
+            "CODE_FILE": record.pathname,
+            "CODE_LINE": record.lineno,
+            "CODE_FUNC": record.funcName or "",
+            "HONED_LOGGER": record.name,
+            **_job_of(record),
+            **getattr(record, FIELDS, {}),
+        }
+
+
+def _job_of(record: logging.LogRecord) -> dict[str, str]:
+    """The job of an entry that says no more of what it is about: by our own rule its text begins with it."""
+    match record.args:
+        case (int(number), *_) if record.msg.startswith("job %d"):
+            return {"HONED_JOB": str(number)}
+        case _:
+            return {}
+
+
+def set_up(*, verbose: bool, identifier: str = "honed") -> None:
+    """Send every logger's records to the journal, or to stderr: prefixed unless a person sits there."""
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[_handler(identifier)], force=True)
+    logging.getLogger("watchdog").setLevel(logging.WARNING)
+
+
+def _handler(identifier: str = "honed") -> logging.Handler:
+    if journal.is_read_from(STDERR_FD) and journal.SOCKET_PATH.exists():
+        return JournalHandler(Journal(), identifier=identifier)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(prefixed="JOURNAL_STREAM" in os.environ or not sys.stderr.isatty()))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("watchdog").setLevel(logging.WARNING)
+    return handler

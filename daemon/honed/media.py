@@ -63,6 +63,11 @@ class Media:
     name: str = ""  #: what embedded data is called in the row
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, or the directory, that it lies in; none where it is embedded."""
+        return self.frames if self.path is None else (self.path,)
+
+    @property
     def place(self) -> str:
         """What logs, previews and the database call it."""
         if self.path is not None:

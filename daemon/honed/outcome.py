@@ -69,8 +69,35 @@ def _read(path: Path) -> dict[str, Any] | None:
     return result if isinstance(result, dict) else None
 
 
+#: What the kernel's killer has, and a MemoryError or CUDA has not: nobody in the process could have caught it.
+_OUT_OF_MEMORY_HINT = (
+    "main memory ran out, of the machine or of the unit's MemoryMax=: a smaller batch, fewer data loaders, another "
+    "job at another time, or more memory; `journalctl -k` has the kernel's account"
+)
+
+
 def _died(ended: Exit) -> error.HonedError:
     match ended:
+        case Exit(service_result="watchdog"):
+            return error.StalledError(
+                "no progress for so long that systemd's watchdog ended it",
+                hint="every thread's stack is in its log: honectl logs",
+            )
+        case Exit(service_result="oom-kill") | Exit(was_out_of_memory=True):
+            return error.OutOfMemoryError(
+                "the kernel's out-of-memory killer ended the worker", hint=_OUT_OF_MEMORY_HINT
+            )
+        case Exit(ran=False):
+            status = f" (exit status {ended.status})" if ended.status is not None else ""
+            return error.EnvironmentInvalidError(
+                f"its unit could not start the worker{status}",
+                hint="systemctl status honed-job@ID and its journal say which line of the unit; honectl doctor",
+            )
+        case Exit(service_result="timeout"):
+            return error.KilledError(
+                "it was killed: it did not come up, or did not end, in the time that its unit gives it",
+                hint="jobs.stop_timeout_sec, TimeoutStartSec= and TimeoutStopSec= of honed-job@.service",
+            )
         case Exit(signal=int(number)):
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             hint = (

@@ -1,6 +1,7 @@
 """Everything about a job that can be known before its model is loaded, checked without torch.
 
-    spec ── base model ── adapter ── chat template ── data sets ── packages ── plan ── memory ── output dir ── disk
+    spec ── permissions ── base model ── adapter ── chat template ── data sets ── packages ── plan ── memory ──
+    output dir ── disk
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from honed import basemodel, dataset, device, installed, memory, plan, precision, remedy, snapshot, spec
+from honed import layout as layouts
 from honed.activation import Row
 from honed.basemodel import BITS, AdapterInfo, BaseModelInfo, UncachedError
 from honed.config import Config
@@ -50,6 +52,7 @@ from honed.installed import Installed
 from honed.layout import Layout
 from honed.media import PLURAL, Kind
 from honed.plan import Plan
+from honed.policy import Named, Policy, inputs, nearest_existing
 from honed.snapshot import Missing
 from honed.spec import DatasetSpec, JobSpec
 
@@ -97,6 +100,7 @@ def check(
     job_id: int | None = None,
     jobs: Mapping[str, Path] | None = None,
     commit: str | None = None,
+    uid: int | None = None,
     progress: Progress = lambda _stage: None,
 ) -> Verdict:
     """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
@@ -104,10 +108,11 @@ def check(
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
     as where the base model has yet to be fetched. `commit` is what a hub id's branch meant when the job was accepted.
+    `uid` is who dropped it, by default whoever asks.
     An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
-        return _check(spec_path, layout, config, device, job_id, jobs or {}, commit, progress)
+        return _check(spec_path, layout, config, device, job_id, jobs or {}, commit, uid, progress)
     except HonedError:
         raise
     except MemoryError as error:
@@ -132,6 +137,7 @@ def _check(
     job_id: int | None,
     jobs: Mapping[str, Path],
     commit: str | None,
+    uid: int | None,
     progress: Progress,
 ) -> Verdict:
     progress("spec")
@@ -139,14 +145,17 @@ def _check(
     if commit is not None:
         job_spec = job_spec.model_copy(update={"revision": commit})
     _check_policy(job_spec, config)
+    progress("permissions")
+    rights = Policy.of(layout, config, uid)
+    _check_rights(job_spec, rights, config, jobs)
     waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
     if waits_for:
-        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, progress, waits_for)
+        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, rights, progress, waits_for)
     progress("base model")
     try:
         model = _inspect_model(job_spec, layout, config, jobs)
     except UncachedError:
-        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, progress, {})
+        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, rights, progress, {})
     progress("adapter")
     adapter = _inspect_adapter(job_spec, jobs)
     if adapter is not None:
@@ -155,7 +164,7 @@ def _check(
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    looked = _check_datasets(job_spec, model, has_chat_template=has_chat_template)
+    looked = _check_datasets(job_spec, model, rights, has_chat_template=has_chat_template)
     warnings = looked.warnings
     progress("packages")
     here = installed.look()
@@ -178,7 +187,7 @@ def _check(
 
     made = _first_that_fits(candidates, fitting)
     progress("output directory")
-    output_dir = _output_dir(job_spec, layout, job_id)
+    output_dir = _output_dir(job_spec, layout, job_id, rights)
     progress("disk")
     _check_disk(job_spec, made, layout, output_dir)
     adapter_path = adapter.path if adapter else None
@@ -194,6 +203,7 @@ def _check_the_rest(
     device: Device | None,
     job_id: int | None,
     jobs: Mapping[str, Path],
+    rights: Policy,
     progress: Progress,
     waits_for: Mapping[str, str],
 ) -> Verdict:
@@ -212,13 +222,13 @@ def _check_the_rest(
     progress("chat template")
     has_chat_template = _check_chat_template(job_spec, model)
     progress("datasets")
-    warnings = _check_datasets(job_spec, model, has_chat_template=has_chat_template).warnings
+    warnings = _check_datasets(job_spec, model, rights, has_chat_template=has_chat_template).warnings
     progress("packages")
     here = installed.look()
     _check_packages(job_spec, model, _devices(job_spec, config, device)[0], here)
     warnings += _outside_window(here)
     progress("output directory")
-    output_dir = _output_dir(job_spec, layout, job_id)
+    output_dir = _output_dir(job_spec, layout, job_id, rights)
     warnings += [
         f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
         for key, name in waits_for.items()
@@ -258,17 +268,32 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
         )
 
 
+def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
+    """Before anything that a job names is opened. What jobs make is theirs to name by then (acceptance.py)."""
+    named = spec.references(job_spec)
+    model = None
+    with contextlib.suppress(UncachedError):  # it is fetched into honed's own cache
+        model = None if "base_model" in named else _resolve_model(job_spec, rights.layout, config, jobs)
+    adapter = None if job_spec.adapter is None or "adapter" in named else Path(job_spec.adapter)
+    for each in inputs(job_spec, model, adapter):
+        rights.check_read(each)
+
+
 # --- Base model -------------------------------------------------------------------------------------------------------
 
 
-def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> BaseModelInfo:
-    path = basemodel.resolve(
+def _resolve_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> Path:
+    return basemodel.resolve(
         job_spec.base_model,
         cache_dir=layout.cache_dir,
         allow_hub=config.policy.hub,
         revision=job_spec.revision,
         jobs=jobs,
     )
+
+
+def _inspect_model(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str, Path]) -> BaseModelInfo:
+    path = _resolve_model(job_spec, layout, config, jobs)
     try:
         model = basemodel.inspect(path, model_type=job_spec.model_type, allow_pickle=config.policy.pickle)
     except ModelError as error:
@@ -440,7 +465,9 @@ class _Looked:
     attached: list[Row]  #: those with images, videos or sounds
 
 
-def _check_datasets(job_spec: JobSpec, model: BaseModelInfo | None, *, has_chat_template: bool) -> _Looked:
+def _check_datasets(
+    job_spec: JobSpec, model: BaseModelInfo | None, rights: Policy, *, has_chat_template: bool
+) -> _Looked:
     """Raises DatasetError, which names the key of the data set."""
     warnings: list[str] = []
     lengths: list[int] = []
@@ -450,7 +477,7 @@ def _check_datasets(job_spec: JobSpec, model: BaseModelInfo | None, *, has_chat_
         for number, each in enumerate(datasets):
             name = f"{key}.{number}"
             try:
-                found = _check_dataset(each, has_chat_template=has_chat_template)
+                found = _check_dataset(each, rights, has_chat_template=has_chat_template)
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
                 raise DatasetError(f"{name}: {error.message}", hint=error.hint) from error
@@ -474,8 +501,10 @@ def _num_tokens(row: Any) -> int:
             return 0
 
 
-def _check_dataset(each: DatasetSpec, *, has_chat_template: bool) -> dataset.Inspection:
-    found = dataset.inspect(each, num_rows=NUM_ROWS)
+def _check_dataset(each: DatasetSpec, rights: Policy, *, has_chat_template: bool) -> dataset.Inspection:
+    found = dataset.inspect(
+        each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
+    )
     if not has_chat_template and _needs_template(found, each):
         raise DatasetError(
             f"{each.path}: rows of {found.format} are rendered by a chat template, and the base model has none",
@@ -568,7 +597,7 @@ def _outside_window(here: Installed) -> list[str]:
 # --- Output and disk --------------------------------------------------------------------------------------------------
 
 
-def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None) -> Path:
+def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Policy) -> Path:
     if job_spec.output_dir is None:
         return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
     # Where it really lies: a rename onto a symbolic link would fail when all is done.
@@ -582,23 +611,17 @@ def _output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None) -> Path:
             f"output_dir: {path} is honed's own", hint="leave it out: a job has a directory there by itself"
         )
     try:
-        _check_output_dir(path, layout, job_id)
+        _check_output_dir(path, layout, job_id, rights)
     except OSError as error:
         raise SpecError(f"output_dir: {path}: {error.strerror}", hint="name a directory that can be made") from error
     return path
 
 
-def _check_output_dir(path: Path, layout: Layout, job_id: int | None) -> None:
+def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Policy) -> None:
     existing = nearest_existing(path)
     if not existing.is_dir():
         raise SpecError(f"output_dir: {existing} is a file, not a directory", hint="name a directory that can be made")
-    # The output is made whole beside the directory and renamed, so its parent has to let us write, too.
-    closed = [place for place in (nearest_existing(path.parent), existing) if not os.access(place, os.W_OK | os.X_OK)]
-    if closed:
-        raise SpecError(
-            f"output_dir: {closed[0]} cannot be written by user {os.geteuid()}",
-            hint="let the group honed-job write it, or leave output_dir out",
-        )
+    rights.check_write(path)
     if existing != path:
         return
     found = next((entry.name for entry in sorted(path.iterdir())), None)
@@ -617,13 +640,6 @@ def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return job_id is not None and owner == (job_id, str(layout.root))
-
-
-def nearest_existing(path: Path) -> Path:
-    """The path, or the first above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
@@ -662,7 +678,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("/"))
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
     options = parser.parse_args()
-    layout = Layout(options.root)
+    layout = layouts.of(options.root)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
@@ -689,6 +705,7 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
             job_id=request_id,
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
             commit=request.get("commit"),
+            uid=request.get("uid"),
             progress=lambda stage: _say(answers, {"id": request_id, "stage": stage}),
         )
     except HonedError as error:

@@ -4,12 +4,14 @@ control socket and by honectl itself when honed is down."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from honed.database import Reader, timestamp
-from honed.error import UsageError
+from honed.error import NotPermittedError, UsageError
 from honed.job import Attempt, Job, State
 from honed.layout import Layout
 from honed.spool import Spool
@@ -18,11 +20,30 @@ from honed.spool import Spool
 SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed"}
 
 
-def find(spool: Spool, reference: str) -> Job:
-    """A job by its number, or by its name where that is unambiguous. Raises UsageError, which lists the candidates."""
+@dataclass(frozen=True)
+class Asker:
+    """Who wants to know: a user, and whether every job is theirs to read and to change."""
+
+    uid: int
+    is_administrator: bool
+    reads_all: bool  #: an administrator, or where results are shared
+
+    def may_read(self, job: Job) -> bool:
+        return self.reads_all or job.uid == self.uid
+
+
+#: Who reads the files themselves: what these are allowed to see has been decided by the file system.
+ANYBODY = Asker(os.getuid(), is_administrator=True, reads_all=True)
+
+
+def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
+    """A job by its number, or by its name where that is unambiguous, among those that the asker may read.
+
+    Raises UsageError, which lists the candidates. A number finds every job; what may be done with it is asked next.
+    """
     if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
         return job
-    named = [job for job in spool.all_jobs().values() if job.name == reference]
+    named = [job for job in spool.all_jobs().values() if job.name == reference and asker.may_read(job)]
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
     active = [job for job in named if not job.state.is_final]
@@ -34,7 +55,17 @@ def find(spool: Spool, reference: str) -> Job:
             raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"say which by its number: {numbers}")
 
 
-def list_jobs(spool: Spool, layout: Layout, _reference: str = "") -> list[dict[str, Any]]:
+def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
+    """As find. Raises NotPermittedError for somebody else's job."""
+    job = find(spool, reference, asker)
+    if not asker.may_read(job):
+        raise NotPermittedError(
+            f"job {job.id} is another user's", hint="its owner and the administrators may read it; policy.share_results"
+        )
+    return job
+
+
+def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[dict[str, Any]]:
     """Every job: running first, then the queue in its order, then the rest, newest first."""
     reader = Reader(layout.database_path)
     try:
@@ -46,7 +77,15 @@ def list_jobs(spool: Spool, layout: Layout, _reference: str = "") -> list[dict[s
         spool.all_jobs().values(),
         key=lambda job: (order.get(job.state, 3), *((-job.priority, job.id) if job.state in order else (-job.id, 0))),
     )
-    return [summary(job, progress.get(job.id, {})) for job in ranked]
+    return [_row(job, progress.get(job.id, {}), asker) for job in ranked]
+
+
+def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
+    """Of somebody else's job, what one wants to know who waits behind it."""
+    if asker.may_read(job):
+        return summary(job, progress)
+    steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
+    return {**summary(job, steps), "name": "", "outcome": None, "source": None}
 
 
 def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
@@ -65,9 +104,9 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show(spool: Spool, layout: Layout, reference: str) -> dict[str, Any]:
+def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
     """All that is known of one job."""
-    job = find(spool, reference)
+    job = _readable(spool, reference, asker)
     files = layout.job(job.id)
     reader = Reader(layout.database_path)
     try:
@@ -118,9 +157,9 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def predictions(spool: Spool, layout: Layout, reference: str) -> list[dict[str, Any]]:
+def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[dict[str, Any]]:
     """What the model wrote for each held-out example, by step."""
-    job = find(spool, reference)
+    job = _readable(spool, reference, asker)
     reader = Reader(layout.database_path)
     try:
         return reader.predictions(job.id)
@@ -128,9 +167,9 @@ def predictions(spool: Spool, layout: Layout, reference: str) -> list[dict[str, 
         reader.close()
 
 
-def losses(spool: Spool, layout: Layout, reference: str) -> list[tuple[int, float]]:
+def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[tuple[int, float]]:
     """(step, loss) of one job, as it told them."""
-    job = find(spool, reference)
+    job = _readable(spool, reference, asker)
     reader = Reader(layout.database_path)
     try:
         return reader.metrics(job.id, "loss")
@@ -138,12 +177,34 @@ def losses(spool: Spool, layout: Layout, reference: str) -> list[tuple[int, floa
         reader.close()
 
 
+def refusal(spool: Spool, _layout: Layout, file_name: str, asker: Asker = ANYBODY) -> dict[str, Any] | None:
+    """The last word on a file of that name that was refused, of the asker's own; None where there is none."""
+    stem, suffix = Path(file_name).stem, Path(file_name).suffix
+    found = [
+        path for path in spool.rejected_dir.iterdir()
+        if path.name == file_name or (path.name.startswith(f"{stem}.") and path.suffix == suffix)
+    ]  # fmt: skip
+    answers: list[dict[str, Any]] = []
+    for path in found:
+        try:
+            if not asker.reads_all and path.lstat().st_uid != asker.uid:
+                continue
+            reason_path = path.with_name(f"{path.name}.reason")
+            reason = reason_path.read_text(encoding="utf-8", errors="replace")
+            answers.append({"file": path.name, "reason": reason, "refused_at": reason_path.stat().st_mtime})
+        except FileNotFoundError:
+            continue
+    ours = [answer for answer in answers if answer["reason"].startswith(f"{file_name} was refused")]
+    return max(ours, key=lambda answer: answer["refused_at"], default=None)
+
+
 #: The reading verbs: what the daemon answers, and what honectl reads for itself when honed is down.
-READING_VERBS: dict[str, Callable[[Spool, Layout, str], Any]] = {
+READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
     "list": list_jobs,
     "show": show,
     "predictions": predictions,
     "losses": losses,
+    "refusal": refusal,
 }
 
 

@@ -1,4 +1,5 @@
-"""The reference pages, made from the types: docs/job-spec.md, docs/configuration.md, and etc/honed.toml.
+"""The reference pages, made from the types: docs/job-spec.md, docs/configuration.md, and etc/honed.toml; and the
+journal's catalog, units/honed.catalog, from message.py; man pages and completions, see manual.py.
 
 python -m honed.reference --write docs/    writes them
 python -m honed.reference --check docs/    ends with 1 where one is not what it would write
@@ -17,8 +18,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from honed import manual
 from honed.config import Config
 from honed.field import MANY, choices, describe, kinds, members
+from honed.message import catalog
 from honed.spec import JobSpec
 from honed.training import OWNED
 
@@ -64,7 +67,14 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs/job-spec.md": job_spec(sample),
         root / "docs/configuration.md": configuration(),
         root / "etc/honed.toml": configuration_sample(),
-    }
+        root / "units/honed.catalog": catalog(),
+        **{
+            root / "docs/man" / name: text
+            for name, text in manual.man_pages(((f"[{name}]", "", model) for name, model in _config_sections()),
+                                               _spec_sections()).items()
+        },
+        **{root / "etc/completions" / name: text for name, text in manual.completions().items()},
+    }  # fmt: skip
 
 
 def job_spec(sample: str) -> str:

@@ -1,9 +1,14 @@
 """The shim: starts one worker, waits for it, and writes down how it ended, so that a daemon which was restarted
-meanwhile can still read it. Run as `python -I -S shim.py ATTEMPT_DIR START COMMAND...`; imports nothing of honed.
+meanwhile can still read it. Run as `python -I -S shim.py [--relay] ATTEMPT_DIR START COMMAND...`; imports nothing of
+honed.
 
-It leads a session of its own, in which the worker is, and holds a lock on ATTEMPT_DIR/lock while the worker lives; the
-lock file says who they are. SIGTERM is handed on to the worker alone, so that its data loaders live through the
-checkpoint. If the shim itself is killed, the kernel kills the worker.
+It leads a session of its own, in which the worker is, and holds a lock on ATTEMPT_DIR/lock while the worker lives;
+the lock file says who they are. SIGTERM and SIGABRT are handed on to the worker alone, so that its data loaders live
+through the checkpoint, and its stacks are dumped. If the shim itself is killed, the kernel kills the worker.
+
+With `--relay` it is the main process of the worker's unit: what the worker writes goes to ATTEMPT_DIR/worker.log as it
+is, and line by line to the journal; while the worker writes its last checkpoint systemd is asked for more time, up to
+$HONED_STOP_TIMEOUT_SEC; and the shim ends as the worker did, so that `systemctl status` tells the truth.
 
 START counts the worker starts of one attempt (a fallback makes a second). An exit.json for this START that is there
 already means that somebody else has settled it: then nothing is started.
@@ -15,17 +20,33 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
+#: What the worker is told of what we are told.
+HANDED_ON = (signal.SIGTERM, signal.SIGABRT)
+#: Seconds between looks at the kernel's count of out-of-memory kills: one since the look before the last is taken for
+#: the cause of a SIGKILL. A large process is a while dying.
+LOOK_INTERVAL_SEC = 10.0
+#: Seconds asked of systemd at a time, and how often, while the worker stops.
+EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
+#: Seconds for which what a dead worker's own children still write is read.
+DRAIN_SEC = 2.0
+#: Bytes. The journal cuts longer lines, too.
+MAX_LINE_BYTES = 32 * 1024
 
 
 def main() -> int:
-    attempt_dir, start, command = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    lock_fd = os.open(f"{attempt_dir}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    arguments = sys.argv[1:]
+    relays = arguments[0] == "--relay"
+    attempt_dir, start, command = arguments[relays], int(arguments[relays + 1]), arguments[relays + 2 :]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD})
+    # honed may be another user of our group, and takes the lock to see whether we live.
+    lock_fd = os.open(f"{attempt_dir}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o664)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -34,19 +55,29 @@ def main() -> int:
         return 1
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{attempt_dir}/result.json")  # noqa: PTH108 - pathlib would double the shim's start
+    pipe = os.pipe2(os.O_CLOEXEC) if relays else None
     shim_pid, worker_pid = os.getpid(), os.fork()
     if worker_pid == 0:
-        run(command, shim_pid)
+        run(command, shim_pid, pipe[1] if pipe else None)
+    who = {"shim_pid": shim_pid, "worker_pid": worker_pid, "start": start}
     os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, json.dumps({"shim_pid": os.getpid(), "worker_pid": worker_pid, "start": start}).encode(), 0)
-    status = wait(worker_pid)
-    write_exit(attempt_dir, start, status)
-    return 0
+    os.pwrite(lock_fd, json.dumps(who).encode(), 0)
+    relay = None
+    if pipe:
+        os.close(pipe[1])
+        relay = Relay(pipe[0], f"{attempt_dir}/worker.log")
+    watch = Watch(worker_pid, relay, lambda: os.pwrite(lock_fd, json.dumps({**who, "was_asked": True}).encode(), 0))
+    status, was_out_of_memory = watch.wait()
+    write_exit(attempt_dir, start, status, was_out_of_memory=was_out_of_memory, was_asked=watch.was_asked)
+    return end_as(status) if relays else 0
 
 
-def run(command: list[str], shim_pid: int) -> None:
+def run(command: list[str], shim_pid: int, output_fd: int | None) -> None:
     """Become the worker; it dies with the shim."""
     try:
+        if output_fd is not None:
+            os.dup2(output_fd, 1)
+            os.dup2(output_fd, 2)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != shim_pid:  # it died before the kernel was asked
@@ -59,19 +90,159 @@ def run(command: list[str], shim_pid: int) -> None:
         os._exit(127)
 
 
-def wait(worker_pid: int) -> int:
-    """Wait for the worker, handing SIGTERM on to it. Returns its wait status."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(worker_pid, signal.SIGTERM))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())
-    while True:
-        # Wait without reaping: the pid must stay the worker's while a SIGTERM may still be handed on.
-        os.waitid(os.P_PID, worker_pid, os.WEXITED | os.WNOWAIT)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        pid, status = os.waitpid(worker_pid, 0)
-        if pid == worker_pid:
-            return status
+class Relay:
+    """What the worker writes: to its log as it is, to the journal line by line."""
+
+    def __init__(self, fd: int, log_path: str) -> None:
+        self.fd = fd
+        self.is_open = True
+        self.is_dumping = False  #: from now on lines are the stacks of a worker that hangs
+        self._log_fd = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._rest = b""
+
+    def pump(self) -> None:
+        """Take what there is; blocks where there is nothing."""
+        data = os.read(self.fd, 64 * 1024)
+        self.is_open = bool(data)
+        write(self._log_fd, data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        self._tell(lines)
+
+    def flush(self) -> None:
+        """Tell the last line that has no end."""
+        self._tell([self._rest])
+        self._rest = b""
+
+    def _tell(self, lines: list[bytes]) -> None:
+        # A bar of progress draws over itself; the journal would call it a blob. Its last state is enough.
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        prefix = b"<4>" if self.is_dumping else b""  # of the unit's lines, which are debug, these are for the owner
+        write(2, b"".join(b"%s%s\n" % (prefix if line[:1] != b"<" else b"", line) for line in shown if line.strip()))
+
+
+class Watch:
+    """The wait for the worker's end."""
+
+    def __init__(self, worker_pid: int, relay: Relay | None, note_stop: Callable[[], object]) -> None:
+        """`note_stop` writes down that it was asked to stop: we, too, are killed if that takes too long."""
+        self._pid = worker_pid
+        self._relay = relay
+        self._note_stop = note_stop
+        self._num_kills = [num_out_of_memory_kills()] * 2
+        self._looked_at = time.monotonic()
+        self._stop_asked_at: float | None = None
+        self._extend_at = 0.0
+
+    def wait(self) -> tuple[int, bool]:
+        """The worker's wait status, and whether the kernel ended it for want of memory."""
+        wake_read_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
+        for number in HANDED_ON:
+            signal.signal(number, self._hand_on)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        poll = select.poll()
+        poll.register(wake_read_fd, select.POLLIN)
+        if self._relay is not None:
+            poll.register(self._relay.fd, select.POLLIN)
+        # Looked at without reaping: the pid must stay the worker's while a signal may still be handed on.
+        while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            self._look()
+            self._extend()
+            ready = {fd for fd, _ in poll.poll(self._patience_sec() * 1000)}
+            if wake_read_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_read_fd, 4096)
+            if self._relay is not None and self._relay.fd in ready:
+                self._relay.pump()
+                if not self._relay.is_open:
+                    poll.unregister(self._relay.fd)
+        self._drain()
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(HANDED_ON))
+        _, status = os.waitpid(self._pid, 0)
+        was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        return status, was_killed and num_out_of_memory_kills() > self._num_kills[0]
+
+    @property
+    def was_asked(self) -> bool:
+        return self._stop_asked_at is not None
+
+    def _hand_on(self, number: int, _frame: object) -> None:
+        if number == signal.SIGTERM and self._stop_asked_at is None:
+            self._stop_asked_at = time.monotonic()
+            self._note_stop()
+        if number == signal.SIGABRT and self._relay is not None:
+            self._relay.is_dumping = True
+        os.kill(self._pid, number)
+        os.kill(self._pid, signal.SIGCONT)  # one that was stopped would never hear of it
+
+    def _patience_sec(self) -> float:
+        return LOOK_INTERVAL_SEC if self._stop_asked_at is None else EXTEND_INTERVAL_SEC / 2
+
+    def _extend(self) -> None:
+        """Ask systemd for more time while a worker that was asked to stop may take it: one that writes its checkpoint
+        takes no steps, and its watchdog would bite, as it does until the unit has ended.
+        """
+        now = time.monotonic()
+        if self._relay is None or self._stop_asked_at is None or now < self._extend_at:
+            return
+        self._extend_at = now + EXTEND_INTERVAL_SEC
+        left_sec = self._stop_asked_at + float(os.environ.get("HONED_STOP_TIMEOUT_SEC", "0")) - now
+        if left_sec > 0:
+            extension = int(min(left_sec, EXTENSION_SEC) * 1e6)
+            notify(
+                f"EXTEND_TIMEOUT_USEC={extension}\nWATCHDOG_USEC={int((left_sec + EXTENSION_SEC) * 1e6)}\nWATCHDOG=1"
+            )
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_INTERVAL_SEC:
+            self._looked_at = now
+            self._num_kills = [self._num_kills[1], num_out_of_memory_kills()]
+
+    def _drain(self) -> None:
+        """All that the worker had written, its last words among it."""
+        if self._relay is None:
+            return
+        poll = select.poll()
+        poll.register(self._relay.fd, select.POLLIN)
+        # What it started may hold the pipe open, and write, for ever: systemd ends that after us.
+        deadline = time.monotonic() + DRAIN_SEC
+        while self._relay.is_open and poll.poll(0) and time.monotonic() < deadline:
+            self._relay.pump()
+        self._relay.flush()
+
+
+def write(fd: int, data: bytes) -> None:
+    """Write all; a full disk or a journal that is gone must not end the worker."""
+    view = memoryview(data)
+    with contextlib.suppress(OSError):
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+def notify(message: str) -> None:
+    """Tell systemd, where it listens."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    import socket  # noqa: PLC0415 - most shims never need it
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as end:
+        end.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def num_out_of_memory_kills() -> int:
+    """On this machine since its boot, those in memory cgroups among them."""
+    try:
+        with open("/proc/vmstat", "rb") as file:  # noqa: PTH123
+            return next((int(line.split()[1]) for line in file if line.startswith(b"oom_kill ")), 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def has_ended(attempt_dir: str, start: int) -> bool:
@@ -82,7 +253,7 @@ def has_ended(attempt_dir: str, start: int) -> bool:
         return False
 
 
-def write_exit(attempt_dir: str, start: int, status: int) -> None:
+def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: bool, was_asked: bool) -> None:
     """Whole and durable: beside, synced, renamed, the directory synced."""
     record = {
         "start": start,
@@ -90,6 +261,8 @@ def write_exit(attempt_dir: str, start: int, status: int) -> None:
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
         "ended_at": time.time(),
         "max_resident_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "was_out_of_memory": was_out_of_memory,
+        "was_asked": was_asked,
     }
     temporary = f"{attempt_dir}/.exit.json.tmp"
     fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
@@ -100,6 +273,18 @@ def write_exit(attempt_dir: str, start: int, status: int) -> None:
     fd = os.open(attempt_dir, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(fd)
     os.close(fd)
+
+
+def end_as(status: int) -> int:
+    """End by the signal that ended the worker, or return its exit status."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        os.kill(os.getpid(), number)
+    return os.WEXITSTATUS(status)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
-from honed import document, refusal, rule
+from honed import document, refusal, rule, synonym
 from honed.field import (
     MEMBER,
     AbsolutePath,
@@ -33,7 +33,7 @@ from honed.field import (
     refuse,
 )
 from honed.media import KINDS, Kind, MediaLimits
-from honed.problem import InvalidSpecError, KeyPath, Problem, fault, shown
+from honed.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, shown
 from honed.training import TrainingSpec
 
 __all__ = [
@@ -407,6 +407,8 @@ def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> J
 def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -> JobSpec:
     """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together."""
     lines = lines or {}
+    if secrets := [Problem(dotted(path), refusal.line_of(path, lines), *_SECRET) for path in _secrets(data, ())]:
+        raise InvalidSpecError(secrets)  # before anything repeats a value
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
@@ -423,6 +425,22 @@ def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -
     if spec.kind == "merge" and "resources" not in spec.model_fields_set:
         return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not wait for a GPU
     return spec
+
+
+_SECRET = ("looks like a token or a key", "secrets never stand in a spec: take it back where it was issued")
+
+
+def _secrets(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Where a value is a secret. A key that says so itself is refused without its value anyway."""
+    match value:
+        case str() if synonym.SECRET_VALUES.search(value) and not synonym.SECRETS.fullmatch(str(path[-1]).lower()):
+            yield path
+        case dict():
+            for key, item in value.items():
+                yield from _secrets(item, (*path, key))
+        case list():
+            for number, item in enumerate(value):
+                yield from _secrets(item, (*path, number))
 
 
 def _mended(data: dict[str, Any], found: list[refusal.Refusal]) -> JobSpec | None:

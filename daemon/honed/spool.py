@@ -29,10 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed import durable
+from honed import access, durable
 from honed.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.job import MOVES, Job, State
 from honed.layout import JobLayout, Layout
+from honed.log import about
+from honed.message import ENTRY_DAMAGED
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ class Spool:
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
         self._lock_fd = self._take_lock() if lock else None
+        #: Whether workers are another user than we, who then shares nothing by accident.
+        self._has_workers_user = access.workers_user(layout.root) is not None
 
     def _take_lock(self) -> int:
         fd = os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -130,7 +134,10 @@ class Spool:
         return [self.incoming_dir / name for _, name in sorted(found)]
 
     def claim(self, arrival: Path) -> Claim | None:
-        """Take an arrival under a new number; None where it is gone. A crash leaves it in incoming/ or in claimed/."""
+        """Take an arrival under a new number; None where it is gone. A crash leaves it in incoming/ or in claimed/.
+
+        Raises PermissionError for a directory of somebody else's: a rename changes its `..`, which is theirs to write.
+        """
         job_id = self._next_id()
         place = self.claimed_dir / str(job_id)
         place.mkdir(mode=0o700)
@@ -140,6 +147,9 @@ class Spool:
         except FileNotFoundError:
             place.rmdir()
             return None
+        except OSError:
+            place.rmdir()
+            raise
         durable.sync_dir(place)
         durable.sync_dir(self.incoming_dir)
         return Claim(job_id, place / arrival.name)
@@ -164,7 +174,7 @@ class Spool:
         numbers = [int(path.name) for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]
         return max([*numbers, *self.all_jobs()], default=0)
 
-    def copy(self, claim: Claim, *, max_bytes: int) -> Copy:
+    def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False) -> Copy:
         """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size.
 
         The person who dropped it may still hold it open: whatever they write from now on changes nothing.
@@ -175,6 +185,9 @@ class Spool:
             )
         if not claim.name.isprintable():
             raise SpecError(f"{claim.name!r}: a name with control characters", hint="rename the file and drop it again")
+        if stat.S_ISCHR(mode := claim.path.lstat().st_mode) or stat.S_ISBLK(mode):
+            # Not even opened: opening alone makes some devices act.
+            raise SpecError(f"{claim.name}: a device", hint="drop the file itself")
         try:
             fd = os.open(claim.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -195,7 +208,11 @@ class Spool:
                 f"{claim.name}: larger than {max_bytes} bytes", hint="a job file names data; it does not hold it"
             )
         directory = self._layout.job(claim.id).dir
-        durable.make_dir(directory)
+        if self._has_workers_user:
+            durable.make_dir(directory, mode=0o770)
+            access.open_job_dir(directory, info.st_uid, is_shared=is_shared)
+        else:
+            durable.make_dir(directory)
         durable.write(directory / f"spec{claim.path.suffix}", data)
         return Copy(directory / f"spec{claim.path.suffix}", info.st_uid)
 
@@ -214,7 +231,10 @@ class Spool:
         if os.path.lexists(target) or len(os.fsencode(claim.name)) + len(".reason") + len("..tmp") > MAX_NAME_BYTES:
             stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
             target = self.rejected_dir / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
-        durable.write(target.with_name(target.name + ".reason"), reason.encode(errors="replace"))
+        reason_path = target.with_name(target.name + ".reason")
+        durable.write(reason_path, reason.encode(errors="replace"))
+        if self._has_workers_user:
+            access.let_read(reason_path, claim.path.lstat().st_uid)
         claim.path.rename(target)
         durable.sync_dir(self.rejected_dir)
         durable.sync_dir(claim.path.parent)
@@ -365,7 +385,7 @@ def _read_entry(path: Path, state: State) -> Job | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        log.error("%s: damaged entry: %s", path, error)  # noqa: TRY400 - the path and the word are the fact
+        log.error("%s: damaged entry: %s", path, error, extra=about(message=ENTRY_DAMAGED))  # noqa: TRY400
         return None
 
 
@@ -417,7 +437,8 @@ def drop(incoming_dir: Path, source: Path, *, hold: bool = False) -> str:
                     file.write(data)
                 os.fsync(fd)
                 temporary.rename(incoming_dir / name)
-                durable.sync_dir(incoming_dir)
+                with contextlib.suppress(PermissionError):  # a drop box cannot be opened; honed syncs it when it claims
+                    durable.sync_dir(incoming_dir)
                 return name
             temporary.unlink()
             number += 1

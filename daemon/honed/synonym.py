@@ -211,3 +211,8 @@ VALUES: dict[str, tuple[str, ...]] = {
 SECRETS = re.compile(
     r"(.*_)?(api_key|apikey|secret|secret_key|password|passwd|access_key|credentials?|(hf|hub|auth|access|api|job|bearer|wandb)_token|token)"
 )
+#: What tokens look like: of Hugging Face, GitHub, OpenAI and the like, Slack, AWS, and signed ones (JWT).
+SECRET_VALUES = re.compile(
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|AKIA[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.)"
+)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from honed.attempts import duration
+from honed.progress import duration
 
 #: Columns of what goes into a pipe: nothing is cut there.
 PIPE_WIDTH = 400

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from honed import daemon, device, log
 from honed.layout import Layout
-from honed.runner import ProcessRunner
+from honed.process_runner import ProcessRunner
 
 
 def probe(_gpus: list[int] | None) -> list[device.Device]:

@@ -1,6 +1,8 @@
 """A worker that misbehaves on demand: what it does is the job's name. It trains nothing and imports no torch.
 
 succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
+slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
+eat              waits for a file `eat` in its directory, then takes all the memory that there is
 explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
 crash            exit 1 without a word               abort        SIGABRT
 die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
@@ -8,11 +10,13 @@ killer           kills itself in every attempt       exit0        exit 0 without
 liar             exit 3 with a result of success     garbage      noise among its events, then success
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
 fallback         backend_unavailable under unsloth, success under transformers
+report[-N]   as succeed, and evaluates and predicts at each step
 torn             half a result file, then exit 0       make[-N]     as succeed, and leaves what such a job makes
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -24,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed import durable
 from honed.event import EventWriter
 from honed.layout import JobLayout
+from honed.worker.pulse import Pulse
 from zoo import plain
 
 
@@ -33,13 +38,16 @@ def main() -> int:
     attempt = layout.attempt(number)
     plan = json.loads(layout.plan_path.read_bytes())
     name = plan["job"]["name"].split(".")[0]
-    events = EventWriter(attempt.events_path)
+    faulthandler.enable()
+    events = EventWriter(attempt.events_path, tell=Pulse().tell)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "deaf" else lambda *_: asked.append(1))
     with (job_dir / "starts.txt").open("a") as file:
         file.write(f"{number} {backend} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     print("the libraries chatter")
     events.emit("started", pid=os.getpid(), versions={}, backend=backend)
+    if name != "hang":
+        events.emit("stage", stage="train")
     progress_path = layout.checkpoints_dir / "step"
     layout.checkpoints_dir.mkdir(exist_ok=True)
 
@@ -54,7 +62,7 @@ def main() -> int:
         }
         durable.write_json(attempt.result_path, value)
 
-    def steps(count: int, *, pause: float = 0.0, die_at: int | None = None) -> int:
+    def steps(count: int, *, pause: float = 0.0, die_at: int | None = None, save_sec: float = 0.0) -> int:
         first = int(progress_path.read_text()) if progress_path.exists() else 0
         if first:
             events.emit("resumed", step=first, path=str(progress_path))
@@ -65,6 +73,7 @@ def main() -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             progress_path.write_text(str(step))
             if asked:
+                time.sleep(save_sec)
                 events.emit("checkpoint", step=step, path=str(progress_path))
                 result("interrupted", step, {"code": "interrupted", "message": f"stopped at step {step}", "hint": ""})
                 sys.exit(75)
@@ -76,13 +85,32 @@ def main() -> int:
             events.emit("memory", when="built", weights_bytes=3 * 2**20, adapter_bytes=2**20)
             events.emit("memory", when="trained", weights_bytes=3 * 2**20, adapter_bytes=2**20, optimizer_bytes=2**21)
             result("succeeded", steps(int(argument or 5)))
+        case "report":
+            count = int(argument or 5)
+            for step in range(count + 1):
+                events.emit("evaluation", step=step, epoch=step / count, metrics={"eval_loss": 1 / (step + 1)})
+                rows = [
+                    {"sample_index": index, "prompt": f"Frage {index}: wie weit ist es bis Köln?",
+                     "ground_truth": "weit", "prediction": f"nach {step} Schritten"} for index in range(2)
+                ]  # fmt: skip
+                events.emit("predictions", step=step, epoch=step / count, num_failed=0, rows=rows)
+                time.sleep(0.02)
+            result("succeeded", steps(count, pause=0.02))
         case "make":
             made = Path(plan["output_dir"])
             (plain.write_adapter if plan["spec"]["lora"] else plain.write_base_model)(made)
             durable.write_json(made / "honed.json", {"job": plan["job"]})
             result("succeeded", steps(int(argument or 1), pause=0.05))
         case "slow" | "deaf":
-            result("succeeded", steps(200, pause=0.05))
+            count, _, save = argument.partition("-")
+            result("succeeded", steps(int(count or 200), pause=0.05, save_sec=float(save or 0)))
+        case "eat":
+            steps(1)
+            while not (job_dir / "eat").exists():
+                time.sleep(0.05)
+            eaten = []
+            while True:
+                eaten.append(b"x" * 2**22)
         case "die":
             result("succeeded", steps(10, die_at=int(argument) if number == 1 else None))
         case "killer":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from honed import doctor, installed
-from honed.config import Config
+from honed.config import Config, PolicyConfig
 from honed.doctor import Finding
 from honed.error import EnvironmentInvalidError
 from honed.layout import Layout
@@ -165,3 +165,61 @@ def test_a_running_honed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 100 * 2**20}))
     assert doctor._disk("state", tmp_path).status == "error"
+
+
+def test_a_broken_configuration_is_a_finding_and_not_the_end(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.config_path.parent.mkdir(parents=True)
+    layout.config_path.write_text("[jobs]\nretry_delay = 3\n")
+    code = f"print([f for f in examine(Layout(Path({str(tmp_path)!r}))) if f.check in ('configuration', 'python')])"
+    found = ask_with(tmp_path / "none", code)
+    assert "check='configuration', status='error'" in found
+    assert "jobs.retry_delay" in found
+    assert "check='python', status='ok'" in found
+
+
+#: What `systemctl show` says of a unit that is well.
+WELL = {
+    "LoadState": "loaded", "ActiveState": "active", "Result": "success", "UnitFileState": "enabled",
+    "NeedDaemonReload": "no", "NRestarts": "0", "StatusText": "idle; 0 queued",
+    "ReadWritePaths": "/var/lib/honed/jobs/0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({}, "ok", "idle"),
+        ({"LoadState": "not-found"}, "warning", "scripts/install"),
+        ({"NeedDaemonReload": "yes"}, "warning", "systemctl daemon-reload"),
+        ({"ActiveState": "failed", "Result": "watchdog"}, "error", "watchdog"),
+        ({"StatusText": "degraded: /var/lib/honed: No space left on device; idle"}, "error", "No space left"),
+        ({"StatusText": "idle; NOT reloaded, the old configuration is in force: x"}, "error", "NOT reloaded"),
+        ({"NRestarts": "7"}, "warning", "restarted 7 times"),
+        ({"UnitFileState": "disabled"}, "warning", "systemctl enable"),
+    ],
+)
+def test_what_is_wrong_with_the_unit_is_told(changes: dict[str, str], status: str, words: str) -> None:
+    found = doctor._service({**WELL, **changes})
+    assert found.status == status
+    assert words in f"{found.detail} {found.hint}"
+
+
+def test_a_unit_that_is_closed_to_what_the_configuration_allows_is_told() -> None:
+    config = Config(policy=PolicyConfig(allowed_paths=["/srv/out", "/srv/data"]))
+    assert doctor._sandbox(Config(), WELL).status == "ok"
+    found = doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 -/srv/data"})
+    assert found.status == "error"
+    assert "/srv/out" in found.detail
+    assert "/srv/data" not in found.detail
+    assert doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 /srv"}).status == "ok"
+
+
+def test_an_incoming_that_everyone_may_tidy_up_is_an_error(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    (layout.spool_dir / "incoming").mkdir(parents=True)
+    layout.jobs_dir.mkdir(parents=True)
+    (layout.spool_dir / "incoming").chmod(0o777)
+    assert "remove and replace" in doctor._permissions(layout).detail
+    (layout.spool_dir / "incoming").chmod(0o1777)
+    assert doctor._permissions(layout).status == "ok"

@@ -34,6 +34,14 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
         (None, Exit(None, 9), "killed"),
         (None, Exit(None, None), "killed"),
         ([], Exit(0, None), "killed"),
+        # What systemd knows, and the kernel's killer, of a worker that could say nothing itself.
+        (None, Exit(None, 6, service_result="watchdog"), "stalled"),
+        (None, Exit(None, 9, service_result="oom-kill"), "out_of_memory"),
+        (None, Exit(None, 9, was_out_of_memory=True), "out_of_memory"),
+        (None, Exit(None, 9, service_result="timeout"), "killed"),
+        (None, Exit(226, None, service_result="exit-code", ran=False), "environment_invalid"),
+        (None, Exit(None, None, ran=False), "environment_invalid"),
+        (FAILURE, Exit(None, 6, service_result="watchdog"), "mask_invalid"),
     ],
 )
 def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit, code: str) -> None:

@@ -661,7 +661,7 @@ def test_bad_requests_do_not_end_the_helper(desk: Desk) -> None:
     finals = [answer for answer in answers if "ok" in answer]
     assert [answer["ok"] for answer in finals] == [False, False, False, True]
     assert [answer["error"]["code"] for answer in finals[:3]] == ["error", "error", "error"]
-    assert [answer["stage"] for answer in answers if "stage" in answer][:2] == ["spec", "base model"]
+    assert [answer["stage"] for answer in answers if "stage" in answer][:2] == ["spec", "permissions"]
 
 
 def test_closing_ends_the_helper(desk: Desk, daemon: Daemon) -> None:

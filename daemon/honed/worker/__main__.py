@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
 #: Set before any library is imported; what the daemon or the administrator has set stays.
@@ -32,14 +33,15 @@ def main() -> int:
     arguments = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    stop = Stop()
+    pulse = Pulse()
+    stop = Stop(pulse.beat)
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
-    faulthandler.enable()  # the daemon sends SIGABRT to a worker that hangs: its stacks go to worker.log
+    faulthandler.enable()  # a worker that hangs is sent SIGABRT: its stacks go to worker.log
 
     from honed.worker.run import run
 
-    return run(arguments.job_dir.resolve(), arguments.attempt, backend=arguments.backend, stop=stop)
+    return run(arguments.job_dir.resolve(), arguments.attempt, backend=arguments.backend, stop=stop, tell=pulse.tell)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,11 @@ class RunCallback(TrainerCallback):
                 hint="a lower learning_rate, more warmup_steps, or another dtype: float16 overflows in some families",
             )
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop.beat()
+
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._stop.beat()
         interval = self._save_interval_sec
         if interval is not None and self._clock() - self._saved_at >= interval:
             control.should_save = True

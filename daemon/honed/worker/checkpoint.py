@@ -51,6 +51,8 @@ def seal(path: Path, progress: Progress) -> None:
     """Make all that lies in `path` durable, then say so in its manifest: the commit point of a checkpoint."""
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
     for file in files:
+        # safetensors writes files of mode 0600, which shuts out honed and, by the ACL's mask, who dropped the job.
+        file.chmod(file.stat().st_mode | (path.stat().st_mode & 0o044))
         _sync(file)
     for directory in [*(entry for entry in path.rglob("*") if entry.is_dir()), path]:
         durable.sync_dir(directory)

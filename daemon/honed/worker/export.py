@@ -87,8 +87,19 @@ def finish(assignment: Assignment, made: Path, facts: dict[str, Any]) -> None:
     (made / "README.md").write_text(_card(assignment, facts), encoding="utf-8")
     manifest = _manifest(assignment, facts)
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _open_up(made)
     sync(made)
     place(made, assignment.output_dir, owner=_identity(assignment.plan))
+
+
+def _open_up(made: Path) -> None:
+    """Give every file the mode that the umask allows: safetensors makes its own with 0600, whatever that is, and then
+    neither the daemon nor who dropped the job could read what was trained."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for path in made.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o666 & ~umask)
 
 
 def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,21 @@ MERGE_TOLD_INTERVAL_SEC = 30.0
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
 
 
-def run(job_dir: Path, attempt: int, *, backend: str | None = None, stop: Stop | None = None) -> int:
-    """Try the job once. Leaves events and, once everything else is durable, result.json; returns the exit status."""
+def run(
+    job_dir: Path,
+    attempt: int,
+    *,
+    backend: str | None = None,
+    stop: Stop | None = None,
+    tell: Callable[[str, dict[str, Any]], None] = lambda _kind, _data: None,
+) -> int:
+    """Try the job once. Leaves events and, once everything else is durable, result.json; returns the exit status.
+
+    Each event is handed to `tell`, too.
+    """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
-    events = EventWriter(layout.events_path)
+    events = EventWriter(layout.events_path, tell=tell)
     stop = stop or Stop()
     story = _Story(events, stop)
     error: HonedError | None = None
@@ -120,7 +131,8 @@ class _Story:
 
         # Prepare: what an earlier attempt left, then the libraries, in the order that the backend needs.
         self._stage("prepare")
-        durable.make_dir(job.layout.checkpoints_dir)
+        job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be of our group
+        durable.sync_dir(job.layout.dir)
         resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir)
         for path in set_aside:
             self._log("warning", f"{path.stem} was not whole and is set aside as {path.name}")

@@ -1,0 +1,272 @@
+"""Who may read and write what: POSIX ACLs, and whether a user other than us gets at a path, and what is in the way.
+
+An ACL is the value of an extended attribute (linux/posix_acl_xattr.h): a version, then (tag, permissions, id) each,
+in the order of the tags. It replaces the group's bits of the mode by a mask, so that `ls -l` shows the mask there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import logging
+import os
+import pwd
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+ACCESS_XATTR = "system.posix_acl_access"
+DEFAULT_XATTR = "system.posix_acl_default"
+_VERSION = 2
+_USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
+_NOBODY = 0xFFFFFFFF
+
+READ, WRITE, ENTER = 4, 2, 1
+#: The users and the group of the system's own instance; on a machine without them honed is one user's affair.
+DAEMON_USER, WORKERS_USER, DROPPERS_GROUP = "honed", "honed-job", "honed-submit"
+#: Hidden from the services (ProtectHome=), whatever their modes.
+HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
+MAX_LINKS = 40
+
+
+@dataclass(frozen=True)
+class Acl:
+    """Permissions, 0 to 7, by whom."""
+
+    owner: int
+    group: int
+    other: int
+    users: Mapping[int, int]
+    groups: Mapping[int, int]
+    mask: int | None = None  #: None: as wide as what it masks
+
+    def encode(self) -> bytes:
+        named = [*self.users.values(), *self.groups.values(), self.group]
+        mask = self.mask if self.mask is not None else _union(named)
+        entries = [
+            (_USER_OBJ, self.owner, _NOBODY),
+            *((_USER, permissions, uid) for uid, permissions in sorted(self.users.items())),
+            (_GROUP_OBJ, self.group, _NOBODY),
+            *((_GROUP, permissions, gid) for gid, permissions in sorted(self.groups.items())),
+            (_MASK, mask, _NOBODY),
+            (_OTHER, self.other, _NOBODY),
+        ]
+        return struct.pack("<I", _VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Acl:
+        """Raises ValueError where it is none."""
+        if len(data) % 8 != 4 or struct.unpack_from("<I", data)[0] != _VERSION:
+            raise ValueError("not a POSIX ACL")
+        single, users, groups = {_GROUP_OBJ: 0, _USER_OBJ: 0, _OTHER: 0}, {}, {}
+        for tag, permissions, number in struct.iter_unpack("<HHI", data[4:]):
+            match tag:
+                case 0x02:
+                    users[number] = permissions
+                case 0x08:
+                    groups[number] = permissions
+                case _:
+                    single[tag] = permissions
+        return cls(single[_USER_OBJ], single[_GROUP_OBJ], single[_OTHER], users, groups, single.get(_MASK))
+
+
+def _union(permissions: list[int]) -> int:
+    found = 0
+    for each in permissions:
+        found |= each
+    return found
+
+
+def acl_of(path: Path) -> Acl | None:
+    """A path's ACL; None where it has none beyond its mode."""
+    try:
+        return Acl.decode(os.getxattr(path, ACCESS_XATTR))
+    except (OSError, ValueError):
+        return None
+
+
+def set_acl(path: Path, acl: Acl, *, inherited: bool = False) -> bool:
+    """Give a path that ACL, and with `inherited` all that is made in the directory from now on.
+
+    Returns False, with one word in the log, where the file system knows no ACLs.
+    """
+    try:
+        os.setxattr(path, ACCESS_XATTR, acl.encode())
+        if inherited:
+            os.setxattr(path, DEFAULT_XATTR, acl.encode())
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        _say_no_acls(path)
+        return False
+    return True
+
+
+_said: set[int] = set()
+
+
+def _say_no_acls(path: Path) -> None:
+    device = path.stat().st_dev
+    if device not in _said:
+        _said.add(device)
+        log.warning(
+            "%s: this file system has no ACLs: people read their results through honectl, not from the files", path
+        )
+
+
+# -- people -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Person:
+    """A user of this machine, with all their groups."""
+
+    uid: int
+    gids: frozenset[int]
+    name: str
+
+
+def person(who: str | int) -> Person | None:
+    """A user by name or number; a number that no user has is one without groups. None for a name that is nobody's."""
+    try:
+        found = pwd.getpwnam(who) if isinstance(who, str) else pwd.getpwuid(who)
+    except KeyError:
+        return None if isinstance(who, str) else Person(who, frozenset(), f"user {who}")
+    return Person(found.pw_uid, frozenset(os.getgrouplist(found.pw_name, found.pw_gid)), found.pw_name)
+
+
+def group_id(name: str) -> int | None:
+    with contextlib.suppress(KeyError):
+        return grp.getgrnam(name).gr_gid
+    return None
+
+
+def user_name(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return str(uid)
+
+
+def workers_user(root: Path) -> Person | None:
+    """Who the workers of the instance below `root` are; None where they are the daemon's own user."""
+    return person(WORKERS_USER) if root == Path("/") else None
+
+
+# -- what is in the way -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """The first directory, or the file, that keeps somebody from a path."""
+
+    path: Path
+    info: os.stat_result
+    what: str  #: entered, read or written
+    person: Person
+
+    def __str__(self) -> str:
+        mode, owner = stat.S_IMODE(self.info.st_mode), user_name(self.info.st_uid)
+        try:
+            group = grp.getgrgid(self.info.st_gid).gr_name
+        except KeyError:
+            group = str(self.info.st_gid)
+        return f"{self.path} (mode {mode:04o}, {owner}:{group}) cannot be {self.what} by the user {self.person.name}"
+
+
+def obstacle(path: Path, who: Person, wanted: int = READ) -> Obstacle | None:
+    """What keeps `who` from a path, by modes and ACLs, links followed; None where nothing does, or we cannot see it.
+
+    What is missing is nobody's obstacle. A read-only mount, a security module or a server's own view are not seen.
+    """
+    try:
+        # One by one: what lies behind a closed directory is closed to us, too.
+        for step, is_last in _steps(path):
+            enter = ENTER if step.is_dir() else 0
+            if not is_last and not may(step, who, ENTER):
+                return Obstacle(step, step.stat(), "entered", who)
+            if is_last and wanted & WRITE and not may(step, who, WRITE | enter):
+                return Obstacle(step, step.stat(), "written", who)
+            if is_last and not may(step, who, (wanted & READ) | enter):
+                return Obstacle(step, step.stat(), "read", who)
+    except OSError:
+        return None
+    return None
+
+
+def _steps(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Every directory that is gone through on the way to a path, links followed; last the path as it really is."""
+    here, ahead, num_links = Path("/"), list(path.parts[1:]), 0
+    yield here, not ahead
+    while ahead:
+        part = ahead.pop(0)
+        if part == "..":
+            here = here.parent
+            yield here, not ahead
+            continue
+        if (here / part).is_symlink():
+            num_links += 1
+            if num_links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            target = (here / part).readlink()
+            if target.is_absolute():
+                here = Path("/")
+                yield here, target == here and not ahead
+            ahead = [name for name in target.parts if name != "/"] + ahead
+            continue
+        here /= part
+        yield here, not ahead
+
+
+def may(path: Path, who: Person, wanted: int) -> bool:
+    """Whether a path's own mode and ACL give somebody all that is wanted. Raises OSError where it cannot be seen."""
+    info = path.stat()
+    if who.uid == 0:
+        return True
+    mode = info.st_mode
+    if who.uid == info.st_uid:
+        return (mode >> 6) & wanted == wanted
+    acl = acl_of(path)
+    if acl is None:
+        return ((mode >> 3) if info.st_gid in who.gids else mode) & wanted == wanted
+    mask = acl.mask if acl.mask is not None else 7
+    if who.uid in acl.users:
+        return acl.users[who.uid] & mask & wanted == wanted
+    groups = [permissions for gid, permissions in acl.groups.items() if gid in who.gids]
+    groups += [acl.group] if info.st_gid in who.gids else []
+    if groups:
+        return any(permissions & mask & wanted == wanted for permissions in groups)
+    return acl.other & wanted == wanted
+
+
+def home_above(path: Path) -> Path | None:
+    """The place of homes that a path really lies below, if any."""
+    real = Path(os.path.realpath(path))
+    return next((home for home in HOMES if real.is_relative_to(home)), None)
+
+
+# -- a job's directory ------------------------------------------------------------------------------------------------
+
+
+def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool) -> None:
+    """Let a new job's directory (mode 0770) be read by who dropped the job, beside the daemon and the workers' group.
+
+    Whatever is made in it inherits that. The group comes with the setgid bit of the directory above, since a sandboxed
+    daemon may not set that bit (RestrictSUIDSGID=).
+    """
+    gid = group_id(WORKERS_USER)
+    if gid is not None and path.stat().st_gid != gid:
+        with contextlib.suppress(PermissionError):
+            os.chown(path, -1, gid)
+    everybody = READ | ENTER if is_shared else 0
+    set_acl(path, Acl(owner=7, group=7, other=everybody, users={owner_uid: READ | ENTER}, groups={}), inherited=True)
+
+
+def let_read(path: Path, uid: int) -> None:
+    """Let one more user read a file of ours."""
+    permissions = stat.S_IMODE(path.stat().st_mode)
+    set_acl(path, Acl(permissions >> 6, (permissions >> 3) & 7, permissions & 7, {uid: READ}, {}))

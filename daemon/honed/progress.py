@@ -1,0 +1,27 @@
+"""How far a run is, in words: for the log, for STATUS= of honed and of a job's unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def progress_text(progress: Mapping[str, Any]) -> str:
+    """`step 120/500, loss 1.234, ETA 5 min`."""
+    parts = [f"step {progress.get('step')}/{progress.get('num_steps')}"]
+    if isinstance(loss := progress.get("loss"), int | float):
+        parts.append(f"loss {figure(loss)}")
+    if isinstance(eta_sec := progress.get("eta_sec"), int | float):
+        parts.append(f"ETA {duration(eta_sec)}")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 40 s, 5 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,32 @@
+# Made by `python -m honed.reference --write docs`.
+_honectl_jobs() {
+    honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'
+}
+_honectl() {
+    local word words verb= current=${COMP_WORDS[COMP_CWORD]}
+    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+        case $word in submit|check|plan|preview|list|show|logs|watch|cancel|hold|release|requeue|pause|resume|predictions|sandbox|doctor) verb=$word; break ;; esac
+    done
+    case $verb in
+        "") words="submit check plan preview list show logs watch cancel hold release requeue pause resume predictions sandbox doctor --root --user" ;;
+        submit) words="--json --hold --stage --wait" ;;
+        check) words="--json" ;;
+        plan) words="--json" ;;
+        preview) words="--json --rows" ;;
+        list) words="--json --state" ;;
+        show) words="--json $(_honectl_jobs)" ;;
+        logs) words="--follow --raw --explain $(_honectl_jobs)" ;;
+        watch) words=" $(_honectl_jobs)" ;;
+        cancel) words="--json $(_honectl_jobs)" ;;
+        hold) words="--json $(_honectl_jobs)" ;;
+        release) words="--json $(_honectl_jobs)" ;;
+        requeue) words="--json --from-start $(_honectl_jobs)" ;;
+        pause) words="" ;;
+        resume) words="" ;;
+        predictions) words="--json --sample $(_honectl_jobs)" ;;
+        sandbox) words="--dry-run" ;;
+        doctor) words="--json" ;;
+    esac
+    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")
+}
+complete -o default -F _honectl honectl

@@ -1,0 +1,52 @@
+# Made by `python -m honed.reference --write docs`.
+function __honectl_jobs
+    honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'
+end
+complete -c honectl -n __fish_use_subcommand -f -a submit -d 'check job files, then drop them into the spool'
+complete -c honectl -n '__fish_seen_subcommand_from submit' -l json
+complete -c honectl -n '__fish_seen_subcommand_from submit' -l hold
+complete -c honectl -n '__fish_seen_subcommand_from submit' -l stage
+complete -c honectl -n '__fish_seen_subcommand_from submit' -l wait
+complete -c honectl -n __fish_use_subcommand -f -a check -d 'check job files as honed would before it accepts them'
+complete -c honectl -n '__fish_seen_subcommand_from check' -l json
+complete -c honectl -n __fish_use_subcommand -f -a plan -d 'what would be done and why; no model is loaded'
+complete -c honectl -n '__fish_seen_subcommand_from plan' -l json
+complete -c honectl -n __fish_use_subcommand -f -a preview -d 'rows exactly as they will be trained on, masked and trained text told apart'
+complete -c honectl -n '__fish_seen_subcommand_from preview' -l json
+complete -c honectl -n '__fish_seen_subcommand_from preview' -l rows
+complete -c honectl -n __fish_use_subcommand -f -a list -d 'all jobs and their progress'
+complete -c honectl -n '__fish_seen_subcommand_from list' -l json
+complete -c honectl -n '__fish_seen_subcommand_from list' -l state
+complete -c honectl -n __fish_use_subcommand -f -a show -d 'all that is known of one job'
+complete -c honectl -n '__fish_seen_subcommand_from show' -l json
+complete -c honectl -n '__fish_seen_subcommand_from show' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a logs -d 'what a job'\''s attempts told'
+complete -c honectl -n '__fish_seen_subcommand_from logs' -l follow
+complete -c honectl -n '__fish_seen_subcommand_from logs' -l raw
+complete -c honectl -n '__fish_seen_subcommand_from logs' -l explain
+complete -c honectl -n '__fish_seen_subcommand_from logs' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a watch -d 'live progress of all jobs, or of one'
+complete -c honectl -n '__fish_seen_subcommand_from watch' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a cancel -d 'end a job for good'
+complete -c honectl -n '__fish_seen_subcommand_from cancel' -l json
+complete -c honectl -n '__fish_seen_subcommand_from cancel' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a hold -d 'keep a queued job from starting, or stop a running one at a checkpoint'
+complete -c honectl -n '__fish_seen_subcommand_from hold' -l json
+complete -c honectl -n '__fish_seen_subcommand_from hold' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a release -d 'let a held job go on'
+complete -c honectl -n '__fish_seen_subcommand_from release' -l json
+complete -c honectl -n '__fish_seen_subcommand_from release' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a requeue -d 'queue a finished job again, from its last checkpoint if it has one'
+complete -c honectl -n '__fish_seen_subcommand_from requeue' -l json
+complete -c honectl -n '__fish_seen_subcommand_from requeue' -l from-start
+complete -c honectl -n '__fish_seen_subcommand_from requeue' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a pause -d 'start no more jobs; running ones go on'
+complete -c honectl -n __fish_use_subcommand -f -a resume -d 'start jobs again'
+complete -c honectl -n __fish_use_subcommand -f -a predictions -d 'what the model wrote for held-out examples, step by step, beside the truth'
+complete -c honectl -n '__fish_seen_subcommand_from predictions' -l json
+complete -c honectl -n '__fish_seen_subcommand_from predictions' -l sample
+complete -c honectl -n '__fish_seen_subcommand_from predictions' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a sandbox -d 'open the units'\'' sandbox to policy.allowed_paths (root)'
+complete -c honectl -n '__fish_seen_subcommand_from sandbox' -l dry-run
+complete -c honectl -n __fish_use_subcommand -f -a doctor -d 'is this machine fit: versions, GPU, disk, permissions'
+complete -c honectl -n '__fish_seen_subcommand_from doctor' -l json

@@ -1,0 +1,47 @@
+#compdef honectl
+# Made by `python -m honed.reference --write docs`.
+local -a verbs
+verbs=(
+        'submit:check job files, then drop them into the spool'
+        'check:check job files as honed would before it accepts them'
+        'plan:what would be done and why; no model is loaded'
+        'preview:rows exactly as they will be trained on, masked and trained text told apart'
+        'list:all jobs and their progress'
+        'show:all that is known of one job'
+        'logs:what a job'\''s attempts told'
+        'watch:live progress of all jobs, or of one'
+        'cancel:end a job for good'
+        'hold:keep a queued job from starting, or stop a running one at a checkpoint'
+        'release:let a held job go on'
+        'requeue:queue a finished job again, from its last checkpoint if it has one'
+        'pause:start no more jobs; running ones go on'
+        'resume:start jobs again'
+        'predictions:what the model wrote for held-out examples, step by step, beside the truth'
+        'sandbox:open the units'\'' sandbox to policy.allowed_paths (root)'
+        'doctor:is this machine fit: versions, GPU, disk, permissions'
+)
+if (( CURRENT == 2 )); then
+    _describe verb verbs
+else
+    local verb=$words[2]
+    shift words; (( CURRENT-- ))
+    case $verb in
+        submit) _arguments '--json' '--hold' '--stage' '--wait' '*:file:_files' ;;
+        check) _arguments '--json' '*:file:_files' ;;
+        plan) _arguments '--json' '*:file:_files' ;;
+        preview) _arguments '--json' '--rows' '*:file:_files' ;;
+        list) _arguments '--json' '--state' '*:file:_files' ;;
+        show) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        logs) _arguments '--follow' '--raw' '--explain' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        watch) _arguments  '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        cancel) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        hold) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        release) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        requeue) _arguments '--json' '--from-start' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        pause) _arguments  '*:file:_files' ;;
+        resume) _arguments  '*:file:_files' ;;
+        predictions) _arguments '--json' '--sample' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        sandbox) _arguments '--dry-run' '*:file:_files' ;;
+        doctor) _arguments '--json' '*:file:_files' ;;
+    esac
+fi

@@ -1,0 +1,156 @@
+"""The shim on its own: what it hands on, relays, and writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import wait_for
+
+from honed import jobunit
+from honed.layout import Layout
+from honed.runner import exit_of, read_exit_record
+
+SHIM = Path(jobunit.__file__).with_name("shim.py")
+
+
+class Shim:
+    """One shim with a worker that is a line of Python, as its unit runs it."""
+
+    def __init__(self, attempt_dir: Path, code: str, **environment: str) -> None:
+        self.dir = attempt_dir
+        self.dir.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(SHIM), "--relay", str(self.dir), "1", sys.executable, "-uc", code],
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+
+    @property
+    def log(self) -> str:
+        path = self.dir / "worker.log"
+        return path.read_text() if path.exists() else ""
+
+    def end(self) -> tuple[int, str, dict[str, Any]]:
+        """(exit status, what went to the journal, exit.json)."""
+        _, told = self.process.communicate(timeout=30)
+        return self.process.returncode, told.decode(), json.loads((self.dir / "exit.json").read_text())
+
+
+Start = Callable[..., Shim]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    return lambda code, **environment: Shim(tmp_path / "1", code, **environment)
+
+
+def test_what_a_worker_writes_goes_to_its_log_and_line_by_line_to_the_journal(start: Start) -> None:
+    code = r"import sys; print('one'); sys.stderr.write('10%\r20%\r100%\n<4>heed me\n\nno end')"
+    status, told, record = start(code).end()
+    assert (status, record["status"], record["signal"], record["was_out_of_memory"]) == (0, 0, None, False)
+    assert told.splitlines() == ["one", "100%", "<4>heed me", "no end"]
+
+
+def test_the_log_has_it_as_it_was(start: Start, tmp_path: Path) -> None:
+    start(r"print('a\rb'); print('c' * 100000)").end()
+    assert (tmp_path / "1/worker.log").read_bytes() == b"a\rb\n" + b"c" * 100000 + b"\n"
+
+
+def test_the_last_words_of_a_worker_that_dies_arrive(start: Start) -> None:
+    status, told, record = start("import os; os.write(2, b'x' * 60000 + b'last'); os.abort()").end()
+    assert (status, record["signal"]) == (-signal.SIGABRT, signal.SIGABRT)
+    assert told.endswith("last\n")
+
+
+def test_the_shim_ends_as_the_worker_did(start: Start) -> None:
+    assert start("raise SystemExit(75)").end()[0] == 75
+
+
+def test_a_stopped_worker_is_woken_to_dump_its_stacks_which_stand_out_in_the_journal(start: Start) -> None:
+    shim = start("import faulthandler, time; faulthandler.enable(); print('up'); time.sleep(60)")
+    wait_for(lambda: "up" in shim.log, what="the worker")
+    pid = json.loads((shim.dir / "lock").read_text())["worker_pid"]
+    os.kill(pid, signal.SIGSTOP)
+    shim.process.send_signal(signal.SIGABRT)
+    status, told, record = shim.end()
+    assert (status, record["signal"]) == (-signal.SIGABRT, signal.SIGABRT)
+    assert "<4>Fatal Python error: Aborted" in told
+    assert 'File "<string>", line 1 in <module>' in told
+
+
+def test_children_that_a_worker_leaves_behind_do_not_hold_up_its_end(start: Start) -> None:
+    child = "import time\nwhile True: print('still here', flush=True); time.sleep(0.001)"
+    shim = start(f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)")
+    wait_for((shim.dir / "exit.json").exists, what="the end", deadline_sec=10)
+    os.kill(int(shim.log.split()[0]), signal.SIGKILL)
+    assert shim.end()[0] == 0
+
+
+def test_systemd_is_asked_for_more_time_while_a_worker_that_is_to_stop_writes_its_checkpoint(
+    start: Start, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(10)
+        save = "import signal, time; signal.signal(15, lambda *_: (time.sleep(0.3), exit(75)))"
+        code = f"{save}; print('up'); time.sleep(60)"
+        shim = start(code, NOTIFY_SOCKET=str(tmp_path / "notify"), HONED_STOP_TIMEOUT_SEC="7")
+        wait_for(lambda: "up" in shim.log, what="the worker")
+        shim.process.terminate()
+        extension, watchdog, beat = systemd.recv(200).decode().splitlines()
+        status, _, record = shim.end()
+    assert (status, record["was_asked"], beat) == (75, True, "WATCHDOG=1")
+    assert 6e6 < int(extension.removeprefix("EXTEND_TIMEOUT_USEC=")) <= 7e6
+    assert int(watchdog.removeprefix("WATCHDOG_USEC=")) > 20e6
+
+
+# -- the ends of a unit ------------------------------------------------------------------------------------------------
+
+START = jobunit.Start(2, 1, "transformers", {"A": "b"}, 60.0, 30.0)
+KILLED = {"SERVICE_RESULT": "oom-kill", "EXIT_CODE": "killed", "EXIT_STATUS": "KILL"}
+
+
+def test_a_start_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = Layout(tmp_path).job(7)
+    job.dir.mkdir(parents=True)
+    START.write(job)
+    assert jobunit.read(job) == START
+
+
+def test_where_the_shim_was_killed_the_units_end_is_written_down(tmp_path: Path) -> None:
+    job = Layout(tmp_path).job(7)
+    job.dir.mkdir(parents=True)
+    START.write(job)
+    jobunit.end(job, KILLED)
+    ended = exit_of(read_exit_record(job.attempt(2), 1))
+    assert (ended.status, ended.signal, ended.service_result, ended.ran) == (None, signal.SIGKILL, "oom-kill", False)
+
+
+def test_what_systemd_knows_is_added_to_what_the_shim_has_written_and_once(tmp_path: Path) -> None:
+    job = Layout(tmp_path).job(7)
+    attempt = job.attempt(2)
+    attempt.dir.mkdir(parents=True)
+    START.write(job)
+    attempt.exit_path.write_text(json.dumps({"start": 1, "status": 75, "signal": None}))
+    stopped = {"SERVICE_RESULT": "success", "EXIT_CODE": "exited", "EXIT_STATUS": "75"}
+    jobunit.end(job, stopped, system_state="stopping")
+    again = jobunit.end(job, {**KILLED})
+    assert (again["status"], again["service_result"], again["system_state"]) == (75, "success", "stopping")
+    assert exit_of(again).is_machine_going_down
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"number": 1}', '{"start": "\\ud800"}'])
+def test_a_start_that_honed_did_not_write_starts_nothing(tmp_path: Path, text: str) -> None:
+    job = Layout(tmp_path).job(7)
+    job.dir.mkdir(parents=True)
+    job.start_path.write_text(text)
+    assert "start.json" in jobunit.start(job)

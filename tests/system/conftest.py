@@ -1,0 +1,57 @@
+"""One booted systemd per test file; skipped, with the reason, where none can be booted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import CHECKOUT, ENVIRONMENT, Machine, why_not
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_not() if any(item.get_closest_marker("systemd") for item in items) else None
+    for item in items:
+        if reason is not None and item.get_closest_marker("systemd"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """A fresh machine, honed not installed."""
+    made = Machine()
+    failed_before = request.session.testsfailed
+    yield made
+    if request.session.testsfailed > failed_before:
+        print(made.try_run("journalctl", "--no-pager", "--lines=200").stdout)
+    made.end()
+
+
+_BUILD = """
+from pathlib import Path
+from zoo.model import build_checkpoint, write_facts
+
+build_checkpoint(Path("/srv/models/tiny"))
+Path("/srv/data").mkdir()
+write_facts(Path("/srv/data/facts.jsonl"), repeat=4)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(machine: Machine) -> str:
+    """A real base model, tiny, in the machine; /srv/data/facts.jsonl is something to train it on."""
+    packages = machine.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
+    python = f"/usr/bin/{Path(packages).parent.name}"
+    environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
+    if machine.exists(f"{packages}/torchvision"):
+        loads = machine.try_run(python, "-c", "import torchvision", environment=environment)
+        if loads.returncode != 0:
+            # One that was built for another torch keeps transformers from importing any model.
+            machine.sh(f"rm -r {packages}/torchvision*")
+    machine.run(python, "-c", _BUILD, environment=environment)
+    machine.run("chmod", "-R", "a+rX", "/srv/models", "/srv/data")
+    return "/srv/models/tiny"

@@ -1,0 +1,13 @@
+"""`honed-job-start` with the fake worker in the place of the real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from honed import jobunit
+from honed.layout import Layout
+
+if __name__ == "__main__":
+    fakeworker = Path(__file__).parents[1] / "process/fakeworker.py"
+    sys.exit(jobunit.start(Layout(Path("/")).job(int(sys.argv[1])), command=[sys.executable, str(fakeworker)]))

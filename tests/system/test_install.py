@@ -1,0 +1,258 @@
+"""From nothing to a trained model with systemctl and journalctl, and away again. To be read, and run, in order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+pytestmark = pytest.mark.systemd
+
+INSTALL = (f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+INCOMING = "/var/spool/honed/incoming"
+#: The number of the job `long`: the refusal before it took one, too.
+LONG = 3
+
+
+def spec(name: str, num_steps: int, **training: Any) -> str:
+    return json.dumps(
+        {
+            "name": name,
+            "base_model": "/srv/models/tiny",
+            "backend": "transformers",
+            "lora": {"r": 4, "lora_alpha": 8},
+            "datasets": [{"path": "/srv/data/facts.jsonl"}],
+            "training": {"max_steps": num_steps, "per_device_train_batch_size": 2, "max_length": 128,
+                         "learning_rate": 0.01, "logging_steps": 1, **training},
+        }
+    )  # fmt: skip
+
+
+def drop(machine: Machine, user: str, name: str, num_steps: int, **training: Any) -> None:
+    """As a person does it: a file in one's home, and `cp`."""
+    machine.write(f"/home/{user}/{name}.json", spec(name, num_steps, **training), user=user)
+    machine.run("cp", f"/home/{user}/{name}.json", INCOMING, user=user)
+
+
+def show(machine: Machine, name: str, *, user: str = "root") -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(machine.run("honectl", "show", "--json", name, user=user))
+    return shown
+
+
+def wait_for_job(machine: Machine, name: str, *states: str) -> dict[str, Any]:
+    def reached() -> dict[str, Any] | None:
+        refused = machine.try_run("cat", f"/var/spool/honed/rejected/{name}.json.reason").stdout
+        assert not refused, refused
+        done = machine.try_run("honectl", "show", "--json", name)
+        job = json.loads(done.stdout) if done.returncode == 0 else None
+        assert job is None or job["state"] in states or job["state"] not in {"failed", "cancelled"}, job
+        return job if job and job["state"] in states else None
+
+    found = wait_for(reached, what=f"{name} in {states}", deadline_sec=120)
+    assert found is not None
+    return found
+
+
+def wait_for_step(machine: Machine, name: str, step: int) -> dict[str, Any]:
+    def reached() -> dict[str, Any] | None:
+        job = wait_for_job(machine, name, "queued", "running", "succeeded")
+        return job if (job["progress"]["step"] or 0) >= step else None
+
+    found = wait_for(reached, what=f"step {step} of {name}", deadline_sec=120)
+    assert found is not None
+    return found
+
+
+def steps(machine: Machine, number: int) -> list[int]:
+    """The steps that a job's first attempt told of, in order."""
+    lines = machine.sh(f"cat /var/lib/honed/jobs/{number}/attempts/1/events.jsonl").splitlines()
+    events = [json.loads(line) for line in lines]
+    return [event["step"] for event in events if event["event"] == "step"]
+
+
+def worker_pid(machine: Machine, number: int) -> int:
+    pid: int = machine.read_json(f"/var/lib/honed/jobs/{number}/attempts/1/lock")["worker_pid"]
+    return pid
+
+
+# -- install ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_everything_and_does_nothing(machine: Machine) -> None:
+    said = machine.run(*INSTALL, "--dry-run")
+    assert "/usr/lib/systemd/system/honed-job@.service" in said
+    assert "/usr/share/polkit-1/rules.d/50-honed.rules" in said
+    assert not machine.exists("/opt/honed")
+    assert not machine.exists("/etc/honed")
+
+
+def test_the_install_can_be_run_again_and_keeps_the_configuration(machine: Machine) -> None:
+    machine.run(*INSTALL)
+    machine.write("/etc/honed/honed.toml", "[jobs]\nretry_delay_sec = 1\n")
+    again = machine.run(*INSTALL)
+    assert "/etc/honed/honed.toml: kept as it is" in again
+    assert "/opt/honed/0.1.0: there already" in again
+    assert "honed.service\n" not in again.replace("try-restart", "").split("daemon-reload")[0]
+    assert machine.read("/etc/honed/honed.toml") == "[jobs]\nretry_delay_sec = 1\n"
+
+
+def test_systemd_finds_no_fault_in_any_unit(machine: Machine) -> None:
+    units = machine.sh("cd /usr/lib/systemd/system && ls -d honed*").split()
+    instances = [unit.replace("@.", "@1.") for unit in units if not unit.endswith(".d")]
+    done = machine.try_run("systemd-analyze", "verify", "--man=no", *instances)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_systemctl_starts_honed_which_is_ready_and_says_so(machine: Machine, model: str) -> None:
+    machine.run("systemctl", "enable", "--now", "honed")
+    assert machine.property("honed", "ActiveState") == "active"
+    machine.wait_property("honed", "StatusText", "idle; 0 queued")
+    assert machine.show("honed", "User", "Slice") == {"User": "honed", "Slice": "honed.slice"}
+    assert "workers are units" in "\n".join(machine.messages("--unit=honed"))
+    assert machine.run("systemctl", "is-system-running").strip() == "running"
+
+
+def test_a_member_of_honed_submit_drops_a_file_and_has_a_trained_model(machine: Machine) -> None:
+    machine.add_user("anna", "honed-submit")
+    drop(machine, "anna", "capitals", 30, dataloader_num_workers=1)
+    job = wait_for_job(machine, "capitals", "succeeded")
+    assert job["id"] == 1
+    assert job["attempts"][0]["outcome"] == "succeeded"
+    assert steps(machine, 1) == list(range(1, 31))
+    # She reads what came of it without honed, and so does nobody else.
+    machine.run("test", "-r", f"{job['artifacts']['output_dir']}/adapter_model.safetensors", user="anna")
+    machine.add_user("berta", "honed-submit")
+    assert machine.try_run("ls", "/var/lib/honed/jobs/1", user="berta").returncode != 0
+
+
+def test_who_is_not_in_the_group_drops_nothing(machine: Machine) -> None:
+    machine.add_user("carl")
+    machine.write("/home/carl/mine.json", spec("mine", 1), user="carl")
+    done = machine.try_run("cp", "/home/carl/mine.json", INCOMING, user="carl")
+    assert "Permission denied" in done.stderr
+
+
+def test_the_journal_tells_the_job_from_begin_to_end(machine: Machine) -> None:
+    """By field, over both units; each line of the job's own unit carries its number, too."""
+    of_daemon = machine.journal("HONED_JOB=1", "--unit=honed")
+    assert any(entry.get("HONED_STATE") == "succeeded" for entry in of_daemon)
+    of_unit = machine.journal("_SYSTEMD_UNIT=honed-job@1.service")
+    assert of_unit
+    assert {entry.get("HONED_JOB") for entry in of_unit} == {"1"}
+    # Libraries' chatter is debug, and none of it is in honed's own journal.
+    assert {entry["PRIORITY"] for entry in of_unit} >= {"7"}
+
+
+def test_journalctl_explains_a_refusal(machine: Machine) -> None:
+    machine.write("/home/anna/broken.yaml", "base_model: /srv/models/tiny\nlearning_rate: 1\n", user="anna")
+    machine.run("cp", "/home/anna/broken.yaml", INCOMING, user="anna")
+    wait_for(lambda: "Subject:" in machine.run("journalctl", "-x", "-p", "warning", "--unit=honed", "--no-pager"),
+             what="an explanation")  # fmt: skip
+
+
+# -- reload, stop, start ----------------------------------------------------------------------------------------------
+
+
+def test_a_running_job_shows_step_and_loss_in_systemctl_status(machine: Machine) -> None:
+    drop(machine, "anna", "long", 1200)
+    wait_for_step(machine, "long", 5)
+    assert "step" in machine.property(f"honed-job@{LONG}", "StatusText")
+    assert f"long ({LONG})" in machine.property("honed", "StatusText")
+
+
+def test_reload_takes_a_changed_configuration_and_refuses_a_broken_one(machine: Machine) -> None:
+    machine.write("/etc/honed/honed.toml.d/50-local.toml", "[jobs]\nretry_delay_sec = 2\n")
+    machine.run("systemctl", "reload", "honed")
+    machine.wait_message("configuration reloaded", "--unit=honed")
+    machine.write("/etc/honed/honed.toml.d/50-local.toml", "[jobs]\nretry_delay = 2\n")
+    machine.run("systemctl", "reload", "honed")
+    wait_for(lambda: "retry_delay" in machine.property("honed", "StatusText"), what="the fault in the status")
+    machine.write("/etc/honed/honed.toml.d/50-local.toml", "")
+    machine.run("systemctl", "reload", "honed")
+    wait_for(lambda: "retry_delay" not in machine.property("honed", "StatusText"), what="a status without a fault")
+    assert machine.property(f"honed-job@{LONG}", "ActiveState") == "active"
+
+
+def test_an_upgrade_leaves_a_running_job_to_its_worker(machine: Machine) -> None:
+    """New files beside the old ones: the same process goes on, and no step is lost or told twice."""
+    before = worker_pid(machine, LONG)
+    machine.sh(f"cp -r {CHECKOUT} /srv/next && sed -i 's/^version = .*/version = \"0.2.0\"/' /srv/next/pyproject.toml")
+    machine.sh("""sed -i 's/"0.1.0"/"0.2.0"/' /srv/next/daemon/honed/__init__.py""")
+    said = machine.run("/srv/next/scripts/install", "--environment", ENVIRONMENT)
+    assert "/opt/honed/0.1.0: kept" in said
+    assert machine.run("honed", "--version").strip() == "honed 0.2.0"
+    machine.wait_message("honed 0.2.0 ready", "--unit=honed")
+    assert machine.property(f"honed-job@{LONG}", "ActiveState") == "active"
+    assert worker_pid(machine, LONG) == before
+    assert machine.run("readlink", f"/proc/{before}/cwd").strip() == f"/var/lib/honed/jobs/{LONG}"
+
+
+def test_stopping_honed_leaves_the_job_and_starting_it_takes_it_over(machine: Machine) -> None:
+    before = worker_pid(machine, LONG)
+    machine.run("systemctl", "stop", "honed")
+    assert machine.property(f"honed-job@{LONG}", "ActiveState") == "active"
+    machine.run("systemctl", "start", "honed")
+    assert worker_pid(machine, LONG) == before
+    job = wait_for_job(machine, "long", "succeeded")
+    assert [attempt["number"] for attempt in job["attempts"]] == [1]
+    assert steps(machine, LONG) == list(range(1, 1201))
+
+
+def test_the_next_install_removes_what_nothing_runs_from(machine: Machine) -> None:
+    said = machine.run("/srv/next/scripts/install", "--environment", ENVIRONMENT)
+    assert "remove /opt/honed/0.1.0" in said
+    machine.sh("echo '# changed' >>/srv/next/daemon/honed/__init__.py")
+    machine.run("/srv/next/scripts/install", "--environment", ENVIRONMENT)
+    assert machine.run("readlink", "/opt/honed/current").startswith("0.2.0+")
+
+
+# -- for oneself -------------------------------------------------------------------------------------------------------
+
+
+def test_one_person_runs_it_without_root(machine: Machine) -> None:
+    """Below one's home, under `systemctl --user`; jobs are honed's children there, and stop with it."""
+    machine.run("loginctl", "enable-linger", "berta")
+    own = {"HOME": "/home/berta", "XDG_RUNTIME_DIR": f"/run/user/{machine.run('id', '-u', 'berta').strip()}"}
+    own["PATH"] = "/home/berta/.local/bin:/usr/bin:/bin"
+    wait_for(lambda: machine.exists(f"{own['XDG_RUNTIME_DIR']}/systemd/private"), what="berta's systemd")
+
+    def run(*words: str) -> str:
+        return machine.run(*words, user="berta", environment=own)
+
+    run(*INSTALL, "--user")
+    run("systemctl", "--user", "enable", "--now", "honed")
+    assert run("systemctl", "--user", "is-active", "honed").strip() == "active"
+    assert run("honectl", "--user", "list", "--json").strip() == "[]"
+    machine.write("/home/berta/own.json", spec("own", 5), user="berta")
+    run("honectl", "--user", "submit", "--wait", "/home/berta/own.json")
+    assert machine.exists("/home/berta/.local/state/honed/jobs/1/output/adapter_model.safetensors")
+    run(*INSTALL, "--user", "--uninstall", "--purge")
+    assert machine.sh("find /home/berta -name '*honed*'") == ""
+
+
+# -- away -------------------------------------------------------------------------------------------------------------
+
+
+def test_uninstalling_keeps_jobs_and_configuration(machine: Machine) -> None:
+    said = machine.run("/srv/next/scripts/install", "--uninstall")
+    assert "kept: /etc/honed, /var/spool/honed, /var/lib/honed" in said
+    for path in ("/opt/honed", "/usr/local/bin/honectl", "/usr/share/polkit-1/rules.d/50-honed.rules",
+                 "/usr/lib/systemd/system/honed.service", "/usr/share/doc/honed"):  # fmt: skip
+        assert not machine.exists(path), path
+    assert machine.try_run("systemctl", "cat", "honed-job@1").returncode != 0
+    assert machine.exists("/var/lib/honed/jobs/1/output/adapter_model.safetensors")
+
+
+def test_installed_again_it_knows_its_jobs_and_purged_it_leaves_nothing(machine: Machine) -> None:
+    machine.run(*INSTALL)
+    machine.run("systemctl", "enable", "--now", "honed")
+    assert show(machine, "capitals")["state"] == "succeeded"
+    machine.run(*INSTALL, "--uninstall", "--purge")
+    left = machine.sh("find /etc /opt /run /usr /var -name '*honed*' -not -path '/run/systemd/*'")
+    assert left == ""
+    assert "honed" not in machine.read("/etc/passwd")

@@ -1,0 +1,161 @@
+"""What honed tells the journal, and what people see of it: one real job, one that fails, one file that is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+from honed import message
+
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(240)]
+
+INCOMING = "/var/spool/honed/incoming"
+TRAINING = {"max_steps": 6, "logging_steps": 1, "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3,
+            "per_device_train_batch_size": 2, "max_length": 64}  # fmt: skip
+
+
+def drop(machine: Machine, name: str, **keys: Any) -> None:
+    spec = {"name": name, "base_model": "/srv/models/tiny", "backend": "transformers", "lora": {"r": 4},
+            "datasets": [{"path": "/srv/data/facts.jsonl"}], "eval_split": 0.1, "training": TRAINING,
+            "predictions": {"num_samples": 1, "max_new_tokens": 4}, **keys}  # fmt: skip
+    machine.write(f"{INCOMING}/.{name}", json.dumps(spec), user="anna")
+    machine.run("mv", f"{INCOMING}/.{name}", f"{INCOMING}/{name}.json", user="anna")
+
+
+@pytest.fixture(scope="module")
+def honed(machine: Machine, model: str) -> Machine:
+    """Installed; job 1 (capitals) has succeeded, job 2 (short) ran out of its own time, and a file was refused."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.add_user("anna", "honed-submit")
+    machine.add_user("reader", "honed-submit", "systemd-journal")
+    machine.run("systemctl", "enable", "--now", "honed")
+    drop(machine, "capitals")
+    wait_for(lambda: machine.exists("/var/spool/honed/succeeded/1.json"), what="success", deadline_sec=120)
+    drop(machine, "short", time_limit_sec=0.01)
+    drop(machine, "wrong", colour="red")
+    ended = "cd /var/spool/honed; ls failed succeeded held | grep -c json"
+    wait_for(lambda: machine.sh(ended) == "2\n", what="the end of job 2", deadline_sec=120)
+    assert machine.exists("/var/spool/honed/failed/2.json")
+    machine.wait_message("'wrong.json' refused")
+    return machine
+
+
+def test_a_job_is_followed_by_its_number_in_honeds_lines_and_its_own(honed: Machine) -> None:
+    entries = honed.journal("HONED_JOB=1")
+    units = {entry["_SYSTEMD_UNIT"] for entry in entries}
+    assert units == {"honed.service", "honed-job@1.service"}
+    told = [entry["MESSAGE"] for entry in entries if entry["_SYSTEMD_UNIT"] == "honed.service"]
+    assert told[0] == "job 1 (capitals): accepted from capitals.json, queued"
+    assert told[-1] == "job 1 (capitals): attempt 1: succeeded; now succeeded"
+
+
+def test_entries_have_fields_that_one_can_filter_by(honed: Machine) -> None:
+    (started,) = honed.journal("HONED_JOB=1", f"MESSAGE_ID={message.STARTED.id}")
+    assert (started["HONED_STATE"], started["HONED_NAME"], started["HONED_ATTEMPT"]) == ("running", "capitals", "1")
+    (progress, *_) = honed.journal("HONED_JOB=1", "HONED_STAGE=train")
+    assert int(progress["HONED_STEP"]) >= 1
+    assert float(progress["HONED_LOSS"]) > 0
+    steps = {entry["HONED_STEP"] for entry in honed.journal("HONED_JOB=1", f"MESSAGE_ID={message.CHECKPOINT.id}")}
+    assert steps == {"3", "6"}
+    (failed,) = honed.journal("HONED_STATE=failed")
+    assert (failed["HONED_JOB"], failed["HONED_CODE"], failed["PRIORITY"]) == ("2", "time_limit", "4")
+    assert failed["MESSAGE_ID"] == message.of_error("time_limit").id
+
+
+def test_warnings_are_what_somebody_must_act_on(honed: Machine) -> None:
+    """Libraries' chatter, progress bars and their warnings are not among them."""
+    assert honed.messages("-p", "warning", "HONED_JOB=1") == []
+    urgent = honed.messages("-p", "warning", "-u", "honed")
+    assert [line for line in urgent if "time limit" not in line and "time_limit" not in line] == [
+        line for line in urgent if line.startswith("'wrong.json' refused: spec_invalid: ")
+    ]
+    assert len(urgent) >= 2
+
+
+def test_what_workers_print_is_at_debug_in_the_jobs_unit_and_never_in_honeds(honed: Machine) -> None:
+    chatter = honed.journal("-u", "honed-job@1", "_TRANSPORT=stdout")
+    assert {entry["PRIORITY"] for entry in chatter} <= {"7"}
+    assert all(entry["HONED_JOB"] == "1" for entry in chatter)
+    assert {entry["_TRANSPORT"] for entry in honed.journal("_SYSTEMD_UNIT=honed.service")} == {"journal"}
+    assert all("\r" not in str(entry["MESSAGE"]) for entry in [*chatter, *honed.journal("-u", "honed")])
+
+
+def test_journalctl_x_explains_what_happened_and_what_to_do(honed: Machine) -> None:
+    refused = honed.run("journalctl", "-x", "--no-pager", f"MESSAGE_ID={message.of_error('spec_invalid').id}")
+    assert "Subject: The job file is not a job" in refused
+    assert "honectl check FILE" in refused
+    accepted = honed.run("journalctl", "-x", "--no-pager", "HONED_JOB=1", f"MESSAGE_ID={message.ACCEPTED.id}")
+    assert "The file capitals.json passed every check" in " ".join(accepted.replace("░░", "").split())
+    started = honed.run("journalctl", "-x", "--no-pager", "HONED_JOB=1", f"MESSAGE_ID={message.STARTED.id}")
+    assert "systemctl status honed-job@1\n" in started
+    assert "Documentation: man:honectl(1)" in started
+
+
+def test_every_explanation_is_in_the_machines_catalog(honed: Machine) -> None:
+    listed = honed.run("journalctl", "--list-catalog")
+    for each in (*message.LIFE, *message.BY_ERROR.values()):
+        assert f"{each.id} honed: {each.subject}" in listed
+
+
+def test_honectl_logs_is_a_call_of_journalctl_for_those_who_may_read_it(honed: Machine) -> None:
+    told = honed.run("honectl", "logs", "1")
+    assert "job 1 (capitals): accepted from capitals.json" in told
+    assert "Started honed-job@1.service" in told
+    assert len(honed.run("honectl", "logs", "--raw", "1").splitlines()) > len(told.splitlines())
+    assert "Subject: The job's own time limit is over" in honed.run("honectl", "logs", "-x", "2")
+    assert "job 1 (capitals)" in honed.run("honectl", "logs", "--follow", "1")
+
+
+def test_a_dropper_who_may_not_read_the_journal_reads_her_jobs_own_words(honed: Machine) -> None:
+    honed.run("install", "-o", "anna", "-m", "644", "/srv/data/facts.jsonl", "/tmp/facts")
+    spec = {"name": "annas", "base_model": "/srv/models/tiny", "datasets": [{"path": "/srv/data/facts.jsonl"}],
+            "lora": {"r": 4}, "time_limit_sec": 0.01}  # fmt: skip
+    honed.write("/tmp/annas.json", json.dumps(spec), user="anna")
+    honed.run("honectl", "submit", "/tmp/annas.json", user="anna")
+    wait_for(lambda: honed.sh("ls /var/spool/honed/failed").count("json") == 2, what="end", deadline_sec=120)
+    told = honed.run("honectl", "logs", "annas", user="anna")
+    assert "-- attempt 1" in told
+    assert "stage: prepare" in told
+    explained = honed.try_run("honectl", "logs", "-x", "annas", user="anna")
+    assert explained.returncode == 69
+    assert "systemd-journal" in explained.stderr
+
+
+def test_who_dropped_a_job_reads_all_that_it_made_and_nobody_else_does(honed: Machine) -> None:
+    closed = ("find", "/var/lib/honed/jobs/1", "!", "-readable")
+    assert honed.run(*closed, user="anna") == ""
+    assert "adapter_model.safetensors" in honed.run("find", "/var/lib/honed/jobs/1/output", user="anna")
+    assert honed.try_run("ls", "/var/lib/honed/jobs/1", user="reader").returncode != 0
+    shown = json.loads(honed.run("honectl", "show", "--json", "1", user="anna"))
+    assert shown["uid"] == int(honed.run("id", "-u", "anna"))
+
+
+def test_an_entry_of_a_megabyte_arrives_whole(honed: Machine) -> None:
+    code = "from honed.journal import Journal; Journal().send({'MESSAGE': 'x' * 1_000_000, 'HONED_JOB': 4711})"
+    packages = f"{CHECKOUT}/daemon:" + honed.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
+    honed.run("python3", "-c", code, environment={"PYTHONPATH": packages})
+    (entry,) = honed.journal("HONED_JOB=4711")
+    assert len(entry["MESSAGE"]) == 1_000_000
+
+
+def test_a_journald_that_was_restarted_is_found_again(honed: Machine) -> None:
+    honed.run("systemctl", "restart", "systemd-journald")
+    drop(honed, "after-the-restart", colour="blue")
+    entry = honed.wait_message("'after-the-restart.json' refused")
+    assert entry["_TRANSPORT"] == "journal"
+    assert entry["HONED_FILE"] == "after-the-restart.json"
+
+
+def test_doctor_finds_nothing_wrong_with_what_was_installed(honed: Machine) -> None:
+    found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
+    for check in ("honed.service", "honed-job@.service", "polkit", "users", "journal catalog", "journal", "ACLs",
+                  "permissions", "honed"):  # fmt: skip
+        assert found[check]["status"] == "ok", found[check]
+    honed.run("mv", "/usr/share/polkit-1/rules.d/50-honed.rules", "/tmp/rules")
+    honed.sh("echo '# changed' >>/usr/lib/systemd/system/honed.service")
+    found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
+    assert found["polkit"]["status"] == "warning"
+    assert found["honed.service"]["hint"] == "systemctl daemon-reload"

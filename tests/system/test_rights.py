@@ -1,0 +1,413 @@
+"""Who may do what: honed as it is installed, two people who drop jobs, one administrator, and one who may do nothing.
+
+Every misuse that a person without root can try on the spool and the socket is refused, and harms nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+from zoo import plain
+
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(180)]
+
+INCOMING = "/var/spool/honed/incoming"
+REJECTED = "/var/spool/honed/rejected"
+JOBS = "/var/lib/honed/jobs"
+#: A process that says one line to the control socket, and prints the answer.
+ASK = """
+import socket, sys
+peer = socket.socket(socket.AF_UNIX); peer.settimeout(20); peer.connect("/run/honed/control.sock")
+peer.sendall(sys.argv[1].encode() + b"\\n"); print(peer.makefile().readline())
+"""
+
+
+@pytest.fixture(scope="module")
+def honed(machine: Machine) -> Machine:
+    """Installed and running, with starting of jobs paused: these tests are about what comes before."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.add_user("anna", "honed-submit")
+    machine.add_user("berta", "honed-submit")
+    machine.add_user("chief", "honed-submit", "adm")
+    machine.add_user("mallory")
+    machine.write("/etc/honed/honed.toml.d/50-test.toml", '[policy]\nadmin_group = "adm"\n[spool]\nsettle_sec = 0.2\n')
+    plain.write_base_model(machine.host_path("/srv/model"))
+    plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
+    machine.run("systemctl", "enable", "--now", "honed")
+    machine.run("honectl", "pause")
+    return machine
+
+
+def spec(**keys: Any) -> str:
+    return json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), **keys))
+
+
+def drop(honed: Machine, user: str, name: str, text: str | None = None) -> None:
+    """As `mv` from the same file system does: whole from the first moment."""
+    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1"', "sh", name,
+              user=user, stdin=spec() if text is None else text)  # fmt: skip
+
+
+def ask(honed: Machine, who: str, verb: str, **arguments: Any) -> dict[str, Any]:
+    request = json.dumps({"verb": verb, **arguments})
+    answer: dict[str, Any] = json.loads(honed.run("python3", "-c", ASK, request, user=who))
+    return answer
+
+
+def number_of(honed: Machine, name: str) -> int:
+    """The number of a job, once it is accepted."""
+
+    def accepted() -> int | None:
+        rows = ask(honed, "root", "list")["result"]
+        return max((row["id"] for row in rows if row["name"] == name), default=None)
+
+    return int(wait_for(accepted, what=f"{name} accepted") or 0)
+
+
+def job_of(honed: Machine, user: str, name: str, file: str = "", **keys: Any) -> int:
+    """Drop a job and wait until it is accepted. Returns its number."""
+    drop(honed, user, f"{file or name}.json", spec(name=name, **keys))
+    wait_for(lambda: not honed.exists(f"{INCOMING}/{file or name}.json"), what="taken")
+    return number_of(honed, name)
+
+
+def reason(honed: Machine, name: str) -> str:
+    """Why honed refused a file."""
+    wait_for(lambda: honed.exists(f"{REJECTED}/{name}.reason"), what=f"{name} refused", deadline_sec=30)
+    return honed.read(f"{REJECTED}/{name}.reason")
+
+
+# --- Dropping ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_of_honed_submit_drops_and_their_uid_is_known_from_the_file(honed: Machine) -> None:
+    number = job_of(honed, "anna", "annas-first")
+    shown = json.loads(honed.run("honectl", "show", "--json", str(number), user="anna"))
+    assert shown["uid"] == int(honed.run("id", "-u", "anna"))
+    assert shown["state"] == "queued"
+
+
+def test_nobody_else_drops(honed: Machine) -> None:
+    assert honed.try_run("sh", "-c", f"echo x >{INCOMING}/a.json", user="mallory").returncode != 0
+    done = honed.try_run("honectl", "submit", "/srv/rows.jsonl", user="mallory")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_its_dropper_keeps_to_herself_is_read_all_the_same(honed: Machine) -> None:
+    """incoming/ hands its ACL on: a umask of 077 shuts nobody out but the others."""
+    honed.run("sh", "-ec", f'umask 077; cat >{INCOMING}/.u && mv {INCOMING}/.u {INCOMING}/private.json',
+              user="anna", stdin=spec(name="private"))  # fmt: skip
+    wait_for(lambda: "private" in honed.run("honectl", "list"), what="accepted")
+
+
+#: What a person can put into incoming/, as shell, and the words with which it is refused.
+MISUSES = {
+    "a symbolic link": ("ln -s /etc/shadow {}/link.json", "link.json", "a symbolic link"),
+    "a link to another person's file": ("ln -s /home/berta/x.json {}/theirs.json", "theirs.json", "a symbolic link"),
+    "a hard link": ("echo x >{0}/.one && ln {0}/.one {0}/hard.json", "hard.json", "a hard link to another file"),
+    "a pipe, on which reading would wait": ("mkfifo {}/pipe.json", "pipe.json", "not a plain file"),
+    "a socket": (
+        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"{}/sock.json\")'", "sock.json",
+        "not a plain file",
+    ),
+    "a name with a line break": ("echo x >\"{}/a\nb.json\"", "a\nb.json", "a name with control characters"),
+    "a name that is no job file's": ("echo x >{}/job.txt", "job.txt", "not a job file's name"),
+    "a file of a gigabyte": ("truncate -s 1G {}/huge.json", "huge.json", "larger than 262144 bytes"),
+    "a file that honed cannot read": (
+        "cp /dev/null {0}/.m && chmod 000 {0}/.m && mv {0}/.m {0}/closed.json", "closed.json", "honed may not read it",
+    ),
+    "a path with dots": (
+        "echo '{{\"base_model\": \"/srv/../../etc\", \"datasets\": []}}' >{}/dots.json", "dots.json", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_what_is_no_plain_job_file_is_refused_and_not_followed(honed: Machine, misuse: str) -> None:
+    script, name, words = MISUSES[misuse]
+    honed.sh(script.format(INCOMING), user="anna")
+    assert words in reason(honed, name)
+
+
+def test_a_name_of_255_bytes_is_taken(honed: Machine) -> None:
+    name = "n" * 250 + ".json"
+    honed.run("sh", "-ec", f'cat >"{INCOMING}/$1"', "sh", name, user="anna", stdin="not a job")
+
+    def refused() -> bool:
+        names = honed.run("ls", REJECTED).splitlines()
+        return any(each.startswith("nnnn") and each.endswith(".reason") for each in names)
+
+    wait_for(refused, what="refused")
+
+
+def test_no_device_can_be_dropped_at_all(honed: Machine) -> None:
+    assert honed.try_run("mknod", f"{INCOMING}/device.json", "c", "1", "3", user="anna").returncode != 0
+
+
+def test_a_directory_is_left_where_it_lies_and_holds_nobody_up(honed: Machine) -> None:
+    """Nobody but its owner can move it: a rename changes its `..`."""
+    honed.run("mkdir", "-m", "700", f"{INCOMING}/dir.json", user="anna")
+    honed.wait_message("'dir.json' lies in")
+    job_of(honed, "berta", "after-the-directory")
+    honed.run("rmdir", f"{INCOMING}/dir.json", user="anna")
+
+
+def test_a_file_that_is_changed_after_it_was_taken_changes_nothing(honed: Machine) -> None:
+    """The dropper still holds it open."""
+    writer = (
+        "import os, sys, time\n"
+        f"fd = os.open('{INCOMING}/.open', os.O_RDWR | os.O_CREAT, 0o644)\n"
+        "os.write(fd, sys.argv[1].encode())\n"
+        f"os.rename('{INCOMING}/.open', '{INCOMING}/open.json')\n"
+        "deadline = time.monotonic() + 20\n"
+        f"while os.path.exists('{INCOMING}/open.json') and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "time.sleep(1)\n"
+        'os.pwrite(fd, b\'{"base_model": "/etc", \', 0)\n'
+    )
+    honed.run("python3", "-c", writer, spec(name="held-open"), user="anna")
+    number = number_of(honed, "held-open")
+    assert json.loads(honed.read(f"{JOBS}/{number}/spec.json"))["base_model"] == "/srv/model"
+
+
+def test_a_flood_of_bad_files_leaves_room_for_the_others(honed: Machine) -> None:
+    honed.sh(f"for n in $(seq 60); do echo x >{INCOMING}/flood-$n.json; done", user="anna")
+    job_of(honed, "berta", "in-the-flood")
+
+
+# --- Other people's files ---------------------------------------------------------------------------------------------
+
+
+FORBIDDEN = {
+    "listing what others drop": f"ls {INCOMING}",
+    "reading what others drop": f"cat {INCOMING}/.annas",
+    "removing it": f"rm -f {INCOMING}/.annas",
+    "putting another in its place": f"mv -f /tmp/mine {INCOMING}/.annas",
+    "reading the queue's entries": "cat /var/spool/honed/queued/1.json",
+    "putting a job into the queue": "echo '{}' >/var/spool/honed/queued/999.json",
+    "changing the next number": "echo 5 >/var/spool/honed/seq",
+    "listing what was refused": f"ls {REJECTED}",
+    "removing what was refused": f"rm -f {REJECTED}/link.json.reason",
+    "listing others' jobs": f"ls {JOBS}",
+    "reading another's job": f"cat {JOBS}/1/spec.json",
+    "reading another's plan": f"cat {JOBS}/1/plan.json",
+    "writing into another's job": f"touch {JOBS}/1/checkpoints",
+    "reading the database": "cat /var/lib/honed/honed.db",
+    "listing what others staged": "ls /var/lib/honed/staged",
+    "reading why another's file was refused": f"cat {REJECTED}/link.json.reason",
+    "starting a job's unit": "systemctl start --no-ask-password honed-job@1.service",
+    "stopping honed": "systemctl stop --no-ask-password honed.service",
+    "killing honed": "kill $(systemctl show -P MainPID honed)",
+    "replacing the socket": "rm -f /run/honed/control.sock",
+}
+
+
+@pytest.mark.parametrize("attempt", FORBIDDEN)
+def test_berta_gets_at_nothing_of_annas(honed: Machine, attempt: str) -> None:
+    honed.sh(f"echo mine >{INCOMING}/.annas", user="anna")
+    honed.sh("echo mine >/tmp/mine", user="berta")
+    before = honed.property("honed.service", "MainPID")
+    assert honed.try_run("sh", "-ec", FORBIDDEN[attempt], user="berta").returncode != 0
+    assert honed.sh(f"cat {INCOMING}/.annas", user="anna") == "mine\n"
+    assert honed.property("honed.service", "MainPID") == before
+
+
+def test_the_dropper_reads_her_own_refusals_and_jobs_from_the_files(honed: Machine) -> None:
+    drop(honed, "anna", "wrong.json", '{"base_model": 7}')
+    reason(honed, "wrong.json")
+    assert "spec_invalid" in honed.run("cat", f"{REJECTED}/wrong.json.reason", user="anna")
+    number = job_of(honed, "anna", "annas-own")
+    assert "/srv/model" in honed.run("cat", f"{JOBS}/{number}/spec.json", f"{JOBS}/{number}/plan.json", user="anna")
+    assert honed.try_run("touch", f"{JOBS}/{number}/mine", user="anna").returncode != 0
+
+
+def test_a_jobs_directory_is_the_workers_to_write_and_inherits_its_rights(honed: Machine) -> None:
+    number = job_of(honed, "anna", "rights")
+    assert honed.run("stat", "-c", "%U:%G %a", f"{JOBS}/{number}") == "honed:honed-job 2770\n"
+    honed.run("sh", "-ec", f"umask 007; mkdir {JOBS}/{number}/output; echo weights >{JOBS}/{number}/output/a",
+              user="honed-job")  # fmt: skip
+    assert honed.run("cat", f"{JOBS}/{number}/output/a", user="anna") == "weights\n"
+    assert honed.try_run("cat", f"{JOBS}/{number}/output/a", user="berta").returncode != 0
+    honed.run("rm", "-r", f"{JOBS}/{number}/output", user="honed")
+
+
+# --- The control socket -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["cancel", "hold", "release", "requeue"])
+def test_who_asks_is_known_from_the_socket_and_not_from_the_text(honed: Machine, verb: str) -> None:
+    number = job_of(honed, "anna", f"not-bertas-to-{verb}")
+    answer = ask(honed, "berta", verb, id=str(number), uid=0, user="root", from_start=True)
+    assert answer["error"]["code"] == "not_permitted"
+    assert answer["error"]["message"] == f"job {number} is another user's"
+    assert ask(honed, "root", "show", id=str(number))["result"]["state"] == "queued"
+    entry = honed.wait_message(f"job {number}: {verb} refused to user")
+    assert entry["HONED_CODE"] == "not_permitted"
+
+
+def test_the_owner_and_the_administrators_may(honed: Machine) -> None:
+    number = job_of(honed, "anna", "everybodys")
+    assert honed.try_run("honectl", "hold", str(number), user="anna").returncode == 0
+    assert honed.try_run("honectl", "release", str(number), user="chief").returncode == 0
+    done = honed.try_run("honectl", "cancel", str(number), user="berta")
+    assert done.returncode == 77
+    assert "is another user's" in done.stderr
+    assert honed.try_run("honectl", "cancel", str(number)).returncode == 0
+
+
+def test_the_queue_shows_others_jobs_without_what_they_are(honed: Machine) -> None:
+    number = job_of(honed, "anna", "secret-project")
+    rows = {row["id"]: row for row in json.loads(honed.run("honectl", "list", "--json", user="berta"))}
+    assert rows[number]["state"] == "queued"
+    assert "secret-project" not in json.dumps(rows)
+    for verb in ("show", "predictions", "losses"):
+        assert ask(honed, "berta", verb, id=str(number))["error"]["code"] == "not_permitted"
+        assert ask(honed, "berta", verb, id="secret-project")["error"]["code"] == "usage"
+        assert ask(honed, "chief", verb, id=str(number))["ok"]
+    assert ask(honed, "berta", "refusal", id="wrong.json")["result"] is None
+    assert "spec_invalid" in ask(honed, "anna", "refusal", id="wrong.json")["result"]["reason"]
+
+
+def test_everybodys_jobs_are_paused_by_administrators_alone(honed: Machine) -> None:
+    assert ask(honed, "anna", "resume")["error"]["code"] == "not_permitted"
+    assert ask(honed, "chief", "pause")["ok"]
+
+
+@pytest.mark.parametrize(
+    "line", ["x" * 200_000, "[" * 60_000, '{"verb": 7}', '{"verb": "show", "id": "../../etc/passwd"}',
+             '{"verb": "refusal", "id": "../../../etc/passwd"}', '{"verb": "dance"}', "\x00\xff"],
+)  # fmt: skip
+def test_nonsense_on_the_socket_costs_its_sender_alone(honed: Machine, line: str) -> None:
+    before = honed.property("honed.service", "MainPID")
+    honed.try_run("python3", "-c", ASK.replace("sys.argv[1].encode()", "sys.stdin.buffer.read()"), user="mallory",
+                  stdin=line)  # fmt: skip
+    assert ask(honed, "mallory", "status")["ok"]
+    assert honed.property("honed.service", "MainPID") == before
+
+
+def test_one_who_holds_connections_open_keeps_nobody_out(honed: Machine) -> None:
+    code = (
+        "import socket, time\nheld = []\n"
+        "for _ in range(300):\n"
+        "    peer = socket.socket(socket.AF_UNIX); peer.connect('/run/honed/control.sock'); held.append(peer)\n"
+        "print('held', flush=True); time.sleep(30)"
+    )
+    with honed.popen("python3", "-c", code, user="mallory", stdout=-1) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert ask(honed, "anna", "status")["ok"]
+        process.kill()
+
+
+# --- What a job names -------------------------------------------------------------------------------------------------
+
+
+def test_a_job_cannot_name_what_only_honed_may_read(honed: Machine) -> None:
+    """The check runs as honed: it must not be the way to honed's own files, or to another person's results."""
+    theirs = job_of(honed, "anna", "annas-data")
+    honed.sh(f"mkdir {JOBS}/{theirs}/output && cp /srv/rows.jsonl {JOBS}/{theirs}/output/")
+    cases = {
+        "results": f"{JOBS}/{theirs}/output/rows.jsonl",
+        "refused": f"{REJECTED}/wrong.json",
+        "database": "/var/lib/honed/honed.db",
+        "config": "/etc/honed/honed.toml.d/50-test.toml",
+    }
+    for name, path in cases.items():
+        drop(honed, "berta", f"{name}.json", spec(datasets=[{"path": path}]))
+        if name != "config":
+            text = reason(honed, f"{name}.json")
+            assert "is honed's or another user's" in text or "cannot be" in text, text
+    drop(honed, "berta", "chain.json", spec(base_model=f"job:{theirs}"))
+    assert f"there is no job '{theirs}'" in reason(honed, "chain.json")
+    mine = job_of(honed, "anna", "annas-again", datasets=[{"path": cases["results"]}])
+    assert mine > theirs
+
+
+def test_a_name_means_ones_own_job_and_nobodys_newer_one(honed: Machine) -> None:
+    first = job_of(honed, "anna", "base", lora=None)
+    drop(honed, "berta", "bertas.json", spec(name="base", lora=None))
+    wait_for(lambda: number_of(honed, "base") > first, what="berta's")
+    second = job_of(honed, "anna", "on-base", base_model="job:base")
+    shown = ask(honed, "root", "show", id=str(second))["result"]
+    assert shown["depends_on"] == [str(first)]
+
+
+def test_files_in_a_home_are_refused_with_the_way_out_and_staged_by_it(honed: Machine) -> None:
+    plain.write_dataset(honed.host_path("/home/anna/rows.jsonl"))
+    honed.run("chown", "anna:anna", "/home/anna/rows.jsonl")
+    honed.write(
+        "/home/anna/job.json", spec(name="from-home", datasets=[{"path": "/home/anna/rows.jsonl"}]), user="anna"
+    )
+    done = honed.try_run("honectl", "submit", "/home/anna/job.json", user="anna")
+    assert done.returncode == 1
+    assert "lies below /home, which is closed to honed's services" in done.stderr
+    assert "honectl submit --stage" in done.stderr
+    drop(honed, "anna", "home.json", honed.read("/home/anna/job.json"))
+    assert "submit --stage" in reason(honed, "home.json")
+
+    staged = honed.run("honectl", "submit", "--stage", "/home/anna/job.json", user="anna")
+    assert "datasets.0.path: /home/anna/rows.jsonl copied to /var/lib/honed/staged/" in staged
+    assert "(from-home), queued" in staged
+    number = json.loads(honed.run("honectl", "show", "--json", "from-home", user="anna"))["id"]
+    path = json.loads(honed.read(f"{JOBS}/{number}/plan.json"))["spec"]["datasets"][0]["path"]
+    assert honed.run("head", "-c1", path, user="honed-job") == "{"
+    assert honed.try_run("cat", path, user="berta").returncode != 0
+
+
+def test_files_that_the_workers_cannot_read_are_named_with_their_mode(honed: Machine) -> None:
+    honed.sh("mkdir -m 750 /srv/closed && cp /srv/rows.jsonl /srv/closed && chgrp anna /srv/closed")
+    drop(honed, "anna", "closed-dir.json", spec(datasets=[{"path": "/srv/closed/rows.jsonl"}]))
+    text = reason(honed, "closed-dir.json")
+    assert "/srv/closed (mode 0750, root:anna) cannot be entered by the user honed-job" in text
+    assert "setfacl -m u:honed-job:rx /srv/closed" in text
+    honed.sh("setfacl -m u:honed-job:rx,u:honed:rx /srv/closed 2>/dev/null || chmod 755 /srv/closed")
+    job_of(honed, "anna", "opened", datasets=[{"path": "/srv/closed/rows.jsonl"}])
+
+
+def test_output_elsewhere_is_the_administrators_to_allow(honed: Machine) -> None:
+    honed.sh("mkdir -p /srv/out && chmod 777 /srv/out")
+    drop(honed, "anna", "out.json", spec(output_dir="/srv/out/a"))
+    assert "outside of what jobs may write here" in reason(honed, "out.json")
+    honed.write("/etc/honed/honed.toml.d/60-paths.toml", '[policy]\nallowed_paths = ["/srv"]\n')
+    honed.run("systemctl", "reload", "honed")
+    honed.wait_message("configuration reloaded")
+    job_of(honed, "anna", "out-allowed", output_dir="/srv/out/a")
+    drop(honed, "anna", "etc.json", spec(datasets=[{"path": "/etc/passwd"}]))
+    assert "outside of what jobs may read here" in reason(honed, "etc.json")
+    honed.run("rm", "/etc/honed/honed.toml.d/60-paths.toml")
+    honed.run("systemctl", "reload", "honed")
+
+
+# --- Secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_in_a_job_file_is_refused_and_repeated_nowhere(honed: Machine) -> None:
+    token = "hf_" + "Zq" * 17
+    for name, keys in {
+        "token": {"hf_token": token},
+        "value": {"base_model": token},
+        "url": {"revision": token},
+    }.items():
+        drop(honed, "anna", f"{name}.json", spec(**keys))
+        assert "secrets never stand in a spec" in reason(honed, f"{name}.json")
+        honed.run("rm", "-f", f"{REJECTED}/{name}.json")  # the person's own file, as it was dropped
+    found = honed.try_run("grep", "-rl", token, "/var/lib/honed", "/var/spool/honed", "/run/honed")
+    assert found.stdout == ""
+    assert all(token not in json.dumps(entry) for entry in honed.journal())
+
+
+def test_nothing_of_the_environment_of_whoever_started_it_is_in_honeds(honed: Machine) -> None:
+    pid = honed.property("honed.service", "MainPID")
+    names = {line.partition("=")[0] for line in honed.run("cat", f"/proc/{pid}/environ").split("\0") if line}
+    assert not {name for name in names if "TOKEN" in name or "KEY" in name or "SECRET" in name}
+
+
+def test_the_tests_were_right_that_the_daemon_never_died(honed: Machine) -> None:
+    assert honed.property("honed.service", "NRestarts") == "0"
+    assert honed.journal("-p", "crit", "-u", "honed") == []
+    assert not [entry for entry in honed.journal("-u", "honed") if "Traceback" in str(entry.get("MESSAGE"))]

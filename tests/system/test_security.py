@@ -1,0 +1,133 @@
+"""How little honed's units may do, in systemd's own figures and as seen from inside."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine
+
+pytestmark = pytest.mark.systemd
+
+#: What `systemd-analyze security` may say at most: 0 is locked in, 10 is free.
+MAX_EXPOSURE = {
+    "honed.service": 0.5,
+    "honed-job@1.service": 0.6,
+    "honed-fetch@1.service": 1.2,
+    "honed-send.service": 1.2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(machine: Machine) -> None:
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+
+
+def inside(machine: Machine, unit: str, script: str) -> str:
+    """What a shell says that has a unit's user, sandbox and limits."""
+    text = machine.run("systemctl", "cat", unit)
+    # The unit with another program in it: transient ones cannot carry all of these settings.
+    name = "probe-" + unit.replace("@", "-")
+    lines = [line for line in text.splitlines() if not line.startswith(("Exec", "Type=", "Watchdog", "#"))]
+    unit_text = "\n".join(lines).replace("%i", "1")
+    begin, rest = unit_text.split("[Service]\n", 1)
+    machine.write(f"/run/systemd/system/{name}",
+                  f"{begin}[Service]\nType=oneshot\nExecStart=sh /srv/probe.sh\nStandardOutput=truncate:/srv/said\n"
+                  f"StandardError=inherit\n{rest}")  # fmt: skip
+    machine.write("/srv/probe.sh", script)
+    machine.run("systemctl", "daemon-reload")
+    machine.try_run("systemctl", "start", name)
+    return machine.read("/srv/said")
+
+
+@pytest.mark.parametrize("unit", MAX_EXPOSURE)
+def test_systemd_rates_the_exposure(machine: Machine, unit: str) -> None:
+    rated = json.loads(machine.run("systemd-analyze", "security", "--no-pager", "--json=short", unit))
+    found = machine.try_run(
+        "systemd-analyze", "security", "--no-pager", f"--threshold={MAX_EXPOSURE[unit] * 10:.0f}", unit
+    )
+    assert found.returncode == 0, [item for item in rated if not item["set"]] + [found.stdout[-200:]]
+
+
+def test_a_job_sees_no_network_no_homes_and_no_spool(machine: Machine) -> None:
+    machine.sh("install -d -o honed -g honed-job -m 2770 /var/lib/honed/jobs/1 && echo secret >/home/secret")
+    said = inside(
+        machine,
+        "honed-job@1.service",
+        """
+        id -un; ls /home /root 2>&1; ls /var/spool/honed /etc/honed 2>&1; ls /sys/class/net
+        touch /var/lib/honed/jobs/1/mine && echo own directory; touch /srv/theirs 2>&1; ls /dev | wc -l
+        systemctl start honed 2>&1 | head -1; unshare -U true 2>&1; cat /dev/kmsg 2>&1 | head -1
+        """,
+    )
+    assert said.splitlines()[0] == "honed-job"
+    assert "secret" not in said
+    assert "own directory" in said
+    assert "cannot touch '/srv/theirs': Read-only file system" in said
+    assert "cannot open directory '/var/spool/honed': Permission denied" in said
+    assert "eth0" not in said
+    assert "unshare: unshare failed: Operation not permitted" in said
+
+
+def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: Machine) -> None:
+    """`policy.allowed_paths`, then `honectl sandbox`: /srv/out to write, and one directory of a home."""
+    machine.sh(
+        "mkdir -p /srv/out /home/anna/data && chmod 0777 /srv/out /home/anna/data && echo row >/home/anna/data/a"
+    )
+    machine.write(
+        "/etc/honed/honed.toml.d/50-paths.toml", '[policy]\nallowed_paths = ["/srv/out", "/home/anna/data"]\n'
+    )
+    machine.run("honectl", "sandbox")
+    script = "touch /srv/out/made && cat /home/anna/data/a; ls /home /home/anna; touch /srv/other 2>&1"
+    said = inside(machine, "honed-job@1.service", script)
+    assert "row" in said
+    assert "secret" not in said
+    assert "cannot touch '/srv/other'" in said
+    assert machine.exists("/srv/out/made")
+    said = inside(machine, "honed.service", "cat /home/anna/data/a; touch /home/anna/data/b 2>&1")
+    assert "row" in said
+    assert "cannot touch" in said
+    machine.write("/etc/honed/honed.toml.d/50-paths.toml", "")
+    machine.run("honectl", "sandbox")
+    assert not machine.exists("/etc/systemd/system/honed-job@.service.d/50-allowed-paths.conf")
+
+
+def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:
+    """By the polkit rule, as honed's user: other units, other verbs and names beside the pattern are refused."""
+    call = (
+        "busctl",
+        "call",
+        "org.freedesktop.systemd1",
+        "/org/freedesktop/systemd1",
+        "org.freedesktop.systemd1.Manager",
+    )
+
+    def ask(method: str, *arguments: str, user: str = "honed") -> str:
+        done = machine.try_run(*call, method, *arguments, user=user)
+        return done.stdout.split()[0] if done.returncode == 0 else done.stderr.strip().split(": ", 1)[1]
+
+    assert ask("StartUnit", "ss", "honed-job@4711.service", "fail") == "o"
+    assert ask("StopUnit", "ss", "honed-job@4712.service", "fail") == "o"
+    for unit in ("systemd-logind.service", "honed.service", "honed-job@a.service", "honed-job@.service",
+                 "xhoned-job@1.service", "honed-job@1.service.mount", "honed-jobs.slice"):  # fmt: skip
+        assert ask("StartUnit", "ss", unit, "fail") != "o", unit
+    for method, arguments in (
+        ("RestartUnit", ("ss", "honed-job@1.service", "fail")),
+        ("Reload", ()),
+        ("EnableUnitFiles", ("asbb", "1", "cron.service", "true", "false")),
+        ("SetUnitProperties", ("sba(sv)", "honed-job@1.service", "true", "1", "CPUWeight", "t", "1")),
+        ("StartTransientUnit", ("ssa(sv)a(sa(sv))", "honed-job@9.service", "fail", "0", "0")),
+        ("PowerOff", ()),
+    ):
+        assert ask(method, *arguments) not in {"o", ""}, method
+    # The workers' user may not even that.
+    assert ask("StartUnit", "ss", "honed-job@4711.service", "fail", user="honed-job") != "o"
+
+
+def test_rule_and_templates_come_and_go_together(machine: Machine) -> None:
+    """With the rule alone, a systemd of 257 or later would let honed run anything as root."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--uninstall")
+    left = machine.sh(
+        "ls /usr/share/polkit-1/rules.d /etc/polkit-1/rules.d /usr/lib/systemd/system | grep honed || true"
+    )
+    assert left == ""

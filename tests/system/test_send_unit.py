@@ -1,0 +1,83 @@
+"""honed-send.service: the one unit with network while jobs run, and it has nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+pytestmark = pytest.mark.systemd
+
+TOKEN = "s3cret-t0ken"
+#: An endpoint in the machine, which keeps what it gets in files.
+ENDPOINT = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open("/srv/received.jsonl", "a") as file:
+            print(json.dumps({"authorization": self.headers["Authorization"], **body}), file=file)
+        self.send_response(204)
+        self.end_headers()
+HTTPServer(("127.0.0.1", 8099), Handler).serve_forever()
+"""
+SPEC = {
+    "name": "facts",
+    "base_model": "/srv/models/tiny",
+    "backend": "transformers",
+    "lora": {"r": 4, "lora_alpha": 8},
+    "datasets": [{"path": "/srv/data/facts.jsonl"}],
+    "eval_split": 0.1,
+    "training": {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": 128, "logging_steps": 1,
+                 "eval_strategy": "steps", "eval_steps": 3},
+    "predictions": {"sample_frequency": "eval", "num_samples": 2, "max_new_tokens": 4},
+}  # fmt: skip
+
+
+def received(machine: Machine) -> list[dict[str, object]]:
+    done = machine.try_run("cat", "/srv/received.jsonl")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_what_a_job_learned_arrives_while_the_job_has_no_network(machine: Machine, model: str) -> None:
+    """It waits while the endpoint is down; the token comes as a credential, and is in no file that honed can read."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.run("ip", "link", "set", "lo", "up")
+    machine.write("/etc/credstore/honed.metrics-token", f"{TOKEN}\n", mode=0o600)
+    machine.write("/etc/honed/honed.toml.d/50-metrics.toml",
+                  '[reporting]\nmetrics_api_url = "http://127.0.0.1:8099/api"\nmax_retry_delay_sec = 1\n')  # fmt: skip
+    machine.run("systemctl", "enable", "--now", "honed")
+    machine.wait_property("honed-send", "ActiveState", "active")
+    machine.write("/var/spool/honed/incoming/facts.json", json.dumps(SPEC))
+
+    machine.wait_message("Connection refused", "--unit=honed-send")
+    assert "Connection refused" in machine.property("honed-send", "StatusText")
+    wait_for(lambda: json.loads(machine.run("honectl", "show", "--json", "facts"))["state"] == "succeeded",
+             what="the job", deadline_sec=120)  # fmt: skip
+    machine.run("systemctl", "restart", "honed")
+
+    machine.write("/srv/endpoint.py", ENDPOINT)
+    machine.run("systemd-run", "--unit=endpoint", "/usr/bin/python3", "/srv/endpoint.py")
+    wait_for(lambda: received(machine), what="rows")
+    wait_for(lambda: "0 bytes wait" in machine.property("honed-send", "StatusText"), what="all rows")
+    requests = received(machine)
+    assert {request["authorization"] for request in requests} == {f"Bearer {TOKEN}"}
+    predicted = json.loads(machine.run("honectl", "predictions", "--json", "facts"))
+    rows = [row for request in requests for row in request["predictions"]]  # type: ignore[attr-defined]
+    keys = ("step", "sample_index", "prediction")
+    assert predicted
+    assert {tuple(row[key] for key in keys) for row in rows} == {tuple(row[key] for key in keys) for row in predicted}
+    assert not any(TOKEN in message for message in machine.messages())
+    # It sees neither jobs nor the bus over which jobs are started.
+    pid = machine.main_pid("honed-send")
+    for path in ("/var/spool/honed/queued", "/var/lib/honed/jobs/1", "/run/dbus/system_bus_socket"):
+        seen = machine.try_run("nsenter", f"--target={pid}", "--mount", "runuser", "-u", "honed", "--", "ls", path)
+        assert seen.returncode != 0, path
+
+
+def test_a_reload_of_honed_reaches_it(machine: Machine) -> None:
+    machine.run("rm", "/etc/honed/honed.toml.d/50-metrics.toml")
+    machine.run("systemctl", "reload", "honed")
+    machine.wait_message("no metrics API is configured", "--unit=honed-send")

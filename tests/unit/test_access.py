@@ -1,0 +1,124 @@
+"""Who may read what, held against the kernel's own answer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from honed import access
+from honed.access import ENTER, READ, WRITE, Acl, Person
+
+#: A user and a group that nothing on this machine belongs to.
+STRANGER = Person(54321, frozenset({54321, 54322}), "stranger")
+
+
+def may_really(path: Path, who: Person, wanted: int) -> bool:
+    """Ask the kernel: a child that has become that user."""
+    code = (
+        f"import os; os.setgroups({sorted(who.gids)}); os.setgid({min(who.gids)}); os.setuid({who.uid})\n"
+        f"print(os.access({str(path)!r}, {wanted}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True\n"
+
+
+def supports_acls(path: Path) -> bool:
+    return access.set_acl(path, Acl(7, 5, 5, {STRANGER.uid: 5}, {}))
+
+
+@pytest.fixture
+def open_dir() -> Iterator[Path]:
+    """A directory that everybody can get at; pytest's own are closed."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path.resolve()
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+def test_an_acl_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    acl = Acl(owner=6, group=4, other=0, users={1000: 4, 7: 6}, groups={42: 4})
+    if not access.set_acl(path, acl):
+        pytest.skip("no ACLs on this file system")
+    found = access.acl_of(path)
+    assert found is not None
+    assert (found.owner, found.group, found.other, found.users, found.groups) == (6, 4, 0, {7: 6, 1000: 4}, {42: 4})
+    assert found.mask == 6
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660  # the mask stands where the group's bits were
+
+
+@needs_root
+@pytest.mark.parametrize("wanted", [READ, WRITE, READ | ENTER])
+def test_modes_and_acls_are_weighed_as_the_kernel_does(open_dir: Path, wanted: int) -> None:
+    cases = []
+    for n, (owner, group, mode) in enumerate(
+        itertools.product((0, STRANGER.uid), (0, 54322), (0o640, 0o604, 0o660, 0o707))
+    ):
+        path = open_dir / f"mode-{n}"
+        path.touch()
+        os.chown(path, owner, group)
+        path.chmod(mode)
+        cases.append(path)
+    acls = [
+        Acl(6, 0, 0, {STRANGER.uid: 7}, {}), Acl(6, 7, 7, {STRANGER.uid: 0}, {}), Acl(6, 0, 7, {}, {54322: 4}),
+        Acl(6, 0, 7, {1000: 7}, {}), Acl(6, 0, 0, {STRANGER.uid: 7}, {}, mask=4),
+        Acl(6, 4, 0, {}, {54321: 2, 54322: 5}),
+    ]  # fmt: skip
+    for n, acl in enumerate(acls if supports_acls(open_dir) else []):
+        path = open_dir / f"acl-{n}"
+        path.touch()
+        access.set_acl(path, acl)
+        cases.append(path)
+    ours = {path.name: access.may(path, STRANGER, wanted) for path in cases}
+    theirs = {path.name: may_really(path, STRANGER, wanted) for path in cases[:4] + cases[-len(acls) :]}
+    assert {name: ours[name] for name in theirs} == theirs
+
+
+def test_the_first_thing_in_the_way_is_named(open_dir: Path) -> None:
+    home = open_dir / "anna"
+    (home / "data").mkdir(parents=True)
+    (home / "data/rows.jsonl").touch()
+    home.chmod(0o700)
+    found = access.obstacle(home / "data/rows.jsonl", STRANGER)
+    assert found is not None
+    assert str(found).startswith(f"{home} (mode 0700, ")
+    assert str(found).endswith("cannot be entered by the user stranger")
+    home.chmod(0o711)
+    assert access.obstacle(home / "data/rows.jsonl", STRANGER) is None
+    assert access.obstacle(home / "data/missing", STRANGER) is None
+    (home / "data/rows.jsonl").chmod(0o600)
+    assert "cannot be read" in str(access.obstacle(home / "data/rows.jsonl", STRANGER))
+
+
+def test_a_link_is_followed_through_every_directory_on_its_way(open_dir: Path) -> None:
+    closed, through = open_dir / "closed", open_dir / "open"
+    for directory in (closed, through):
+        directory.mkdir(mode=0o755)
+    (closed / "rows.jsonl").touch()
+    (through / "rows.jsonl").symlink_to("../closed/rows.jsonl")
+    closed.chmod(0o700)
+    found = access.obstacle(through / "rows.jsonl", STRANGER)
+    assert found is not None
+    assert found.path == closed
+    (through / "loop").symlink_to("loop")
+    assert access.obstacle(through / "loop", STRANGER) is None  # whoever opens it is told
+
+
+def test_a_number_that_no_user_has_is_somebody_without_groups() -> None:
+    assert access.person(54321) == Person(54321, frozenset(), "user 54321")
+    assert access.person("no-such-user-here") is None
+
+
+def test_an_instance_elsewhere_has_no_workers_user_of_its_own(tmp_path: Path) -> None:
+    assert access.workers_user(tmp_path) is None
