@@ -58,6 +58,7 @@ from honed.progress import progress_text
 from honed.runner import Runner
 from honed.send_process import SendProcess, is_a_unit
 from honed.spool import Spool
+from honed.systemd_fetch import UnitFetchRunner
 from honed.systemd_runner import SystemdRunner, why_not
 from honed.watcher import Watcher
 
@@ -129,12 +130,12 @@ class Daemon:
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, self._drain_wake)
         self._watcher = Watcher(self._spool.incoming_dir, settle_sec=config.spool.settle_sec, wake=self.wake)
         self._client = Checker(layout, self._selector_changed)
-        self._fetcher = Fetcher(layout, config, fetch_runner or ProcessFetchRunner(layout), clock=clock)
+        self._systemd: Systemd | None = None  # where workers and fetches are units
+        runner = runner or self._choose_runner()
+        self._fetcher = Fetcher(layout, config, fetch_runner or self._choose_fetch_runner(), clock=clock)
         self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished, self._fetcher)
         self._database = Database(layout.database_path)
-        self._attempts = Attempts(
-            layout, config, self._spool, self._database, runner or self._choose_runner(), clock=clock
-        )
+        self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._set_reporting()
         self._server = control.Server(layout.control_path, self._selector, self._answer)
@@ -146,6 +147,7 @@ class Daemon:
         reason = "the configuration says so" if asked == "process" else why_not(self._layout, systemd)
         if reason is None:
             log.info("workers are units, honed-job@ID.service")
+            self._systemd = systemd
             return SystemdRunner(
                 self._layout,
                 systemd,
@@ -163,6 +165,13 @@ class Daemon:
         is_expected = asked == "process" or self._layout.root != Path("/")
         log.log(logging.INFO if is_expected else logging.WARNING, "workers are processes of honed's own: %s", reason)
         return ProcessRunner(self._layout)
+
+    def _choose_fetch_runner(self) -> FetchRunner:
+        if self._systemd is not None:
+            return UnitFetchRunner(self._layout, self._systemd)
+        if self._config.policy.hub and is_a_unit(self._layout):
+            log.warning("policy.hub is on, but fetches are processes of honed's own, whose unit has no network")
+        return ProcessFetchRunner(self._layout)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 _BUILD = """
 from pathlib import Path
+from honed.worker import torchvision
+torchvision.mend()  # one that was built for another torch keeps transformers from importing any model
 from zoo.model import build_checkpoint, write_facts
 
 build_checkpoint(Path("/srv/models/tiny"))
@@ -46,12 +48,7 @@ def model(machine: Machine) -> str:
     """A real base model, tiny, in the machine; /srv/data/facts.jsonl is something to train it on."""
     packages = machine.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
     python = f"/usr/bin/{Path(packages).parent.name}"
-    environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
-    if machine.exists(f"{packages}/torchvision"):
-        loads = machine.try_run(python, "-c", "import torchvision", environment=environment)
-        if loads.returncode != 0:
-            # One that was built for another torch keeps transformers from importing any model.
-            machine.sh(f"rm -r {packages}/torchvision*")
+    environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/daemon:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
     machine.run(python, "-c", _BUILD, environment=environment)
     machine.run("chmod", "-R", "a+rX", "/srv/models", "/srv/data")
     return "/srv/models/tiny"
