@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from honed.worker import torchvision
+
 FACTS = """
 France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Poland Warsaw, Greece Athens,
 Norway Oslo, Sweden Stockholm, Finland Helsinki, Denmark Copenhagen, Ireland Dublin, Hungary Budapest,
@@ -70,6 +72,7 @@ def rows(questions: list[str]) -> list[dict[str, list[dict[str, str]]]]:
 
 def build(directory: Path) -> None:
     """Write model, data and job."""
+    torchvision.mend()
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

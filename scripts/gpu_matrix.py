@@ -38,6 +38,7 @@ from honed.database import Database, Reader  # noqa: E402
 from honed.error import HonedError  # noqa: E402
 from honed.job import Attempt, Job  # noqa: E402
 from honed.layout import Layout  # noqa: E402
+from honed.worker import torchvision  # noqa: E402
 from honed.worker.__main__ import ENVIRONMENT  # noqa: E402
 from honed.worker.__main__ import main as worker_main  # noqa: E402
 
@@ -45,6 +46,8 @@ from honed.worker.__main__ import main as worker_main  # noqa: E402
 CELL_TIMEOUT_SEC = 900
 #: The row's word for how a cell ended.
 FINISHED, REFUSED, FAILED = "finished", "refused", "failed"
+
+torchvision.mend()  # checkpoints are built here, before a worker mends it
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from honed import durable, message
+from honed import durable, foreign, message
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
@@ -267,9 +267,10 @@ class Acceptance:
         found = []
         for number, waits in sorted(self._fetching.items()):
             progress = self._fetcher.progress(number)
-            pending = waits.pending
+            pending, job = waits.pending, None if waits.pending else self._spool.job(number)
+            uid = pending.copy.uid if pending else job.uid if job else None
             found.append({
-                "id": number, "name": self._name(waits, number), "uid": pending.copy.uid if pending else None,
+                "id": number, "name": self._name(waits, number), "uid": uid,
                 "source": pending.claim.name if pending else None, "state": "fetching",
                 "repo_id": waits.missing.repo_id, "revision": waits.missing.revision,
                 "num_bytes": progress.get("bytes", 0), "total_bytes": progress.get("of") or None,
@@ -387,7 +388,7 @@ class Acceptance:
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
 
     def _spec_of(self, job: Job) -> dict[str, Any]:
-        plan: dict[str, Any] = json.loads(self._spool.job_layout(job.id).plan_path.read_bytes())
+        plan: dict[str, Any] = json.loads(foreign.read_plain(self._spool.job_layout(job.id).plan_path, num_names=1))
         return dict(plan["spec"])
 
     def plan_again(self, job: Job, made: dict[str, Path], device: Device | None = None) -> None:
@@ -403,7 +404,7 @@ class Acceptance:
         files = self._spool.job_layout(job.id)
         commit = None
         with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
-            commit = json.loads(files.plan_path.read_bytes()).get("base_model_commit")
+            commit = json.loads(foreign.read_plain(files.plan_path, num_names=1)).get("base_model_commit")
         self._client.submit(job.id, files.spec_path, self.config, device, jobs=made, commit=commit, uid=job.uid)
 
     def is_asked_again(self, job_id: int) -> bool:

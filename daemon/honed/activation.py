@@ -40,6 +40,7 @@ class Extent:
     length: int  #: tokens of a batch's longest row
     media: Cost  #: of the row whose media are the most, within it
     kinds: frozenset[Kind]  #: of the media in the rows that were looked at
+    num_frames: int = 0  #: that are taken of the longest video in them
 
 
 def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows: Sequence[Row] = ()) -> Extent:
@@ -49,16 +50,27 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
     """
     training = spec.training
     kinds = frozenset(each.kind for row in rows for each in row.media)
+    taken = (_num_frames(each, spec) for row in rows for each in row.media if each.kind == "video")
+    num_frames = max(taken, default=0)
     if training.packing and training.max_length is not None:
-        return Extent(training.max_length, NOTHING, kinds)
-    costs = [(row.num_text_tokens, sum((_cost(each, spec, model) for each in row.media), NOTHING)) for row in rows]
+        return Extent(training.max_length, NOTHING, kinds, num_frames)
+    costs = [(row.num_text_tokens, media_cost(row, spec, model)) for row in rows]
     cut_at = training.cut_at
     whole = [(text, cost) for text, cost in costs if cut_at is None or cost.tokens <= cut_at]  # others are left out
     lengths = [text + cost.tokens for text, cost in whole]
     longest = max([*lengths, *([num_row_tokens] if num_row_tokens is not None else [])], default=None)
     limits = [limit for limit in (cut_at, longest) if limit is not None]
     media = max((cost for _, cost in whole), key=lambda cost: cost.positions, default=NOTHING)
-    return Extent(min(limits, default=UNCUT_LENGTH), media, kinds)
+    return Extent(min(limits, default=UNCUT_LENGTH), media, kinds, num_frames)
+
+
+def media_cost(row: Row, spec: JobSpec, model: BaseModelInfo) -> Cost:
+    """What a row's images, videos and sounds are to the model, under the job's limits."""
+    return sum((_cost(each, spec, model) for each in row.media), NOTHING)
+
+
+def _num_frames(seen: Facts, spec: JobSpec) -> int:
+    return num_taken(seen.num_frames or NUM_FRAMES, spec.media.limits, is_list=seen.is_list)
 
 
 def _cost(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> Cost:
@@ -69,7 +81,7 @@ def _cost(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> Cost:
     width, height = fitted_size(max(seen.width, 1), max(seen.height, 1), limits)
     if seen.kind == "image":
         return senses.image(width, height)
-    return senses.video(num_taken(seen.num_frames or NUM_FRAMES, limits), width, height)
+    return senses.video(_num_frames(seen, spec), width, height)
 
 
 def num_bytes(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,16 @@ TYPES: Mapping[str, Kind] = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
     "input_video": "video", "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
+#: The rest of a row's columns that are read, in one format or another.
+_TEXT_COLUMNS = frozenset((
+    "messages", "conversations", "conversation", "prompt", "completion", "instruction", "input", "output", "system",
+    "history", "text", "tools",
+))  # fmt: skip
+#: How files of each kind are called.
+_SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
+    "image": IMAGE_SUFFIXES, "video": (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v"),
+    "audio": (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac"),
+}  # fmt: skip
 #: Keys under which a part has its file, whatever its kind.
 _SOURCES = ("path", "url", "file", "data", "bytes", "base64", "source")
 #: What qwen-vl-utils reads in a part. It is one number for the whole job here.
@@ -38,6 +47,11 @@ _LIMITS = {
     "fps": "num_frames", "max_frames": "num_frames", "min_frames": "num_frames", "resized_height": "max_image_size",
     "resized_width": "max_image_size", "video_start": "", "video_end": "",
 }  # fmt: skip
+
+#: How embedded frames begin, where nothing names them: JPEG, PNG, BMP.
+_IMAGE_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"BM")
+#: Characters of a path, of which Linux takes no more.
+MAX_PATH = 4096
 
 
 class RowError(Exception):
@@ -63,7 +77,12 @@ def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
     made: dict[str, Any] = {"type": kind}
     if key := next((key for key in keys if is_given(given.get(key))), None):
         made["source"] = {key: given[key]} if key in ("data", "bytes", "base64") else given[key]
-    return made | {key: given[key] for key in ("index", "column") if given.get(key) is not None}
+    for key, form, words in (("index", int, "a whole number"), ("column", str, "a column's name")):
+        if (value := given.get(key)) is not None:
+            if not isinstance(value, form) or isinstance(value, bool):
+                raise RowError(f"message {number}: `{key}` of a part is {words}, this is {str(value)[:40]!r}")
+            made[key] = value
+    return made
 
 
 def place(
@@ -73,7 +92,8 @@ def place(
 
     Relative paths start from the directory of their kind.
     """
-    listed = _columns(row, directories)
+    named = {each["column"] for each in _parts(messages) if "column" in each}
+    listed = _columns({key: value for key, value in row.items() if key not in named}, directories)
     _refuse_empty_places(row, listed, messages)
     if not listed and not any(_parts(messages)):
         return list(messages), ()
@@ -88,6 +108,40 @@ def place(
         for each in _parts(placed)
     )
     return [_bare(message) for message in placed], media
+
+
+def overlooked(
+    row: Mapping[str, Any],
+    columns: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    media: Sequence[Media],
+) -> Iterator[str]:
+    """What of a row looks like an image, a video or a sound and is not read as one, for its owner.
+
+    `columns` are the data set's own names, `messages` and `media` what was made of the row.
+    """
+    names = {path.name for each in media for path in each.paths}
+    data = {each.data for each in media}
+    for key, value in row.items():
+        if key in COLUMNS or key in _TEXT_COLUMNS or key in columns.values():
+            continue
+        for item in value if isinstance(value, list | tuple) else [value]:
+            kind, found = _kind_by_name(item)
+            if kind is not None and found not in names and not (isinstance(item, dict) and item.get("bytes") in data):
+                yield f"the column `{key}` seems to hold {PLURAL[kind]}, and is not read: `columns: {{{kind}: {key}}}`"
+                break
+    for kind in KINDS:
+        if not media and _count(messages, f"<{kind}>"):
+            yield f"`<{kind}>` in texts of rows without a column `{kind}` or `{PLURAL[kind]}` is read as a word"
+
+
+def _kind_by_name(value: Any) -> tuple[Kind | None, str]:
+    """What a column's value is by its name, and that name."""
+    name = value.get("path") if isinstance(value, dict) else value
+    if not isinstance(name, str) or len(name) > MAX_PATH or "\n" in name:
+        return None, ""
+    kind = next((kind for kind in KINDS if name.lower().endswith(_SUFFIXES[kind])), None)
+    return kind, name.replace("\\", "/").rpartition("/")[2]
 
 
 def _columns(row: Mapping[str, Any], directories: Mapping[Kind, Path] | None) -> dict[Kind, list[Media]]:
@@ -185,10 +239,12 @@ def _check_numbers(listed: Mapping[Kind, Sequence[Media]], messages: Sequence[Ma
             raise RowError(f"a column of {PLURAL[kind]} beside parts that name their own; one of the two is read")
         if waiting and not num_given:
             raise RowError(f"a part of type {kind}, and nothing says which: neither a path in it nor a column `{kind}`")
-        by_number = Counter(each.get("index") for each in waiting)
-        if None not in by_number and by_number:
-            if set(by_number) != set(range(num_given)):
-                raise RowError(f"{num_given} {PLURAL[kind]}, and parts with the numbers {sorted(by_number, key=str)}")
+        numbers = {each["index"] for each in waiting if "index" in each}
+        if numbers and not all("index" in each for each in waiting):
+            raise RowError(f"parts of type {kind} with an `index` beside others without; all have one or none")
+        if numbers:
+            if numbers != set(range(num_given)):
+                raise RowError(f"{num_given} {PLURAL[kind]}, and parts with the numbers {sorted(numbers)}")
         elif len(waiting) != num_given:
             raise RowError(f"{num_given} {PLURAL[kind]}, and {len(waiting)} places for them in the messages")
 
@@ -223,8 +279,14 @@ def _bare(message: dict[str, Any]) -> dict[str, Any]:
 
 def _is_frames(kind: Kind, value: Sequence[Any]) -> bool:
     """Whether a list is one video: its frames are images."""
-    names = [item.get("path") if isinstance(item, dict) else item for item in value]
-    return kind == "video" and all(isinstance(name, str) and name.lower().endswith(IMAGE_SUFFIXES) for name in names)
+    return kind == "video" and all(map(_is_frame, value))
+
+
+def _is_frame(item: Any) -> bool:
+    name, data = (item.get("path"), item.get("bytes")) if isinstance(item, dict) else (item, item)
+    if isinstance(data, bytes):
+        return data.startswith(_IMAGE_BEGINNINGS)
+    return isinstance(name, str) and name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _media(kind: Kind, value: Any, directories: Mapping[Kind, Path] | None, what: str) -> Media:
@@ -281,8 +343,12 @@ def _from_text(kind: Kind, text: str, directories: Mapping[Kind, Path] | None, w
     elif _SCHEME.match(text):
         shown = text if len(text) < 100 else f"{text[:99]}…"
         raise RowError(f"{what}: {shown} is not fetched: rows name files of this machine")
-    if "\0" in text:
-        raise RowError(f"{what}: a path with a null byte")
+    if len(text) > MAX_PATH:
+        raise RowError(
+            f"{what}: {len(text)} characters are no path; an embedded file is {{base64: …}}, or begins with data:"
+        )
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise RowError(f"{what}: a path with a character that none has: {ascii(text)[:100]}")
     path = Path(text)
     if not path.is_absolute():
         if directories is None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from honed import error, event, message
+from honed import error, event, foreign, message
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
@@ -39,6 +39,8 @@ PROGRESS_LOG_INTERVAL_SEC = 30.0
 CANCEL_TIMEOUT_SEC = 30.0
 #: Seconds between the dump of a hanging worker's stacks and its end.
 DUMP_SEC = 5.0
+#: Bytes of events that are still read of a worker that has ended: a file can be without end.
+MAX_REST_BYTES = 512 * 2**20
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 
 
@@ -57,6 +59,7 @@ class Running:
     ended: Exit | None = None
     is_stalled: bool = False
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
+    read_fault: str = ""  #: why its events could not be read; said once
 
 
 class Attempts:
@@ -219,7 +222,15 @@ class Attempts:
     def _read_events(self, running: Running) -> int:
         path = self._layout.job(running.job.id).attempt(running.job.attempt.number).events_path
         # What the database would not take is offered to it again as it was: in the outbox it is already.
-        reading = running.put_out or event.read(path, running.offset)
+        try:
+            reading = running.put_out or event.read(path, running.offset)
+        except OSError as problem:
+            # A link, a pipe, a file that we may not read: the worker's own doing, or the disk's.
+            if str(problem) != running.read_fault:
+                log.warning("job %d (%s): its events cannot be read: %s", running.job.id, running.job.name, problem)
+            running.read_fault = str(problem)
+            return 0
+        running.read_fault = ""
         if reading.offset == running.offset:
             return 0
         if reading.num_bad:
@@ -289,8 +300,8 @@ class Attempts:
         """Settle the jobs whose workers have ended. Returns them as they are now."""
         settled = []
         for running in list(self.running.values()):
-            running.ended = running.ended or self._runner.poll(running.job.id)
             with self._alone(running):
+                running.ended = running.ended or self._runner.poll(running.job.id)
                 if running.ended is not None and (job := self._reap(running, running.ended)) is not None:
                     settled.append(job)
         return settled
@@ -333,9 +344,13 @@ class Attempts:
 
     def _read_the_rest(self, running: Running) -> None:
         """The last events of a worker that has ended; what cannot be counted is said, and holds up nothing."""
+        left = MAX_REST_BYTES
         try:
-            while self._read_events(running):
-                pass
+            while left > 0 and (num_bytes := self._read_events(running)):
+                left -= num_bytes
+            if left <= 0:
+                log.warning("job %d (%s): not all of its last events are counted: there are more than %d MiB of them",
+                            running.job.id, running.job.name, MAX_REST_BYTES // 2**20)  # fmt: skip
         except Exception:
             log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
 
@@ -358,7 +373,7 @@ class Attempts:
         attempt = job.attempt
         if outcome.code != error.BackendError.code or attempt.backend != "unsloth" or attempt.num_starts > 1:
             return False
-        plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+        plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
         return bool(plan["spec"].get("backend") != "unsloth")
 
     def _settle(self, running: Running, outcome: Outcome) -> Job:

@@ -101,7 +101,7 @@ class Encoded:
 
 
 class MediaCutError(DatasetError):
-    """A row that is longer than it may be, and whose end cannot be cut off without cutting into its media."""
+    """A row of which a part of an image, a video or a sound would be cut off."""
 
 
 @dataclass(frozen=True)

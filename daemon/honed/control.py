@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, UsageError
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, NotPermittedError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ MAX_CONNECTIONS_PER_USER = 16
 #: Linux' asm-generic/socket.h; Python 3.11 has no name for it.
 SO_PEERGROUPS = 59
 MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
-#: Bytes of answers that wait for one client: one that asks and does not read is not served on.
-MAX_UNREAD_BYTES = 64 * 1024 * 1024
 #: Seconds that honectl waits for an answer.
 TIMEOUT_SEC = 30.0
 
@@ -99,6 +97,7 @@ class Server:
         try:
             if events & selectors.EVENT_READ:
                 self._receive(connection)
+            self._answer_next(connection)
             if connection.to_send:
                 sent = connection.socket.send(connection.to_send)
                 connection.to_send = connection.to_send[sent:]
@@ -108,18 +107,22 @@ class Server:
             self._close(connection)
             return
         if connection.socket.fileno() >= 0:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.to_send else 0)
+            # Who has not read the last answer is not listened to; who has asked more can mostly be written to at once.
+            has_more = connection.to_send or b"\n" in connection.received
+            wanted = selectors.EVENT_WRITE if has_more else selectors.EVENT_READ
             self._selector.modify(connection.socket, wanted, lambda events: self._serve(connection, events))
 
     def _receive(self, connection: _Connection) -> None:
-        data = connection.socket.recv(65536)
+        data = connection.socket.recv(MAX_REQUEST_BYTES)
         connection.received += data
-        while b"\n" in connection.received:
-            line, connection.received = connection.received.split(b"\n", 1)
-            connection.to_send += json.dumps(self._respond(line, connection)).encode() + b"\n"
-        is_flooding = len(connection.received) > MAX_REQUEST_BYTES or len(connection.to_send) > MAX_UNREAD_BYTES
-        if not data or is_flooding:
+        if not data or (len(connection.received) > MAX_REQUEST_BYTES and b"\n" not in connection.received):
             self._close(connection)
+
+    def _answer_next(self, connection: _Connection) -> None:
+        """One request a pass of the loop: a thousand sent at once hold up the loop no longer than one."""
+        if b"\n" in connection.received and not connection.to_send and connection.socket.fileno() >= 0:
+            line, connection.received = connection.received.split(b"\n", 1)
+            connection.to_send = json.dumps(self._respond(line, connection)).encode() + b"\n"
 
     def _respond(self, line: bytes, asking: _Connection) -> dict[str, Any]:
         try:
@@ -196,8 +199,9 @@ class Client:
 
 
 def _remote(data: dict[str, str]) -> HonedError:
-    if data.get("code") == UsageError.code:
-        return UsageError(data.get("message", ""), hint=data.get("hint", ""))
+    for kind in (UsageError, NotPermittedError):
+        if data.get("code") == kind.code:
+            return kind(data.get("message", ""), hint=data.get("hint", ""))
     error = HonedError(data.get("message", ""), hint=data.get("hint", ""))
     error.code = data.get("code", "error")  # type: ignore[misc]
     return error

@@ -21,17 +21,18 @@ import shutil
 import signal
 import sqlite3
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from honed import __version__, access, config, control, device, durable, event, message, query
+from honed import __version__, access, config, control, device, durable, event, foreign, message, query, staged
 from honed import layout as layouts
 from honed import log as logs
 from honed.acceptance import Acceptance
-from honed.attempts import Attempts
+from honed.attempts import MAX_REST_BYTES, Attempts
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
@@ -316,16 +317,27 @@ class Daemon:
         for job in self._spool.all_jobs().values():
             self._database.put_job(job)
             for index, attempt in enumerate(job.attempts):
-                path = self._layout.job(job.id).attempt(attempt.number).events_path
-                then, offset = replace(job, attempts=job.attempts[: index + 1]), -1
-                reading = event.read(path, 0)
-                while reading.offset != offset:
+                then = replace(job, attempts=job.attempts[: index + 1])
+                for reading in self._readings(then):
                     if self._attempts.outbox is not None and job.state is State.RUNNING and attempt == job.attempt:
                         # It may have told more while there was nobody to hear; what was sent goes under its old keys.
                         self._attempts.outbox.lose(self._attempts.outbox.put(then, reading))
                     self._database.apply(then, reading)
-                    offset = reading.offset
-                    reading = event.read(path, offset)
+
+    def _readings(self, job: Job) -> Iterator[event.Reading]:
+        """All that the worker of a job's latest attempt has told."""
+        path, offset = self._layout.job(job.id).attempt(job.attempt.number).events_path, 0
+        while offset < MAX_REST_BYTES:
+            try:
+                reading = event.read(path, offset)
+            except OSError as error:  # what its worker left there is no file, or not ours to read
+                log.warning("job %d (%s): the events of attempt %d cannot be read: %s",
+                            job.id, job.name, job.attempt.number, error)  # fmt: skip
+                return
+            if reading.offset == offset:
+                return
+            yield reading
+            offset = reading.offset
 
     def _close(self) -> None:
         self._server.close()
@@ -411,6 +423,23 @@ class Daemon:
                 delay = self._config.jobs.retry_delay_sec * 2 ** (job.num_failures - 2)
                 self._not_before[job.id] = self._clock() + delay
                 log.info("job %d (%s): tried again in %.0f s", job.id, job.name, delay)
+            if job.state is State.SUCCEEDED:
+                self._remove_staged(job)
+
+    def _remove_staged(self, job: Job) -> None:
+        """Of a job that is done, what `submit --stage` had copied; what another job of the same person names stays."""
+        places = staged.places(self._spec_of(job), self._layout, job.uid)
+        others = [other for other in self._unfinished() if other.uid == job.uid] if places else []
+        needed = {place for other in others for place in staged.places(self._spec_of(other), self._layout, other.uid)}
+        for place in set(places) - needed:
+            # Aside: a hundred thousand images take their time.
+            threading.Thread(target=_remove, args=(job, place)).start()
+
+    def _spec_of(self, job: Job) -> dict[str, Any]:
+        try:
+            return dict(json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))["spec"])
+        except (OSError, ValueError, KeyError, TypeError):  # told elsewhere, where it matters
+            return {}
 
     def _take_arrivals(self) -> None:
         self._acceptance.settle_fetched()
@@ -555,7 +584,7 @@ class Daemon:
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
-                plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+                plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
                 self._planned_for[job.id] = Device.from_dict(plan["device"])
         planned = self._planned_for[job.id]
         if planned is None or planned.kind != "cuda" or found.kind != "cuda":
@@ -582,7 +611,7 @@ class Daemon:
         return next((found for found in free if self._holds_on(job, found)), free[0] if free else None)
 
     def _backend(self, job: Job) -> str:
-        plan = json.loads(self._layout.job(job.id).plan_path.read_bytes())
+        plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
         name: str = plan["backend"]["name"]
         if job.attempts and job.attempts[-1].num_starts > 1:
             name = job.attempts[-1].backend  # it fell back before; it would again
@@ -598,17 +627,19 @@ class Daemon:
         if self._is_stopping and self._attempts.running:
             self._notifier.extend_timeout(STOP_EXTENSION_SEC)
 
-    def _status(self) -> str:
-        """One line that a person wants to read."""
+    def _status(self, asker: query.Asker = query.ANYBODY) -> str:
+        """One line that a person wants to read; without the names of jobs that are not the asker's to read."""
         running = [
             f"{item.job.name} ({item.job.id}) {progress_text(item.progress) if item.progress else item.stage}"
+            if asker.may_read(item.job)
+            else f"job {item.job.id}"
             for item in self._attempts.running.values()
         ]
         num_queued = sum(job.state is State.QUEUED for job in self._queue.values())
         parts = [f"running {', '.join(running)}" if running else "idle", f"{num_queued} queued"]
         num_held = len(self._queue) - num_queued
         parts += [f"{num_held} held"] if num_held else []
-        parts += self._fetcher.status()
+        parts += self._fetcher.status() if asker.reads_all else []
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []
         parts += (
@@ -625,22 +656,23 @@ class Daemon:
     def _answer(self, request: control.Request) -> Any:
         verb, reference = request.verb, str(request.arguments.get("id", ""))
         match verb:
-            case "show" if (found := self._arrival(reference)) is not None:
+            case "show" if (found := self._arrival(reference, self._asker(request))) is not None:
                 fetched = f"{found['repo_id']} at {found['revision']}"
                 raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
             case str() if verb in query.READING_VERBS:
                 return query.READING_VERBS[verb](self._spool, self._layout, reference, self._asker(request))
             case "status":
-                return {"status": self._status(), "pid": os.getpid(), "version": __version__,
+                asker = self._asker(request)
+                return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
                         "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
-                        "arrivals": self._acceptance.fetching()}  # fmt: skip
+                        "arrivals": [_arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
             case "pause" | "resume":
                 if not self._asker(request).is_administrator:
                     raise NotPermittedError(f"{verb} is for everybody's jobs", hint="root and policy.admin_group may")
                 self._spool.pause(verb == "pause")
                 self.wake()
                 return self._status()
-            case "cancel" if (found := self._arrival(reference)) is not None:
+            case "cancel" if (found := self._arrival(reference, self._asker(request))) is not None:
                 self._require_owner(request, found["id"], found["uid"])
                 self._acceptance.cancel(found["id"])
                 return {**found, "state": "rejected"}
@@ -653,9 +685,14 @@ class Daemon:
             case _:
                 raise UsageError(f"no verb {verb!r}")
 
-    def _arrival(self, reference: str) -> dict[str, Any] | None:
-        """What waits for a model and is no job yet, by its number or, where no job has it, its name."""
+    def _arrival(self, reference: str, asker: query.Asker) -> dict[str, Any] | None:
+        """What waits for a model and is no job yet, by its number or, where no job has it, its name. Raises
+        NotPermittedError for somebody else's number; their names are not looked at."""
         found = [each for each in self._acceptance.fetching() if each["source"] is not None]
+        closed = [each for each in found if not (asker.reads_all or each["uid"] == asker.uid)]
+        if any(str(each["id"]) == reference for each in closed):
+            raise NotPermittedError(f"job {reference} is another user's", hint="honectl list shows your own")
+        found = [each for each in found if each not in closed]
         if any(job.name == reference for job in self._unfinished()):
             found = [each for each in found if str(each["id"]) == reference]
         named = [each for each in found if reference in {str(each["id"]), each["name"]}]
@@ -718,6 +755,22 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
                        "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip
             raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")
+
+
+def _remove(job: Job, place: Path) -> None:
+    try:
+        shutil.rmtree(place)
+    except OSError as error:
+        log.warning("job %d (%s): its staged copies stay: %s", job.id, job.name, error, extra=about(job))
+    else:
+        log.info("job %d (%s): removed its staged copies, %s", job.id, job.name, place, extra=about(job))
+
+
+def _arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
+    """What waits for a model, as query's rows are: of somebody else's, that it is there."""
+    if asker.reads_all or found["uid"] == asker.uid:
+        return found
+    return {**found, "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}
 
 
 def _cpu(devices: list[Device]) -> Device:

@@ -11,11 +11,12 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from honed import attachment
 from honed.attachment import RowError
 from honed.error import DatasetError
 from honed.media import Facts, MediaError, probe, require, spill
@@ -51,6 +52,8 @@ class Inspection:
     num_attached: int  #: rows with media
     num_broken: int  #: of these, the ones with a file that is missing or cannot be read
     broken: tuple[str, ...]  #: the first few
+    overlooked: tuple[str, ...]  #: what seems to be media, and is not read as such
+    absent: tuple[str, ...]  #: of the data set's `columns`, those that no row has
 
 
 @dataclass(frozen=True)
@@ -250,12 +253,15 @@ def inspect(
     seen = _Looker(permit)
     rows: list[dict[str, Any]] = []
     columns: dict[str, None] = {}
+    overlooked: dict[str, None] = {}
     for path in paths:
         for row, place in _read_any(path):
             if collected.num_rows >= num_rows:
                 break
             example = collected.add(row, path, place)
-            columns |= dict.fromkeys(map(str, row)) if isinstance(row, dict) else {}
+            if isinstance(row, dict):
+                columns |= dict.fromkeys(map(str, row))
+                overlooked |= dict.fromkeys(_overlooked(row, example, dataset.columns or {}))
             if example is not None and example.media:
                 seen.look(example, f"{path.name}, {place}")
                 collected.examples[-1] = replace(example, media=())  # embedded files would fill the memory
@@ -274,7 +280,16 @@ def inspect(
         num_attached=seen.num_rows,
         num_broken=seen.num_broken,
         broken=tuple(seen.broken),
+        overlooked=tuple(overlooked),
+        absent=tuple(theirs for theirs in (dataset.columns or {}).values() if theirs not in columns),
     )
+
+
+def _overlooked(row: dict[str, Any], example: Example | None, columns: Mapping[str, str]) -> Iterator[str]:
+    if example is None:
+        return attachment.overlooked(row, columns, (), ())
+    asked = [{"role": "user", "content": example.prompt}] if example.kind == "prompt_completion" else example.messages
+    return attachment.overlooked(row, columns, asked, example.media)
 
 
 class _Looker:

@@ -260,14 +260,17 @@ def _no_gpu() -> Finding:
 # --- This instance ----------------------------------------------------------------------------------------------------
 
 
+_FREE_SOME = "free some; du -sh jobs/* in honed's state directory tells which jobs are large"
+
+
 def _disk(name: str, path: Path) -> Finding:
     existing = nearest_existing(path)
     free = shutil.disk_usage(existing).free
     detail = f"{gib(free)} free for {path}"
     if free < NO_DISK_BYTES:
-        return Finding(f"disk: {name}", "error", detail, "free some; honectl prune")
+        return Finding(f"disk: {name}", "error", detail, _FREE_SOME)
     if free < LOW_DISK_BYTES and name != "spool":
-        return Finding(f"disk: {name}", "warning", detail, "checkpoints of a large model will not fit; honectl prune")
+        return Finding(f"disk: {name}", "warning", detail, f"checkpoints of a large model will not fit: {_FREE_SOME}")
     return Finding(f"disk: {name}", "ok", detail)
 
 
@@ -394,11 +397,14 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
 
 def _polkit(*, has_template: bool) -> Finding:
     """The rule must never be without the template: a transient unit of such a name could then be anything, as root."""
-    rules = [path for place in ("/usr/share", "/etc", "/usr/local/share", "/run")
-             for path in Path(place, "polkit-1/rules.d").glob("*honed*.rules")]  # fmt: skip
+    places = [Path(place, "polkit-1/rules.d") for place in ("/usr/share", "/etc", "/usr/local/share", "/run")]
+    rules = [path for place in places for path in place.glob("*honed*.rules")]
     if rules and not has_template:
         detail = f"{rules[0]} lets honed start units that are not installed: on systemd 257 it could run anything"
         return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
+    hidden = [place for place in places if place.is_dir() and not os.access(place, os.R_OK)]
+    if not rules and has_template and hidden:
+        return Finding("polkit", "ok", f"not known: {hidden[0]} is closed to you", "sudo honectl doctor tells")
     if not rules and has_template:
         return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
     if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):

@@ -42,7 +42,13 @@ def sync_dir(path: Path) -> None:
 def write_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Path:
     """Write `data` to a hidden file beside `path`, synced; the caller renames it. Returns the hidden file's path."""
     temporary = path.with_name(f".{path.name}.tmp")
-    fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        fd = os.open(temporary, flags, mode)
+    except FileExistsError:
+        # A crash left it; or, in a job's directory, its worker: a pipe, or a file that it holds open.
+        temporary.unlink()
+        fd = os.open(temporary, flags, mode)
     try:
         view = memoryview(data)
         while view:

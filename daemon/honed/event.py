@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed import foreign
+
 #: Bytes. A longer line is not an event of ours; it is skipped, so that garbage cannot fill the daemon's memory.
 MAX_LINE_BYTES = 4 * 1024 * 1024
 #: Bytes read in one pass of the daemon's loop, so that a chatty worker cannot hold the loop.
@@ -102,9 +104,12 @@ class Reading:
 
 
 def read(path: Path, offset: int) -> Reading:
-    """The whole lines after `offset`. A last line without its newline waits for the next pass."""
+    """The whole lines after `offset`. A last line without its newline waits for the next pass.
+
+    Raises OSError where something else than a file lies there.
+    """
     try:
-        with path.open("rb") as file:
+        with open(foreign.open_plain(path), "rb") as file:
             file.seek(offset)
             data = file.read(MAX_READ_BYTES)
     except FileNotFoundError:

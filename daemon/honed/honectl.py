@@ -7,6 +7,7 @@ is down, to the spool itself under its lock.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -91,6 +92,7 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
         options.files = [_stage(instance, path, quiet=options.json) for path in options.files]
     checked = [_accepted(instance, path) for path in options.files]
     if None in checked:
+        _remove_copies(instance, options)
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
@@ -112,6 +114,8 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
             answers.append({"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
         status |= answers[-1].get("state") == "rejected"
+        if answers[-1].get("state") == "rejected":
+            _remove_copies(instance, options, path)
     if options.json:
         terminal.console.print_json(json.dumps(answers))
     if options.wait:
@@ -132,6 +136,16 @@ def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
     for key, source, copy in () if quiet else staged.copies:
         terminal.say(f"{key}: {source} copied to {copy}")
     return staged.spec_path
+
+
+def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
+    """Those that --stage has made for a file that is refused, or for all."""
+    from honed.staged import place_of
+
+    for each in [path] if path else options.files if options.stage else []:
+        place = place_of(each, instance.layout)
+        if options.stage and place is not None:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _accepted(instance: Instance, path: Path) -> Any:
@@ -355,6 +369,8 @@ def _fetch_line(arrival: dict[str, Any]) -> str:
     done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
     share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
     problem = f"; {arrival['problem']}" if arrival["problem"] else ""
+    if arrival["repo_id"] is None:
+        return f"{arrival['id']}: waits for a model that is fetched{share}"
     name = terminal.plain(arrival["name"], limit=40)
     return f"{arrival['id']} ({name}): fetching {arrival['repo_id']} at {arrival['revision']}{share}{problem}"
 
@@ -565,9 +581,9 @@ def _overview(instance: Instance) -> Any:
     for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
         drawn.add_column(column)
     for job in instance.read("list")[:30]:
-        course = (
-            terminal.sparkline([loss for _, loss in instance.read("losses", str(job["id"]))]) if job["progress"] else ""
-        )
+        course = ""
+        with contextlib.suppress(NotPermittedError):  # somebody else's
+            course = terminal.sparkline([loss for _, loss in instance.read("losses", str(job["id"]))])
         cells = [
             job["id"],
             terminal.plain(job["name"], limit=32),

@@ -96,6 +96,7 @@ class Facts:
     width: int = 0  #: pixels, as it is to be looked at (turned, where its EXIF data say so)
     height: int = 0
     num_frames: int = 1  #: of a video, before any are chosen; 0 where the header does not say
+    is_list: bool = False  #: of a video whose frames the row lists
     duration_sec: float | None = None
 
 
@@ -162,7 +163,7 @@ def probe(media: Media) -> Facts:
 
 def require(media: Media) -> None:
     """Raises MediaError where the file is not there, or empty. It is not looked into."""
-    if media.path is not None and media.path.is_dir() and media.kind == "video":
+    if media.kind == "video" and _is_dir(media.path):
         return
     for path in media.frames:
         _check_file(Media(media.kind, path))
@@ -182,7 +183,7 @@ def _probe_video(media: Media) -> Facts:
         with _opened_image(Media("video", frames[0])) as image:
             facts = _image_facts(image, "video")
         require(Media("video", frames=tuple(frames[1:])))
-        return replace(facts, num_frames=len(frames))
+        return replace(facts, num_frames=len(frames), is_list=bool(media.frames))
     if _is_animation(media):
         with _opened_image(media) as image:
             return _image_facts(image, "video")
@@ -200,6 +201,13 @@ _ON_ITS_SIDE = (5, 6, 7, 8)
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _is_dir(path: Path | None) -> bool:
+    try:
+        return path is not None and path.is_dir()
+    except OSError:  # a name that is too long, or below a directory that may not be looked into
+        return False  # which is told where it is opened as a file
 
 
 def _absence(path: Path) -> str:
@@ -224,9 +232,10 @@ def _check_file(media: Media) -> Path | None:
         if not media.data:
             raise MediaError(f"{media.place}: empty")
         return None
-    if not path.is_file():  # nor a pipe, on which reading would wait for ever
-        raise MediaError(f"{path}: {_absence(path)}", hint="relative paths start from the data file, or `media_dir`")
     try:
+        if not path.is_file():  # nor a pipe, on which reading would wait for ever
+            hint = "relative paths start from the data file, or `media_dir`"
+            raise MediaError(f"{path}: {_absence(path)}", hint=hint)
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
@@ -379,7 +388,7 @@ def _spread(number: int, num_wanted: int) -> list[int]:
 
 def _frame_files(media: Media) -> list[Path]:
     """The images that a video is given as, a directory's in the order of their numbers; none for a file."""
-    if media.frames or media.path is None or not media.path.is_dir():
+    if media.frames or media.path is None or not _is_dir(media.path):
         return list(media.frames)
     try:
         found = [each for each in media.path.iterdir() if not each.name.startswith(".")]

@@ -48,6 +48,7 @@ class Memory:
     length: int  #: tokens of the longest row that is expected in a batch
     num_media_tokens: int = 0  #: of a row, what is seen or heard
     media: tuple[Kind, ...] = ()  #: what there is in the rows beside text
+    num_frames: int = 0  #: that are taken of the longest video in them
     tower_bytes: int = 0  #: of the activations, those of eyes and ears
     paged_bytes: int = 0  #: of the optimizer's states, what the device may leave to the machine
 
@@ -115,6 +116,7 @@ def estimate(
         length=extent.length,
         num_media_tokens=extent.media.tokens,
         media=tuple(sorted(extent.kinds)),
+        num_frames=extent.num_frames,
         tower_bytes=tower_bytes,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )

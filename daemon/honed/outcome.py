@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed import error
+from honed import error, foreign
 from honed.runner import Exit
 
 SUCCEEDED = "succeeded"
@@ -63,8 +63,8 @@ def _of(problem: error.HonedError, **facts: Any) -> Outcome:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        result = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        result = json.loads(foreign.read_plain(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return result if isinstance(result, dict) else None
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from honed import access
 from honed.access import READ, WRITE, Person
@@ -21,8 +22,11 @@ from honed.error import DatasetError, HonedError, ModelError, SpecError
 from honed.layout import Layout
 from honed.spec import JobSpec, MediaDirSpec
 
-#: Entries of a directory that are looked at.
+_NOT_THEIRS, _JOB_NAME = "is honed's or another user's", "job:NAME is what a job makes"
+#: Entries of a directory that are looked at; its links are, however many there are.
 MAX_ENTRIES = 2000
+#: The one directory in a model's that is read, too.
+TEMPLATE_DIR = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,15 @@ class Policy:
     def _check_own_places(self, named: Named, path: Path) -> None:
         """Of honed's own files, those that the dropper may read by their own modes and ACLs: what their jobs made."""
         real = _real(path)
-        if self.workers is None or self.dropper is None or _is_below(real, self.layout.staged_dir.resolve()):
+        if self.workers is None or self.dropper is None:
             return
-        ours = (self.layout.spool_dir, self.layout.state_dir, self.layout.config_path.parent, self.layout.runtime_dir)
-        if _is_below(real, *(place.resolve() for place in ours)) and access.obstacle(real, self.dropper) is not None:
-            raise named.error(
-                f"{named.key}: {_shown(path, real)} is honed's or another user's", hint="job:NAME is what a job makes"
-            )
+        if _is_below(real, *self._own_places()) and access.obstacle(real, self.dropper) is not None:
+            raise named.error(f"{named.key}: {_shown(path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
+
+    def _own_places(self) -> tuple[Path, ...]:
+        layout = self.layout
+        ours = (layout.spool_dir, layout.state_dir, layout.config_path.parent, layout.runtime_dir)
+        return tuple(place.resolve() for place in ours)
 
     def _check_reach(self, named: Named, path: Path, workers: Person) -> None:
         home = access.home_above(path)
@@ -105,6 +111,19 @@ class Policy:
         except HonedError:
             return False
         return True
+
+    def grant(self, inputs: Iterable[Named]) -> Grant:
+        """For the worker of a job that was checked."""
+        closed = () if self.workers is None else self._own_places()
+        allowed = None if self.allowed is None else (*self.allowed, *self._always_allowed())
+        return Grant(closed, allowed, tuple(dict.fromkeys(self._whole(_real(named.path)) for named in inputs)))
+
+    def _whole(self, real: Path) -> Path:
+        """Of what was staged or what a job made, all of it: a row names images that lie beside it."""
+        for place in (self.layout.staged_dir.resolve(), self.layout.jobs_dir.resolve()):
+            if real.is_relative_to(place) and real != place:
+                return place / real.relative_to(place).parts[0]
+        return real
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -134,6 +153,41 @@ class Policy:
                 return
             why, who = str(found), f"the user {self.workers.name}"
         raise SpecError(f"output_dir: {why}", hint=f"let {who} write it, or leave output_dir out")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a job's worker may read, as it was settled when the job was planned.
+
+    A link that lay in order then may lead elsewhere by the time the worker starts; a data set's first rows are looked
+    at before, the others by the worker. Its user can read what every job made; a job must not.
+    """
+
+    closed: tuple[Path, ...]  #: honed's own places
+    allowed: tuple[Path, ...] | None  #: None: everything else
+    inputs: tuple[Path, ...]  #: what the job names, where it really lay
+
+    def check(self, named: Named, *own: Path) -> None:
+        """Raises the error of the path's kind; `own` are the job's own directories."""
+        real = _real(named.path)
+        if _is_below(real, *self.inputs, *own):
+            return
+        if _is_below(real, *self.closed):
+            raise named.error(f"{named.key}: {_shown(named.path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
+        if self.allowed is not None and not _is_below(real, *self.allowed):
+            raise named.error(
+                f"{named.key}: {_shown(named.path, real)} lies outside of what jobs may read here",
+                hint=f"policy.allowed_paths has: {_listed(self.allowed)}",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        allowed = None if self.allowed is None else list(map(str, self.allowed))
+        return {"closed": list(map(str, self.closed)), "allowed": allowed, "inputs": list(map(str, self.inputs))}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Grant:
+        allowed = None if data["allowed"] is None else tuple(map(Path, data["allowed"]))
+        return cls(tuple(map(Path, data["closed"])), allowed, tuple(map(Path, data["inputs"])))
 
 
 def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Iterator[Named]:
@@ -174,10 +228,16 @@ def _entries(path: Path) -> Iterator[Path]:
     """What lies right in a directory: one of its files may be a link to elsewhere, or closed."""
     try:
         with os.scandir(path) as entries:
-            names = sorted(entry.name for entry in itertools.islice(entries, MAX_ENTRIES))
+            names = sorted(
+                entry.name for number, entry in enumerate(entries) if number < MAX_ENTRIES or entry.is_symlink()
+            )
     except OSError:
         return
-    yield from (path / name for name in names if not name.startswith("."))
+    for name in names:
+        if not name.startswith("."):
+            yield path / name
+        if name == TEMPLATE_DIR:
+            yield from _entries(path / name)
 
 
 def _real(path: Path) -> Path:

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from honed import basemodel, dataset, device, installed, memory, plan, precision, remedy, snapshot, spec
+from honed import activation, basemodel, dataset, device, installed, memory, plan, precision, remedy, snapshot, spec
 from honed import layout as layouts
 from honed.activation import Row
 from honed.basemodel import BITS, AdapterInfo, BaseModelInfo, UncachedError
@@ -478,6 +478,7 @@ def _check_datasets(
             name = f"{key}.{number}"
             try:
                 found = _check_dataset(each, rights, has_chat_template=has_chat_template)
+                warnings += [f"{name}: {told}" for told in _overlooked(model, found)]
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
                 raise DatasetError(f"{name}: {error.message}", hint=error.hint) from error
@@ -502,6 +503,8 @@ def _num_tokens(row: Any) -> int:
 
 
 def _check_dataset(each: DatasetSpec, rights: Policy, *, has_chat_template: bool) -> dataset.Inspection:
+    for path in dataset.files(Path(each.path), split=each.split):  # one of them may be a link to elsewhere
+        rights.check_read(Named("path", path, DatasetError))
     found = dataset.inspect(
         each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
     )
@@ -511,6 +514,12 @@ def _check_dataset(each: DatasetSpec, rights: Policy, *, has_chat_template: bool
             hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
         )
     return found
+
+
+def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:
+    """What is in the rows, or should be, and is not read. A model for text passes over images with good reason."""
+    told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
+    return told + [f"`columns` names `{each}`, and none of the {found.num_rows} rows has it" for each in found.absent]
 
 
 #: What a model must have for each kind of media, in words.
@@ -537,14 +546,34 @@ def _check_attached(
             f"training.{key}: they are not put into one row with others",
             hint=f"leave {key} out",
         )
+    warnings = _too_long(job_spec, model, each, found)
     if not found.num_broken:
-        return []
+        return warnings
     told = f"{found.num_broken} of the first {found.num_attached} rows with media have a file that cannot be used"
     named = "; ".join(found.broken)
     if job_spec.media.broken == "refuse" or found.num_broken == found.num_rows:
         hint = "paths start from the data file's directory, or from the data set's `media_dir`"
         raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
-    return [f"{each.path}: {told}, and will be left out: {named}"]
+    return [*warnings, f"{each.path}: {told}, and will be left out: {named}"]
+
+
+def _too_long(
+    job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
+) -> list[str]:
+    """That rows seem to be too long for their media. They are counted for good once the model is loaded."""
+    cut_at = job_spec.training.cut_at
+    if model is None or cut_at is None or not found.attached:
+        return []
+    tokens = [activation.media_cost(Row(0, seen.media), job_spec, model).tokens for seen in found.attached]
+    too_long = [number for number in tokens if number > cut_at]
+    if not too_long:
+        return []
+    what = "will be left out" if job_spec.media.too_long == "drop" else "end the job"
+    return [
+        f"{each.path}: {len(too_long)} of {len(tokens)} rows with media seem to be longer than max_length ({cut_at}) "
+        f"by their media alone (up to {max(too_long)} tokens), and {what}: a longer training.max_length, or fewer "
+        "pixels and frames (`media:`), keeps them"
+    ]
 
 
 def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
@@ -697,10 +726,11 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
     try:
         request = json.loads(line)
         request_id = request["id"]
+        config = Config.model_validate(request["config"])
         verdict = check(
             Path(request["spec_path"]),
             layout=layout,
-            config=Config.model_validate(request["config"]),
+            config=config,
             device=Device.from_dict(request["device"]) if request.get("device") else None,
             job_id=request_id,
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
@@ -722,6 +752,7 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
             "warnings": verdict.warnings,
             "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None,
             "base_model_commit": verdict.commit,
+            "may_read": _grant(verdict, Policy.of(layout, config, request.get("uid"))) if verdict.plan else None,
         },
         "output_dir": str(verdict.output_dir),
         "warnings": verdict.warnings,
@@ -729,6 +760,12 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
         "waits_for": dict(verdict.waits_for),
         "needs_fetch": asdict(verdict.needs_fetch) if verdict.needs_fetch else None,
     }
+
+
+def _grant(verdict: Verdict, rights: Policy) -> dict[str, Any]:
+    """What the worker may read; it asks again, since files and links change."""
+    assert verdict.plan is not None
+    return rights.grant(inputs(verdict.spec, verdict.plan.model.path, verdict.adapter_path)).as_dict()
 
 
 def unforeseen(error: Exception) -> InternalError:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from honed import durable
+from honed import durable, foreign
 from honed.layout import AttemptLayout, Layout
 from honed.runner import Exit, exit_of, read_exit_record, read_lock_record
 
@@ -109,7 +109,7 @@ class ProcessRunner:
 
     def _settle(self, child: _Child) -> bool:
         """Whether an adopted worker has ended. If nobody wrote down how, we do: then no late shim starts it."""
-        fd = os.open(child.layout.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        fd = foreign.open_plain(child.layout.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed import foreign
 from honed.database import Reader, timestamp
 from honed.error import NotPermittedError, UsageError
 from honed.job import Attempt, Job, State
@@ -114,9 +115,9 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     finally:
         reader.close()
-    plan = _read_json(files.plan_path)
+    plan = _read_json(files.plan_path, num_names=1)
     spec = plan.pop("spec", {})
-    result = _read_json(files.attempt(job.attempt.number).result_path) if job.attempts else {}
+    result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
     artifacts, final = (value if isinstance(value := result.get(key), dict) else {} for key in ("artifacts", "metrics"))
     report = str(files.report_path) if files.report_path.exists() else None
     return {
@@ -208,9 +209,9 @@ READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
 }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, *, num_names: int) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        data = json.loads(foreign.read_plain(path, num_names=num_names))
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from honed import precision, rule
 from honed.activation import UNCUT_LENGTH
 from honed.device import Device
 from honed.error import HonedError, MemoryShortError
-from honed.media import NUM_FRAMES
 from honed.memory import Memory, gib
 from honed.spec import JobSpec, LoraSpec
 
@@ -25,7 +25,7 @@ def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[
     if memory.can_fit:
         return
     parts = ", ".join(f"{_PART_WORDS[name]} {gib(number)}" for name, number in memory.parts if number)
-    found = list(remedies(spec, device, estimate_for, media=memory.media))
+    found = list(remedies(spec, device, estimate_for, media=memory.media, num_frames=memory.num_frames))
     rows = f"{memory.batch_size} row{'s' if memory.batch_size > 1 else ''} of {memory.length} tokens at a time"
     if memory.num_media_tokens:
         rows += f", up to {memory.num_media_tokens} of them of {', '.join(memory.media)}"
@@ -46,13 +46,18 @@ _PART_WORDS = {
 
 
 def remedies(
-    spec: JobSpec, device: Device, estimate_for: Callable[[JobSpec], Memory], *, media: tuple[str, ...] = ()
+    spec: JobSpec,
+    device: Device,
+    estimate_for: Callable[[JobSpec], Memory],
+    *,
+    media: tuple[str, ...] = (),
+    num_frames: int = 0,
 ) -> Iterator[str]:
     """Up to three of the smallest changes that make a job fit: single ones, else the shortest chains of them.
 
-    `media`: what there is in the rows beside text.
+    `media`: what there is in the rows beside text; `num_frames`: those that are taken of the longest video.
     """
-    small = _small(media)
+    small = _small(media, num_frames)
 
     def fits(candidate: JobSpec) -> Memory | None:
         try:
@@ -129,9 +134,8 @@ def _shorter(spec: JobSpec, _device: Device) -> Iterator[Change]:
         yield f"max_length: {length}", _changed(spec, max_length=length)
 
 
-def _fewer_frames(spec: JobSpec, _device: Device) -> Iterator[Change]:
+def _fewer_frames(number: int, spec: JobSpec, _device: Device) -> Iterator[Change]:
     """Of each video, the largest number first."""
-    number = spec.media.num_frames or NUM_FRAMES
     for fewer in (number * 3 // 4, number // 2, number // 4):
         if 2 <= fewer < number:
             yield f"media: {{num_frames: {fewer}}}", _changed_media(spec, num_frames=fewer)
@@ -166,12 +170,12 @@ def _adapter(spec: JobSpec, _device: Device) -> Iterator[Change]:
 Way = Callable[[JobSpec, Device], Iterator[Change]]
 
 
-def _small(media: tuple[str, ...]) -> tuple[Way, ...]:
+def _small(media: tuple[str, ...], num_frames: int) -> tuple[Way, ...]:
     """Ways to need less, from the change that alters the result least.
 
     Rows with media are not to be cut: those that are too long for their images would be left out.
     """
-    seen: tuple[Way, ...] = (_fewer_frames,) if "video" in media else ()
+    seen: tuple[Way, ...] = (partial(_fewer_frames, num_frames),) if "video" in media else ()
     seen += (_smaller_images,) if {"video", "image"} & set(media) else ()
     return (_checkpointing, _chunked_loss, _smaller_batch, *(seen or (() if media else (_shorter,))))
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from honed import foreign
 from honed.layout import AttemptLayout
 
 
@@ -111,7 +112,7 @@ def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:
 
 def _read_record(path: Path, start: int) -> dict[str, Any] | None:
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(foreign.read_plain(path))
     except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and record.get("start") == start else None

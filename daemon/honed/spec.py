@@ -209,7 +209,8 @@ class MediaSpec(Section):
     """What happens for a file that is missing or cannot be read: its row is left out, counted and named, or the job
     is refused."""
     too_long: Literal["drop", "refuse"] = "drop"
-    """What happens for a row that `max_length` would cut through an image, video or sound: the same choice."""
+    """What happens for a row that `max_length` would cut through an image, video or sound, or whose sound is longer
+    than the model's processor takes in: the same choice."""
 
     @property
     def limits(self) -> MediaLimits:

@@ -209,7 +209,7 @@ class Spool:
             )
         directory = self._layout.job(claim.id).dir
         if self._has_workers_user:
-            durable.make_dir(directory, mode=0o770)
+            durable.make_dir(directory, mode=0o1770)  # sticky: the workers leave our spec and plan in it alone
             access.open_job_dir(directory, info.st_uid, is_shared=is_shared)
         else:
             durable.make_dir(directory)

@@ -4,7 +4,8 @@ its own. They live on while honed is restarted, and systemd ends what hangs or d
     start     start.json, durable ──► StartUnit ──► honed-job-start becomes the shim ──► worker
     end       shim writes exit.json ──► honed-job-end adds what systemd knows ──► poll finds both
 
-How a job ended is known from its files alone; systemd is asked only where they are silent. A worker that a process
+How a job ended is known from its files; systemd is asked where they are silent, and whether the unit has ended at all.
+Without a bus the files are believed. A worker that a process
 runner started before us is left to one.
 """
 
@@ -39,6 +40,7 @@ class _Unit:
     attempt: AttemptLayout
     start: int
     asked_at: float
+    is_doubted: bool = False  #: exit.json tells of an end, and systemd of none
 
 
 class SystemdRunner:
@@ -127,7 +129,17 @@ class SystemdRunner:
         unit = self._units[job_id]
         record = read_exit_record(unit.attempt, unit.start)
         is_told = record is not None and "service_result" in record
-        if not is_told:
+        if is_told:
+            # Its worker could have written that, too, and go on, on a GPU that we would take for free.
+            if unit.is_doubted and self._clock() - unit.asked_at < ASK_INTERVAL_SEC:
+                return None
+            unit.asked_at = self._clock()
+            if self._goes_on(job_id):
+                if not unit.is_doubted:
+                    log.warning("job %d: its worker says that it has ended, and its unit has not", job_id)
+                unit.is_doubted = True
+                return None
+        else:
             # The shim's word alone is waited on: what systemd knows comes a moment later, unless it cannot be written.
             if self._clock() - unit.asked_at < ASK_INTERVAL_SEC:
                 return None
@@ -139,6 +151,14 @@ class SystemdRunner:
         if record is None:
             return Exit(None, None, ran=bool(read_lock_record(unit.attempt, unit.start)))
         return exit_of(record)
+
+    def _goes_on(self, job_id: int) -> bool:
+        """Whether its unit lives. While ExecStopPost= tells of the end, a unit is deactivating."""
+        try:
+            state = self._systemd.unit_state(unit_name(job_id))
+        except BusError:
+            return False
+        return state is not None and state.active in {"active", "activating", "reloading"}
 
     def _is_over(self, job_id: int) -> bool:
         try:

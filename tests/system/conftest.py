@@ -33,8 +33,6 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 _BUILD = """
 from pathlib import Path
-from honed.worker import torchvision
-torchvision.mend()  # one that was built for another torch keeps transformers from importing any model
 from zoo.model import build_checkpoint, write_facts
 
 build_checkpoint(Path("/srv/models/tiny"))

@@ -228,7 +228,7 @@ def test_the_dropper_reads_her_own_refusals_and_jobs_from_the_files(honed: Machi
 
 def test_a_jobs_directory_is_the_workers_to_write_and_inherits_its_rights(honed: Machine) -> None:
     number = job_of(honed, "anna", "rights")
-    assert honed.run("stat", "-c", "%U:%G %a", f"{JOBS}/{number}") == "honed:honed-job 2770\n"
+    assert honed.run("stat", "-c", "%U:%G %a", f"{JOBS}/{number}") == "honed:honed-job 3770\n"
     honed.run("sh", "-ec", f"umask 007; mkdir {JOBS}/{number}/output; echo weights >{JOBS}/{number}/output/a",
               user="honed-job")  # fmt: skip
     assert honed.run("cat", f"{JOBS}/{number}/output/a", user="anna") == "weights\n"

@@ -222,6 +222,25 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_told_so(honed: Hon
     assert "the kernel's out-of-memory killer" in entry["error"]["message"]
 
 
+def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Honed) -> None:
+    """In the place of its files lie pipes, and an exit.json that systemd knows nothing of; what is honed's stays."""
+    job = honed.drop("slow-60")
+    honed.wait_step(job)
+    pid, job_dir = honed.machine.main_pid("honed"), f"/var/lib/honed/jobs/{job}"
+    end = json.dumps({"start": 1, "status": 0, "service_result": "success"})
+    honed.machine.sh(f"cd {job_dir}/attempts/1 && rm events.jsonl && mkfifo events.jsonl result.json "
+                     f"{job_dir}/.start.json.tmp && echo '{end}' >exit.json", user="honed-job")  # fmt: skip
+    for name in ("plan.json", "start.json", "spec.json"):
+        assert honed.machine.try_run("rm", "-f", f"{job_dir}/{name}", user="honed-job").returncode != 0, name
+    honed.machine.wait_message("its events cannot be read", "--unit=honed")
+    honed.machine.wait_message(f"job {job}: its worker says that it has ended", "--unit=honed")
+    assert honed.entries()[job]["state"] == "running"
+    honed.machine.run("systemctl", "kill", "--signal=KILL", f"honed-job@{job}")
+    entry = honed.wait(job, "succeeded", "failed")
+    assert [attempt["outcome"] for attempt in entry["attempts"]] == ["killed", "succeeded"]
+    assert honed.machine.main_pid("honed") == pid
+
+
 def test_a_worker_that_dies_is_followed_by_another_at_once(honed: Honed) -> None:
     job = honed.drop("die-6")
     entry = honed.wait(job, "succeeded", "failed")

@@ -189,6 +189,11 @@ def test_paths_start_from_the_directory_of_their_kind(tmp_path: Path) -> None:
         (in_user("?") | {"images": ["a"], "image": "b"}, "both hold something"),
         ({"messages": [ANSWER], "images": ["a"]}, "no turn of the user"),
         (in_user("?") | {"video": [{"bytes": None, "path": 3}]}, "neither"),
+        (in_user({"type": "image", "index": [0]}) | {"images": ["a"]}, "`index` of a part is a whole number"),
+        (in_user({"type": "image", "index": 5}, {"type": "image"}) | {"images": ["a", "b"]}, "all have one or none"),
+        (in_user({"type": "image", "column": ["a"]}) | {"images": ["a"]}, "`column` of a part is a column's name"),
+        (in_user("?") | {"image": "A" * 6000}, "6000 characters are no path; an embedded file is {base64: …}"),
+        (in_user("?") | {"image": "\ud800.png"}, "a character that none has: '\\ud800.png'"),
     ],
 )  # fmt: skip
 def test_a_row_whose_media_make_no_sense_is_counted_and_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -196,6 +201,35 @@ def test_a_row_whose_media_make_no_sense_is_counted_and_named(tmp_path: Path, ro
     mixture = load_rows(tmp_path, [good, row, good])
     assert mixture.counts[0].num_bad == 1
     assert words in mixture.counts[0].bad[0]
+
+
+def test_a_part_may_name_a_column_that_is_called_as_its_kind(tmp_path: Path) -> None:
+    assert places(load_one(tmp_path, in_user({"type": "image", "column": "image"}) | {"image": "a.png"})) == [
+        f"{tmp_path}/a.png"
+    ]
+
+
+def test_embedded_frames_are_no_videos_of_one_frame_each(tmp_path: Path) -> None:
+    rows = [{"prompt": "?", "completion": "A cat.", "video": [{"bytes": png(), "path": None}] * 2}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(DatasetError, match="frames that are embedded in the row"):
+        dataset.load([DatasetSpec(path=str(tmp_path / "rows.parquet"))], seed=0, has_chat_template=True)
+
+
+def test_what_seems_to_be_media_and_is_not_read_is_told(tmp_path: Path) -> None:
+    def overlooked(row: dict[str, Any], **more: Any) -> tuple[str, ...]:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        return dataset.inspect(DatasetSpec(path=str(tmp_path / "rows.jsonl"), **more)).overlooked
+
+    (tmp_path / "a.png").write_bytes(png())
+    row = {"prompt": "<image>What is in a.png", "completion": "A cat."}
+    column, words = overlooked(row | {"image_path": "a.png", "id": "7"})
+    assert column == "the column `image_path` seems to hold images, and is not read: `columns: {image: image_path}`"
+    assert words == "`<image>` in texts of rows without a column `image` or `images` is read as a word"
+    assert not overlooked(row | {"image_path": "a.png"}, columns={"image": "image_path"})
+    assert not overlooked(row | {"image": "a.png", "file_name": "pictures/a.png"})  # the same, named twice
+    (sound,) = overlooked(row | {"image": "a.png", "voice": ["a.wav"]})
+    assert "`columns: {audio: voice}`" in sound
 
 
 def test_media_beside_plain_text_are_refused(tmp_path: Path) -> None:

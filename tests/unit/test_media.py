@@ -320,3 +320,11 @@ def test_embedded_data_become_a_file_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "media").iterdir()] == [spilled.path.name]
     with pytest.raises(MediaError, match="embedded image: empty"):
         media.probe(Media("image", data=b""))
+
+
+def test_a_path_that_cannot_even_be_looked_for_is_told_by_name(tmp_path: Path) -> None:
+    for kind in media.KINDS:
+        with pytest.raises(MediaError, match="File name too long"):
+            media.probe(Media(kind, tmp_path / ("a" * 300)))
+        with pytest.raises(MediaError, match="File name too long"):
+            media.require(Media(kind, tmp_path / ("a" * 300)))

@@ -375,6 +375,23 @@ def test_fewer_frames_take_less(seeing: BaseModelInfo) -> None:
     assert numbers[0].activation_bytes > 1.8 * numbers[1].activation_bytes
 
 
+def test_a_list_of_frames_counts_whole_as_it_is_taken(seeing: BaseModelInfo) -> None:
+    def seen(*, is_list: bool) -> Row:
+        return Row(60, (Facts("video", "JPEG", 640, 480, num_frames=32, is_list=is_list),))
+
+    spec = make(training={"max_length": 32768})
+    listed, directory = (estimate(seeing, H100, spec, rows=[seen(is_list=is_list)]) for is_list in (True, False))
+    assert (listed.num_frames, directory.num_frames) == (32, 8)
+    assert listed.num_media_tokens == 4 * directory.num_media_tokens
+    small = replace(H100, total_bytes=listed.total_bytes * 9 // 10)
+
+    def estimated(changed: JobSpec) -> Memory:
+        return estimate(seeing, small, changed, rows=[seen(is_list=True)])
+
+    said = remedy.remedies(spec, small, estimated, media=listed.media, num_frames=listed.num_frames)
+    assert any(each.startswith("media: {num_frames: 24}") for each in said)
+
+
 def test_a_row_that_is_left_out_for_its_length_takes_no_room(seeing: BaseModelInfo) -> None:
     found = estimate(seeing, H100, make(training={"max_length": 1024}), rows=[PHOTO], num_row_tokens=100)
     assert (found.length, found.num_media_tokens, found.tower_bytes) == (100, 0, 0)

@@ -126,6 +126,23 @@ def test_files_beside_the_rows_are_looked_at(desk: Desk) -> None:
     assert len(desk.check(datasets=[folder]).warnings) == 1
 
 
+def test_rows_whose_pictures_are_not_read_or_too_large_are_told(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
+    (desk.model / "preprocessor_config.json").write_text('{"merge_size": 2, "patch_size": 14}')
+    write_pictures(desk, "good.png")
+    Image.new("RGB", (560, 560)).save(desk.path / "good.png")
+    assert not desk.check(training={"max_length": 400}).warnings
+    (warning,) = desk.check(training={"max_length": 399}).warnings
+    assert "1 of 1 rows with media seem to be longer than max_length (399) by their media alone" in warning
+    assert "up to 400 tokens" in warning
+    assert not desk.check(training={"max_length": 399}, media={"max_image_size": 280}).warnings
+    desk.rows.write_text(desk.rows.read_text().replace('"images"', '"pictures"'))
+    column, word, absent = desk.check(datasets=[{"path": str(desk.rows), "columns": {"image": "photo"}}]).warnings
+    assert column.startswith("datasets.0: the column `pictures` seems to hold images, and is not read")
+    assert word.startswith("datasets.0: `<image>` in texts of rows")
+    assert absent == "datasets.0: `columns` names `photo`, and none of the 1 rows has it"
+
+
 def test_rows_with_pictures_need_a_model_that_sees(desk: Desk) -> None:
     write_pictures(desk, "good.png")
     with pytest.raises(DatasetError, match=r"rows with images, and .* is a model that does not see"):

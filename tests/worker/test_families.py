@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 from honed import basemodel, modality, parameter, precision
 from honed import spec as specs
 from honed.device import cpu
-from honed.error import ModelError
-from honed.worker import load, transformers_backend
+from honed.error import BackendError, ModelError
+from honed.worker import load, transformers_backend, unsloth_backend
 from worker.conftest import MakeJob
 from zoo.vision import FAMILIES, SAMPLING_RATE, build_speaking_checkpoint, build_vision_checkpoint
 
@@ -120,6 +120,37 @@ def test_a_family_trains_and_what_it_makes_loads_again(
     assert again.of("predictions")[0]["rows"] == ended.of("predictions")[-1]["rows"]
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "qwen2_audio"])
+def test_a_family_trains_whole_and_is_a_base_model_again(
+    make_job: MakeJob, base_of: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    rows = rows_of(asked(family), tmp_path / "media")
+    job = make_job(model=base_of(family), rows=rows, **RUN)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    before, after = (load_file(each / "model.safetensors") for each in (base_of(family), job.output_dir))
+    assert before.keys() == after.keys()
+    changed = {modality.part(name) for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {"language"}  # eyes and ears stay as they are
+    again = make_job(model=job.output_dir, rows=rows, **(RUN | {"training": {"max_steps": 1}})).run()
+    assert again.status == 0, again.result
+    assert again.of("predictions")[0]["rows"] == ended.of("predictions")[-1]["rows"]
+
+
+def test_what_is_saved_merged_sees_as_the_adapter_did(
+    make_job: MakeJob, base_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    rows = rows_of(("image",), tmp_path / "media")
+    parts = {"finetune_vision_layers": True, "finetune_projector": True}
+    job = make_job(model=base_of("idefics3"), rows=rows, lora={"r": 4, **parts}, save_merged="bfloat16", **RUN)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    again = make_job(model=job.output_dir / "merged", rows=rows, lora={"r": 4}, **RUN).run()
+    assert again.status == 0, again.result
+    first, last = again.of("predictions")[0]["rows"], ended.of("predictions")[-1]["rows"]
+    assert [row["prediction"] for row in first] == [row["prediction"] for row in last]
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker"])
 def test_a_family_trains_on_videos(
     make_job: MakeJob, base_of: Callable[[str], Path], tmp_path: Path, family: str
@@ -208,6 +239,14 @@ def test_quantization_leaves_eyes_and_ears_alone(base_of: Callable[[str], Path],
         assert len(quantized) == 14
         assert {modality.part(name) for name in quantized} == {"language"}
         assert type(model.get_output_embeddings()) is torch.nn.Linear
+
+
+def test_eyes_that_unsloth_would_quantize_are_its_fault(base_of: Callable[[str], Path]) -> None:
+    how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "visual", "vision_tower"])
+    model = AutoModelForImageTextToText.from_pretrained(base_of("idefics3"), quantization_config=how)
+    with pytest.raises(BackendError, match=r"Unsloth has quantized eyes or ears, .*vision_model"):
+        unsloth_backend.check_senses(model)
+    unsloth_backend.check_senses(loaded(base_of("idefics3"), "4bit")[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

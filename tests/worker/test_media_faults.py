@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from honed.worker import preview
 from worker.conftest import MakeJob
 from zoo.vision import build_vision_checkpoint
 
@@ -83,3 +85,34 @@ def test_odd_files_are_trained_on_and_broken_ones_left_out_counted_and_named(
     assert told.startswith(f"{len(BROKEN)} rows have a file that cannot be used: ")
     for name, (_, words) in BROKEN.items():
         assert f"/{name}: {words}" in told
+
+
+def test_a_sound_of_which_the_processor_drops_the_end_is_left_out_and_named(
+    make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whisper's way: what comes after its 30 seconds (2 in this model) is cut off, and nothing is said."""
+    ears = build_vision_checkpoint(tmp_path / "ears", "qwen2_audio")
+    rows = []
+    for name, seconds in (("whole", 2.0), ("long", 2.5), ("short", 0.5)):
+        write_sound(tmp_path / f"{name}.wav", int(seconds * 16000))
+        messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A hum."}]
+        rows.append({"messages": messages, "audio": str(tmp_path / f"{name}.wav")})
+    keys: dict[str, Any] = {
+        "lora": {"r": 4}, "training": {"max_steps": 1}, "predictions": {"sample_frequency": "off"},
+    }  # fmt: skip
+    job = make_job(model=ears, rows=rows, **keys)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    counts = ended.of("data")[0]
+    assert (counts["num_train"], counts["num_too_long"], counts["num_dropped"]) == (2, 1, 1)
+    words = (
+        f"data set 1, row 2: {tmp_path}/long.wav: 2.5 seconds of sound, and the processor takes in the first 2 alone"
+    )
+    assert any(text.startswith("1 rows are left out") and words in text for text in ended.messages("warning"))
+    refused = make_job(model=ears, rows=rows, media={"too_long": "refuse"}, **keys).run()
+    assert refused.result["error"]["code"] == "dataset_invalid"
+    assert refused.result["error"]["message"] == words
+    spec_path = tmp_path / "job.json"
+    spec_path.write_text(json.dumps(job.plan["spec"]))
+    assert preview.main([str(spec_path)]) == 0
+    assert f"preview: {words}: the row is left out" in capsys.readouterr().err

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from honed.error import InternalError
 from honed.layout import AttemptLayout, JobLayout
+from honed.policy import Grant, Named, inputs
 from honed.precision import Precision
 from honed.spec import JobSpec
 
@@ -31,6 +33,21 @@ class Assignment:
     @property
     def seed(self) -> int:
         return int(self.spec.training.as_kwargs().get("seed", 42))
+
+    def check_inputs(self) -> None:
+        """Whether all that the spec names is still what the job may read. Raises the error of its kind."""
+        adapter = Path(self.spec.adapter) if self.spec.adapter else None
+        for named in inputs(self.spec, self.base_model_path, adapter):
+            self.check_read(named)
+
+    def check_read(self, named: Named) -> None:
+        if self._grant is not None:
+            self._grant.check(named, self.layout.dir)
+
+    @cached_property
+    def _grant(self) -> Grant | None:
+        granted = self.plan.get("may_read")
+        return Grant.from_dict(granted) if granted else None
 
 
 def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignment:

@@ -16,6 +16,7 @@ from honed import dataset
 from honed.chat import ChatFormat, Encoded, MediaCutError
 from honed.error import DatasetError, ModelError
 from honed.media import MediaError
+from honed.policy import Named
 from honed.row import Example
 from honed.spec import DatasetSpec, JobSpec
 from honed.template import where
@@ -48,7 +49,8 @@ class Rows:
     first_dropped: str = ""
     num_broken: int = 0  #: of those dropped: a file that is missing or cannot be read
     broken: list[str] = field(default_factory=list)  #: the first few, each with its file and its fault
-    num_too_long: int = 0  #: of those dropped: a cut would have gone through their media
+    num_too_long: int = 0  #: of those dropped: a part of their media would have been cut off
+    too_long: list[str] = field(default_factory=list)  #: the first few
 
     def place(self, input_ids: Sequence[int]) -> int | None:
         return self.by_ids.get(hash(tuple(input_ids)))
@@ -81,16 +83,14 @@ class Data:
         """What became of rows whose images, videos or sounds cannot be used, for their owner."""
         both = [rows for rows in (self.train, self.held_out) if rows is not None]
         broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
-        num_too_long = sum(rows.num_too_long for rows in both)
+        too_long, num_too_long = [text for rows in both for text in rows.too_long], sum(r.num_too_long for r in both)
         told = []
         if num_broken:
-            more = num_broken - len(broken)
-            rest = f"; and {more} more" if more > 0 else ""
-            told.append(f"{num_broken} rows have a file that cannot be used: {'; '.join(broken)}{rest}")
+            told.append(f"{num_broken} rows have a file that cannot be used: {_listed(broken, num_broken)}")
         if num_too_long:
             told.append(
-                f"{num_too_long} rows are left out: cut to max_length, they would lose a part of their images, videos "
-                "or sounds; a longer training.max_length, or fewer pixels and frames (`media:`), keeps them"
+                f"{num_too_long} rows are left out, which would lose a part of their images, videos or sounds: "
+                + _listed(too_long, num_too_long)
             )
         return told
 
@@ -104,12 +104,19 @@ def build(
     """
     spec = assignment.spec
     has_template = bool(chat.tokenizer.chat_template)
+    for each in [*spec.datasets, *spec.eval_datasets]:
+        for file in _files(each):
+            assignment.check_read(Named("datasets", file, DatasetError))
     hashes = {str(file): sha256(file) for each in [*spec.datasets, *spec.eval_datasets] for file in _files(each)}
 
     def load(datasets: Sequence[DatasetSpec]) -> dataset.Mixture:
-        return dataset.load(
+        found = dataset.load(
             datasets, seed=assignment.seed, has_chat_template=has_template, spill_dir=assignment.layout.media_dir
         )
+        for example in found.examples:
+            for path in (path for media in example.media for path in media.paths):
+                assignment.check_read(Named(f"datasets: {where(example)}", path, DatasetError))
+        return found
 
     mixture = load(spec.datasets)
     examples, held_out = list(mixture.examples), []
@@ -127,11 +134,14 @@ def build(
         raise DatasetError(
             f"no row is left to train on, of {len(examples)}"
             + (f"; the first: {train.first_dropped}" if train.first_dropped else ""),
-            hint="put the files where the rows say, or name their directory with `media_dir`"
-            if train.num_broken * 2 > train.num_dropped
-            else "a longer training.max_length, or rows with something for the assistant to say",
+            hint=_hint(train),
         )
     evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
+    if evaluated is not None and not evaluated.examples and spec.eval_datasets:
+        raise DatasetError(
+            f"no row is left to evaluate on, of {len(held_out)}; the first: {evaluated.first_dropped}",
+            hint=_hint(evaluated),
+        )
     counts = {
         "num_train": len(train.examples),
         "num_eval": len(evaluated.examples) if evaluated else 0,
@@ -147,6 +157,15 @@ def build(
         counts["num_broken"] = sum(rows.num_broken for rows in both)
         counts["num_too_long"] = sum(rows.num_too_long for rows in both)
     return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes, media)
+
+
+def _hint(rows: Rows) -> str:
+    """What helps where every row was left out."""
+    if rows.num_broken * 2 > rows.num_dropped:
+        return "put the files where the rows say, or name their directory with `media_dir`"
+    if rows.num_too_long * 2 > rows.num_dropped:
+        return "a longer training.max_length, fewer pixels and frames (`media:`), or shorter sounds"
+    return "a longer training.max_length, or rows with something for the assistant to say"
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:
@@ -267,7 +286,12 @@ def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | 
             if media.spec.media.too_long == "refuse":
                 raise DatasetError(reason, hint=error.hint)
             rows.num_too_long += 1
+            rows.too_long += [f"{reason} ({error.hint})"] if len(rows.too_long) < MAX_NAMED else []
     rows.drop(reason)
+
+
+def _listed(named: Sequence[str], number: int) -> str:
+    return "; ".join(named) + (f"; and {number - len(named)} more" if number > len(named) else "")
 
 
 def _add_source(media: MediaRows, example: Example, whole: Encoded) -> int:

@@ -30,8 +30,9 @@ def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> No
     with random_state_kept():
         batches = list(itertools.islice(iter(trainer.get_train_dataloader()), NUM_BATCHES))
     for batch in batches:
+        is_packed = "attention_mask" not in batch
         for input_ids, labels in examples(batch):
-            _check_example(input_ids, labels, data.train, chat, forbidden)
+            _check_example(input_ids, labels, data.train, chat, forbidden, is_packed=is_packed)
     _hint(batches, data.train, events)
 
 
@@ -52,11 +53,22 @@ def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _check_example(
-    input_ids: list[int], labels: list[int], rows: Rows, chat: ChatFormat, forbidden: frozenset[int]
+    input_ids: list[int],
+    labels: list[int],
+    rows: Rows,
+    chat: ChatFormat,
+    forbidden: frozenset[int],
+    *,
+    is_packed: bool,
 ) -> None:
     place = rows.place(input_ids)
-    if place is None:  # a packing that splits rows: the pieces are nobody's whole turn
+    if place is None and is_packed:  # a packing that splits rows: the pieces are nobody's whole turn
         return
+    if place is None:
+        raise MaskError(
+            f"a batch holds tokens that are no row's: {chat.decode(input_ids)[:200]!r}",
+            hint="this is a bug of honed or of a library: please report it",
+        )
     # The first token is nobody's prediction; a packing masks it for its own reasons.
     labels = [rows.dataset[place]["labels"][0], *labels[1:]]
     chat.check_trained(

@@ -66,6 +66,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
             events.emit("step", step=number, num_steps=count)
 
     events.emit("stage", stage="prepare")
+    job.check_inputs()
     assert job.spec.adapter is not None
     adapter_dir, dtype = Path(job.spec.adapter), job.precision.load_dtype
     config = load.load_config(job)

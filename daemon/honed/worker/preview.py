@@ -109,7 +109,8 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
             yield example, chat.encode(example)
             num_left -= 1
         except DatasetError as error:
-            _tell(f"{error.message}: the row is left out")
+            place = where(example)
+            _tell(f"{'' if error.message.startswith(place) else f'{place}: '}{error.message}: the row is left out")
     if num_left == num_rows:
         raise DatasetError("no row can be trained on", hint="the reasons are above")
 

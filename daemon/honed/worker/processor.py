@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed import media as medias
+from honed.chat import MediaCutError
 from honed.error import DatasetError, HonedError, ModelError
 from honed.expansion import Expanded
 from honed.media import Kind, Media, MediaLimits
@@ -27,6 +28,9 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
+
+#: Seconds at a sound's end that are exchanged to see whether they matter.
+_TAIL_SEC = 0.1
 
 #: A fast tokenizer cannot be used in two threads at once.
 _TOKENIZER_LOCK = threading.Lock()
@@ -48,6 +52,7 @@ class Processor:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._limits = limits
         self._is_by_token: dict[str, bool] = {}
+        self._num_heard = 0  # samples: sounds of this length are known to be taken in whole
 
     @property
     def names_by_token(self) -> list[str]:
@@ -60,17 +65,9 @@ class Processor:
     def process(self, text: str, media: Sequence[Media]) -> Processed:
         """Decode the media and process the row. Raises DatasetError for one that the processor does not take."""
         heard = _Listener(self._tokenizer)
-        processor = copy.copy(self.processor)
-        processor.tokenizer = heard
         options = self._options(media)
-        try:
-            batch = processor(text=[text], add_special_tokens=False, return_tensors="pt", **options)
-        except (MemoryError, HonedError):
-            raise
-        except Exception as error:  # its own classes, and whatever it stumbles over
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise DatasetError(f"the processor does not take the row: {said}") from error
-        tensors = dict(batch)
+        tensors = self._call(text, options, heard)
+        self._check_sounds(text, media, options, tensors)
         ids = tensors["input_ids"][0].tolist()
         expanded = next((said for said, tokens in reversed(heard.told) if tokens == ids), None)
         if expanded is None:
@@ -83,6 +80,44 @@ class Processor:
             is_by_token = getattr(value, "shape", None) == (1, len(ids)) and not value.is_floating_point()
             self._is_by_token[name] = is_by_token and self._is_by_token.get(name, True)
         return Processed(Expanded(expanded, ids, _grids(tensors)), tensors)
+
+    def _call(self, text: str, options: Mapping[str, Any], heard: _Listener) -> dict[str, Any]:
+        processor = copy.copy(self.processor)
+        processor.tokenizer = heard
+        try:
+            return dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **options))
+        except (MemoryError, HonedError):
+            raise
+        except Exception as error:  # its own classes, and whatever it stumbles over
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise DatasetError(f"the processor does not take the row: {said}") from error
+
+    def _check_sounds(
+        self, text: str, media: Sequence[Media], options: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> None:
+        """Raises MediaCutError for a sound whose end the processor passes over, as Whisper's does after 30 seconds.
+
+        None says so, and their limits have many names: so a longer sound than any before is given a second time with
+        another end, which must make a difference.
+        """
+        import numpy as np
+
+        rate = self._sampling_rate
+        sounds, files = options.get("audio", []), [each for each in media if each.kind == "audio"]
+        for n, (sound, file) in enumerate(zip(sounds, files, strict=True)):
+            if len(sound) <= max(self._num_heard, rate):
+                continue
+            other = sound.copy()
+            other[-int(_TAIL_SEC * rate) :] = np.random.default_rng(0).uniform(-0.5, 0.5, int(_TAIL_SEC * rate))
+            again = {**options, "audio": [*sounds[:n], other, *sounds[n + 1 :]]}
+            if _are_equal(tensors, self._call(text, again, _Listener(self._tokenizer))):
+                limit = getattr(getattr(self.processor, "feature_extractor", None), "chunk_length", None)
+                raise MediaCutError(
+                    f"{file.place}: {len(sound) / rate:.1f} seconds of sound, and the processor "
+                    + (f"takes in the first {limit} alone" if limit else "passes over the end"),
+                    hint="cut long sounds into pieces, each with its own row",
+                )
+            self._num_heard = max(self._num_heard, len(sound))
 
     def _options(self, media: Sequence[Media]) -> dict[str, Any]:
         """The media as processors take them, decoded. Raises MediaError, which names the file."""
@@ -98,7 +133,8 @@ class Processor:
             options["images"] = images
         if videos:
             options["videos"] = [frames for frames, _ in videos]
-            options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [facts for _, facts in videos]}
+            facts = [each for _, each in videos]
+            options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": facts, "fps": _rate(facts)}
         if sounds:
             options |= {"audio": sounds, "sampling_rate": rate}
         return options
@@ -152,6 +188,14 @@ def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Process
     return Processor(processor, tokenizer, limits)
 
 
+def _are_equal(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    import torch
+
+    return tensors.keys() == others.keys() and all(
+        torch.equal(value, others[name]) for name, value in tensors.items() if torch.is_tensor(value)
+    )
+
+
 def _video(media: Media, limits: MediaLimits) -> tuple[Any, dict[str, Any]]:
     """A video's frames as one array, and what processors want to know of it: they are sampled already."""
     import numpy as np
@@ -165,6 +209,12 @@ def _video(media: Media, limits: MediaLimits) -> tuple[Any, dict[str, Any]]:
         "height": height, "duration": number / (rate or FRAME_RATE),
     }  # fmt: skip
     return np.stack([np.asarray(frame) for frame in same]), facts
+
+
+def _rate(facts: Sequence[Mapping[str, Any]]) -> float:
+    """Frames a second of a row's videos, for processors that do not look into `video_metadata`: Omni's has one rate
+    for all of them, and takes two where it is given none."""
+    return sum(float(each["fps"]) for each in facts) / len(facts)
 
 
 def _grids(tensors: Mapping[str, Any]) -> dict[Kind, list[tuple[int, ...]]]:

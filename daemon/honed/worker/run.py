@@ -137,6 +137,7 @@ class _Story:
         for path in set_aside:
             self._log("warning", f"{path.stem} was not whole and is set aside as {path.name}")
         progress = resumed.progress if resumed else checkpoint.Progress()
+        job.check_inputs()
         backend = load.choose(job.backend)
         backend.import_libraries()
 

@@ -151,6 +151,15 @@ def roots(model: Any) -> dict[str, Part]:
     return found
 
 
+def quantized_senses(model: Any) -> list[str]:
+    """The parameters of eyes, ears and projector that bitsandbytes has quantized, by name."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if type(parameter).__name__ in ("Params4bit", "Int8Params") and modality.part(name) != "language"
+    ]
+
+
 def keep_trainable_layout(model: Any) -> None:
     """Keep 4-bit weights as backward needs them.
 

@@ -36,7 +36,7 @@ def _blamed() -> Iterator[None]:
     """Every failure is Unsloth's, but those that another backend would meet, too."""
     try:
         yield
-    except (InterruptedRunError, ModelError, PrecisionError):
+    except (BackendError, InterruptedRunError, ModelError, PrecisionError):
         raise
     except Exception as error:
         if is_out_of_memory(error):  # another backend would need no less
@@ -65,6 +65,8 @@ def _load_base(assignment: Assignment) -> Any:
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
     _check_complete(model, assignment)
+    if not assignment.plan["checkpoint"].get("is_quantized"):
+        check_senses(model)
     keep_trainable_layout(model)
     return model
 
@@ -115,6 +117,17 @@ def _sees(assignment: Assignment) -> bool:
 
 def _is_checkpointed(assignment: Assignment) -> bool:
     return bool(assignment.spec.training.as_kwargs().get("gradient_checkpointing", True))
+
+
+def check_senses(model: Any) -> None:
+    """Raises BackendError where eyes or ears were quantized: Unsloth goes by names, and Idefics3's is not among them."""
+    from honed.worker.transformers_backend import quantized_senses
+
+    if names := quantized_senses(model):
+        raise BackendError(
+            f"Unsloth has quantized eyes or ears, which the plan leaves alone: {names[0]} and {len(names) - 1} more",
+            hint="backend: transformers, or backend: auto, which falls back to it",
+        )
 
 
 def _check_complete(model: Any, assignment: Assignment) -> None:

@@ -1,0 +1,53 @@
+"""Files in a job's directory, which its worker makes: read by programs with more rights, that it must not lead astray.
+
+Whoever can write `attempts/<n>/events.jsonl` can put a link to somebody else's file in its place, or in that of a
+directory above it, or a pipe on whose opening one waits for ever, or a file without end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+#: Bytes of a file that is read whole: a result, an exit. Ours have some kilobytes.
+MAX_BYTES = 16 * 1024 * 1024
+#: Names at the end of a path that are the worker's to change: `attempts/<n>/<file>`.
+NUM_NAMES = 3
+
+
+def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_names: int = NUM_NAMES) -> int:
+    """A descriptor of a plain file; waits for nobody, and follows no link in the last `num_names` names of the path.
+
+    Raises OSError where it is none.
+    """
+    root, *names = path.absolute().parts
+    *directories, name = names[-num_names:]
+    directory_fd = os.open(Path(root, *names[:-num_names]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for each in directories:
+            fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+            os.close(directory_fd)
+            directory_fd = fd
+        fd = os.open(
+            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=directory_fd
+        )
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(directory_fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return fd
+
+
+def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_NAMES) -> bytes:
+    """All of a plain file. Raises OSError where it is none, or larger than `max_bytes`."""
+    with open(open_plain(path, num_names=num_names), "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data
