@@ -286,7 +286,8 @@ def _is_frame(item: Any) -> bool:
     name, data = (item.get("path"), item.get("bytes")) if isinstance(item, dict) else (item, item)
     if isinstance(data, bytes):
         return data.startswith(_IMAGE_BEGINNINGS)
-    return isinstance(name, str) and name.lower().endswith(IMAGE_SUFFIXES)
+    # A GIF in a list is a video of its own: nobody writes single frames in it.
+    return isinstance(name, str) and name.lower().endswith(IMAGE_SUFFIXES) and not name.lower().endswith(".gif")
 
 
 def _media(kind: Kind, value: Any, directories: Mapping[Kind, Path] | None, what: str) -> Media:

@@ -191,7 +191,7 @@ class ChatFormat:
     def finish(self, example: Example, rendered: Rendered, expanded: Expanded) -> Encoded:
         """The row, from what the processor has made of it."""
         try:
-            carried = carry(rendered.text, rendered.places, expanded.text)
+            carried = carry(rendered.text, rendered.places, expanded.text, added_tokens(self.tokenizer))
         except ValueError as error:
             raise DatasetError(f"{where(example)}: {error}", hint=_PROCESSOR_HINT) from error
         found = self._tokenize(expanded.text, carried.spans(rendered.spans))

@@ -665,7 +665,7 @@ class Daemon:
                 asker = self._asker(request)
                 return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
                         "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
-                        "arrivals": [_arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
+                        "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
             case "pause" | "resume":
                 if not self._asker(request).is_administrator:
                     raise NotPermittedError(f"{verb} is for everybody's jobs", hint="root and policy.admin_group may")
@@ -766,7 +766,7 @@ def _remove(job: Job, place: Path) -> None:
         log.info("job %d (%s): removed its staged copies, %s", job.id, job.name, place, extra=about(job))
 
 
-def _arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
+def arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
     """What waits for a model, as query's rows are: of somebody else's, that it is there."""
     if asker.reads_all or found["uid"] == asker.uid:
         return found

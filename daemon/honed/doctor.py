@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import socket
 import stat
@@ -385,13 +386,16 @@ def _job_unit(unit: dict[str, str]) -> Finding:
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     """Whether the jobs' unit is open to what the configuration lets jobs write."""
-    shown = f"{unit.get('ReadWritePaths', '')} {unit.get('BindPaths', '')}".replace(":", " ").split()
+    binds = unit.get("BindPaths", "")
+    # systemctl quotes what has spaces in the one, and nothing in the other.
+    shown = [*shlex.split(unit.get("ReadWritePaths", "")), *binds.replace(":", " ").split()]
     opened = [Path(each.lstrip("-+")) for each in shown]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
-    closed = [path for path in named or () if not any(Path(path).is_relative_to(place) for place in opened)]
+    closed = [path for path in named or ()
+              if f"{path}:{path}:" not in binds and not any(Path(path).is_relative_to(place) for place in opened)]  # fmt: skip
     if closed:
         detail = f"jobs may write to {', '.join(closed)}, and their unit is closed to it: their output would be lost"
-        return Finding("sandbox", "error", detail, "systemctl edit honed-job@: ReadWritePaths=; see docs/install.md")
+        return Finding("sandbox", "error", detail, "honectl sandbox, as root, opens it")
     return Finding("sandbox", "ok", "open to what policy.allowed_paths names")
 
 

@@ -109,7 +109,7 @@ def read(path: Path, offset: int) -> Reading:
     Raises OSError where something else than a file lies there.
     """
     try:
-        with open(foreign.open_plain(path), "rb") as file:
+        with open(foreign.open_plain(path), "rb") as file:  # noqa: PTH123 - of a descriptor
             file.seek(offset)
             data = file.read(MAX_READ_BYTES)
     except FileNotFoundError:

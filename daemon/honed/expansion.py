@@ -75,8 +75,11 @@ def find_places(text: str, placeholders: Mapping[Kind, str]) -> list[Place]:
     return [Place(kinds[match.group()], *match.span()) for match in pattern.finditer(text)]
 
 
-def carry(text: str, places: Sequence[Place], expanded: str) -> Carried:
-    """Where the text between the places lies once they are expanded. Raises ValueError where that cannot be told."""
+def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[str] = ()) -> Carried:
+    """Where the text between the places lies once they are expanded. Raises ValueError where that cannot be told.
+
+    `tokens` are those of which nothing is text: `ok` is not found in `<image_soft_token>`.
+    """
     cuts = [0, *[cut for place in places for cut in (place.start, place.end)], len(text)]
     pieces = [(cuts[n], cuts[n + 1]) for n in range(0, len(cuts), 2)]
     first, last = text[: pieces[0][1]], text[pieces[-1][0] :]
@@ -88,13 +91,13 @@ def carry(text: str, places: Sequence[Place], expanded: str) -> Carried:
     early, late = [], []
     at = len(first)
     for a, b in inner:
-        if (at := expanded.find(text[a:b], at, limit)) < 0:
+        if (at := _without(tokens, expanded, text[a:b]).find(text[a:b], at, limit)) < 0:
             raise ValueError(f"the processor changes the text between its media: {text[a:b]!r} is no more there")
         early.append(at)
         at += b - a
     at = limit
     for a, b in reversed(inner):
-        at = expanded.rfind(text[a:b], len(first), at)
+        at = _without(tokens, expanded, text[a:b]).rfind(text[a:b], len(first), at)
         late.append(at)
     starts = []
     for (a, b), start, other in zip(inner, early, reversed(late), strict=True):
@@ -107,3 +110,11 @@ def carry(text: str, places: Sequence[Place], expanded: str) -> Carried:
         tuple(zip(pieces, where, strict=True)),
         tuple(Place(each.kind, where[n][1], where[n + 1][0]) for n, each in enumerate(places)),
     )
+
+
+def _without(tokens: Sequence[str], expanded: str, piece: str) -> str:
+    """The expanded text with those tokens blanked that are spelled with a piece of the rendered one."""
+    for token in tokens:
+        if piece in token and piece != token and piece.strip():
+            expanded = expanded.replace(token, "\0" * len(token))
+    return expanded

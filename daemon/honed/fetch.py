@@ -215,7 +215,7 @@ class Fetch:
 
     def _is_wanted(self, name: str) -> bool:
         plain = name.removeprefix(TEMPLATE_DIR)
-        if "/" in plain or plain.startswith("."):
+        if "/" in plain or plain.startswith(".") or not plain.isprintable():
             return False
         kind = Path(plain).suffix
         return (kind in KINDS and not PASSED_OVER.fullmatch(plain)) or (kind == ".py" and self._request.code)
@@ -346,10 +346,12 @@ class Fetch:
                     self._progress["bytes"] += len(chunk)
                     self._say(problem=None)
                     self._check_deadline()
-            if out.tell() != file.num_bytes:
-                got = out.tell()
-                if got > file.num_bytes:
-                    self._keep(out, 0)
+                    if out.tell() > file.num_bytes:  # it may go on so until the disk is full
+                        break
+            got = out.tell()
+            if got > file.num_bytes:  # its hash will tell; tried again for ever it would be fetched for ever
+                self._progress["bytes"] -= got - file.num_bytes
+            elif got < file.num_bytes:
                 raise TransientError(f"{file.name}: {got} bytes came, of {file.num_bytes}")
 
     def _keep(self, out: Any, num_bytes: int) -> None:
@@ -495,9 +497,11 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _is_what_it_should_be(path: Path, file: File) -> bool:
-    """Whether a file has the hash that it is named by; a mirror's own ETag says nothing."""
+    """Whether a file has its size and the hash that it is named by; a mirror's own ETag says nothing."""
+    if path.stat().st_size != file.num_bytes:
+        return False
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", file.blob):
-        return path.stat().st_size == file.num_bytes
+        return True
     digest = hashlib.sha256()
     if len(file.blob) == 40:
         digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)  # git's

@@ -170,7 +170,7 @@ def _check(
     here = installed.look()
     candidates = _devices(job_spec, config, device)
     _check_packages(job_spec, model, candidates[0], here)
-    warnings += _outside_window(here)
+    warnings += _outside_window(here) + _lacking(looked.attached, here)
     progress("plan")
 
     def planned(changed: JobSpec, target: Device) -> Plan:
@@ -613,6 +613,15 @@ def _check_packages(job_spec: JobSpec, model: BaseModelInfo | None, planned_for:
     for tracker in job_spec.report_to:
         if installed.version(tracker) is None:
             raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {tracker}")
+
+
+def _lacking(attached: list[Row], here: Installed) -> list[str]:
+    """What rows with images need of most models' processors, though not of all."""
+    if here.versions["torchvision"] is None and any(each.kind != "audio" for row in attached for each in row.media):
+        return [
+            "torchvision is not installed: most vision models' processors need it, and the job may end for want of it"
+        ]
+    return []
 
 
 def _outside_window(here: Installed) -> list[str]:

@@ -47,9 +47,8 @@ def _lines(setting: str, paths: Sequence[Path]) -> list[str]:
 
 
 def _quoted(path: Path) -> str:
-    # In a unit `%` begins a specifier, and `:` ends the source of a bind.
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return text.replace(":", "\\\\:")
+    # In a unit `%` begins a specifier; within quotes `:` does not end the source of a bind.
+    return str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
 
 
 def open_up(config: Config, *, unit_dir: Path = UNIT_DIR) -> list[Path]:

@@ -339,7 +339,7 @@ class JobSpec(Section):
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """The attention's implementation."""
     lora: LoraSpec | None = None
-    """Train an adapter. Left out: full fine-tuning."""
+    """Train an adapter. Left out: full fine-tuning, of a model that sees or hears that of its language model."""
     datasets: list[DatasetSpec] = Field(default_factory=list)
     """What is trained on."""
     eval_datasets: list[DatasetSpec] = Field(default_factory=list)

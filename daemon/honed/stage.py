@@ -32,7 +32,6 @@ from honed.row import fields
 from honed.spec import DatasetSpec, JobSpec
 
 
-
 @dataclass(frozen=True)
 class Staged:
     """A job file that names the copies, and what was copied: (key, from, to)."""
@@ -127,8 +126,8 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
                     replace(named, path=place)
                 ):
                     raise DatasetError(
-                        f"{named.key}: {file.name}, row {number}: {path} is closed to honed, and a copy of it would not "
-                        "be found under that name",
+                        f"{named.key}: {file.name}, row {number}: {path} is closed to honed, and its copy would not be "
+                        "found under that name",
                         hint="write it relative to the data file: --stage then copies it, too; or put it below /srv",
                     )
     except OSError as error:
@@ -136,10 +135,8 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
     return list(found)
 
 
-def _media(
-    files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path]
-) -> Iterator[tuple[Path, int, Media]]:
-    form = "" if each.format == "auto" else each.format
+def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path]) -> Iterator[tuple[Path, int, Media]]:
+    form: str = "" if each.format == "auto" else each.format
     for file in files:
         for number, row in enumerate(dataset.read(file), start=1):
             with contextlib.suppress(RowError, DatasetError):

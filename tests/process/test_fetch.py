@@ -181,6 +181,22 @@ def test_a_mirror_that_lists_no_hashes_is_asked_for_each_file(hub: Hub, tmp_path
     assert basemodel.inspect(Path(last["path"])).model_type == "llama"
 
 
+def test_a_file_that_is_longer_than_listed_is_not_fetched_for_ever(hub: Hub, tmp_path: Path) -> None:
+    hub.repositories[REPO].sizes = {"model.safetensors": 100}
+    status, last, _ = fetch(tmp_path, hub)
+    assert status == 72
+    assert "model.safetensors is not what its hash says, 2 times over" in last["error"]["message"]
+    assert hub.num_gets("model.safetensors") == 2
+
+
+def test_names_that_lead_out_of_the_snapshot_are_passed_over(hub: Hub, tmp_path: Path) -> None:
+    odd = ("../../out.json", "additional_chat_templates/../../out.jinja", "/out.json", "a\0b.json", "a\nb.json")
+    hub.repositories[REPO].files |= dict.fromkeys(odd, b"{}")
+    status, last, err = fetch(tmp_path, hub)
+    assert status == 0, err
+    assert not [path for path in tmp_path.rglob("*") if "out." in path.name or not path.name.isprintable()]
+
+
 def test_a_hub_that_is_down_is_waited_for_until_the_deadline(hub: Hub, tmp_path: Path) -> None:
     hub.stop()
     process = start(tmp_path, hub, REPO)

@@ -16,7 +16,7 @@ import pytest
 from fakehub import Hub, Repository
 from harness import Instance, wait_for
 
-from honed import snapshot
+from honed import daemon, query, snapshot
 from honed.fetcher import ProcessFetchRunner
 from honed.job import State
 from zoo import plain
@@ -48,6 +48,12 @@ def fetching(instance: Instance, hub: Hub) -> Iterator[Instance]:
 def arrivals(instance: Instance) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = instance.client.ask("status")["arrivals"]
     return found
+
+
+def others_view(instance: Instance) -> list[dict[str, Any]]:
+    """What waits, as another user of the machine is told of it."""
+    stranger = query.Asker(os.getuid() + 1, is_administrator=False, reads_all=False)
+    return [daemon.arrival_row(each, stranger) for each in arrivals(instance)]
 
 
 def fetch_pid(instance: Instance, number: int) -> int:
@@ -85,6 +91,8 @@ def test_a_model_is_fetched_once_for_all_and_holds_up_nobody_else(fetching: Inst
     listed = honectl(fetching, "list").stdout
     assert f"1 (succeed-1.a): fetching {REPO} at main" in listed
     assert "is no job yet" in honectl(fetching, "show", "1").stderr
+    for other in others_view(fetching):
+        assert (other["name"], other["source"], other["repo_id"], other["uid"]) == ("", None, None, os.getuid())
     hub.repositories[REPO].held_at = None
     assert fetching.wait() == 0
     for name in ("succeed-1.a", "succeed-1.b"):

@@ -56,6 +56,22 @@ def test_submit_hold_keeps_it_until_release(instance: Instance) -> None:
     instance.wait_state("succeed", State.SUCCEEDED)
 
 
+def test_staged_copies_go_when_their_job_has_succeeded_or_is_refused(instance: Instance) -> None:
+    instance.configure(f'[policy]\nallowed_paths = ["{instance.root}/elsewhere"]\n')
+    instance.layout.staged_dir.mkdir(parents=True)
+    instance.start()
+    kept = honectl(instance, "submit", "--stage", "--wait", str(job_file(instance, "explain")))
+    assert "mask_invalid" in kept.stdout
+    (place,) = instance.layout.staged_dir.iterdir()  # a failed job may go on with them
+    done = honectl(instance, "submit", "--stage", "--wait", str(job_file(instance, "succeed")))
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: list(instance.layout.staged_dir.iterdir()) == [place], what="the copies gone")
+    assert "job 2 (succeed): removed its staged copies" in instance.log
+    refused = honectl(instance, "submit", "--stage", str(job_file(instance, "no-room", output_dir="/nowhere/out")))
+    assert refused.returncode == 1
+    assert list(instance.layout.staged_dir.iterdir()) == [place]
+
+
 def test_check_and_plan_speak_to_people_and_to_scripts(instance: Instance) -> None:
     good, bad = job_file(instance, "good"), job_file(instance, "bad", lora={"rank": 8})
     done = honectl(instance, "check", str(good), str(bad))

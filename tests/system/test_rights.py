@@ -6,6 +6,7 @@ Every misuse that a person without root can try on the spool and the socket is r
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,8 @@ def test_the_queue_shows_others_jobs_without_what_they_are(honed: Machine) -> No
         assert ask(honed, "berta", verb, id=str(number))["error"]["code"] == "not_permitted"
         assert ask(honed, "berta", verb, id="secret-project")["error"]["code"] == "usage"
         assert ask(honed, "chief", verb, id=str(number))["ok"]
+    watched = honed.try_run("script", "-qec", "timeout 3 honectl watch", "/dev/null", user="berta")
+    assert "another user's" not in watched.stdout + watched.stderr
     assert ask(honed, "berta", "refusal", id="wrong.json")["result"] is None
     assert "spec_invalid" in ask(honed, "anna", "refusal", id="wrong.json")["result"]["reason"]
 
@@ -304,6 +307,23 @@ def test_one_who_holds_connections_open_keeps_nobody_out(honed: Machine) -> None
         process.kill()
 
 
+def test_one_who_asks_without_end_holds_nobody_up(honed: Machine) -> None:
+    """Each request costs honed something; a thousand at once are answered in turn with the others'."""
+    code = (
+        "import socket\npeer = socket.socket(socket.AF_UNIX); peer.connect('/run/honed/control.sock')\n"
+        "print('asking', flush=True)\n"
+        'while True: peer.sendall(b\'{"verb": "list"}\\n\' * 10_000)'
+    )
+    with honed.popen("timeout", "6", "python3", "-c", code, user="mallory", stdout=-1) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"asking\n"
+        time.sleep(1.0)
+        started = time.monotonic()
+        assert ask(honed, "anna", "status")["ok"]
+        assert time.monotonic() - started < 3.0  # most of it Python's own start
+        process.kill()
+
+
 # --- What a job names -------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +346,20 @@ def test_a_job_cannot_name_what_only_honed_may_read(honed: Machine) -> None:
     assert f"there is no job '{theirs}'" in reason(honed, "chain.json")
     mine = job_of(honed, "anna", "annas-again", datasets=[{"path": cases["results"]}])
     assert mine > theirs
+
+
+def test_a_link_below_what_a_job_names_is_not_the_way_to_anothers_results(honed: Machine) -> None:
+    theirs = job_of(honed, "anna", "annas-results")
+    honed.sh(f"mkdir {JOBS}/{theirs}/output && cp /srv/rows.jsonl {JOBS}/{theirs}/output/")
+    honed.sh("mkdir -p /srv/bertas/train && chown -R berta /srv/bertas")
+    honed.sh(f"ln -s {JOBS}/{theirs}/output/rows.jsonl /srv/bertas/train/", user="berta")
+    drop(honed, "berta", "split.json", spec(datasets=[{"path": "/srv/bertas", "split": "train"}]))
+    assert "is honed's or another user's" in reason(honed, "split.json")
+    honed.sh("rm /srv/bertas/train/rows.jsonl && cp /srv/rows.jsonl /srv/bertas/train/", user="berta")
+    number = job_of(honed, "berta", "bertas-split", datasets=[{"path": "/srv/bertas", "split": "train"}])
+    may_read = json.loads(honed.read(f"{JOBS}/{number}/plan.json"))["may_read"]  # the worker asks again
+    assert may_read["inputs"] == ["/srv/model", "/srv/bertas"]
+    assert "/var/lib/honed" in may_read["closed"]
 
 
 def test_a_name_means_ones_own_job_and_nobodys_newer_one(honed: Machine) -> None:

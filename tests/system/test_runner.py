@@ -343,7 +343,7 @@ def test_honed_may_be_told_to_stop_its_jobs_with_it(honed: Honed) -> None:
 
 
 def test_a_shutdown_checkpoints_and_the_job_goes_on_after_the_boot(honed: Honed) -> None:
-    job = honed.drop("slow-300-1")
+    job = honed.drop("slow-160-1")
     honed.wait_step(job)
     honed.machine.reboot()
     wait_for(lambda: len(honed.entries()[job]["attempts"]) == 2, what="its second attempt")
@@ -354,7 +354,7 @@ def test_a_shutdown_checkpoints_and_the_job_goes_on_after_the_boot(honed: Honed)
     outcomes = [attempt["outcome"] for attempt in entry["attempts"]]
     assert (entry["state"], entry["num_failures"]) == ("succeeded", 0)
     assert outcomes == ["interrupted", "interrupted", "succeeded"]
-    assert honed.steps_counted(job) == list(range(1, 301))
+    assert honed.steps_counted(job) == list(range(1, 161))
 
 
 def test_without_the_polkit_rule_workers_are_processes_and_units_that_run_are_taken_over(honed: Honed) -> None:

@@ -209,6 +209,11 @@ def test_a_part_may_name_a_column_that_is_called_as_its_kind(tmp_path: Path) -> 
     ]
 
 
+def test_a_list_of_animations_is_so_many_videos(tmp_path: Path) -> None:
+    example = load_one(tmp_path, in_user("<video><video>?") | {"videos": ["a.gif", "b.gif"]})
+    assert [each.path for each in example.media] == [tmp_path / "a.gif", tmp_path / "b.gif"]
+
+
 def test_embedded_frames_are_no_videos_of_one_frame_each(tmp_path: Path) -> None:
     rows = [{"prompt": "?", "completion": "A cat.", "video": [{"bytes": png(), "path": None}] * 2}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
-from honed import preflight, stage
+from honed import preflight, stage, staged
 from honed.access import Person
 from honed.config import Config, PolicyConfig
 from honed.device import Device
 from honed.error import DatasetError, HonedError, ModelError, SpecError
 from honed.layout import Layout
-from honed.policy import Named, Policy
+from honed.policy import Grant, Named, Policy
 from zoo import plain
 
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
@@ -185,9 +186,9 @@ def test_other_peoples_results_are_nobodys_data(desk: Desk) -> None:
 def test_staging_copies_what_is_closed_and_names_the_copies(desk: Desk) -> None:
     desk.layout.staged_dir.mkdir(parents=True)
     config = desk.allow(desk.path / "elsewhere")
-    staged = stage.stage(desk.write(), desk.layout, config)
-    assert [key for key, _, _ in staged.copies] == ["base_model", "datasets.0.path"]
-    verdict = preflight.check(staged.spec_path, layout=desk.layout, config=config, device=CPU)
+    staged_file = stage.stage(desk.write(), desk.layout, config)
+    assert [key for key, _, _ in staged_file.copies] == ["base_model", "datasets.0.path"]
+    verdict = preflight.check(staged_file.spec_path, layout=desk.layout, config=config, device=CPU)
     assert verdict.plan is not None
     for place in (verdict.plan.model.path, Path(verdict.spec.datasets[0].path)):
         assert place.is_relative_to(desk.layout.staged_dir)
@@ -205,3 +206,120 @@ def test_staging_without_a_place_says_what_to_do(desk: Desk) -> None:
     with pytest.raises(HonedError, match="No such file or directory") as caught:
         stage.stage(desk.write(), desk.layout, desk.allow(desk.path / "elsewhere"))
     assert "honed-submit" in caught.value.hint
+
+
+def image_rows(desk: Desk, path: Path, *names: str) -> Path:
+    """Rows that name images beside their file, and the images."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        image = path.parent / name
+        image.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.new("RGB", (8, 8)).save(image)
+    path.write_text("".join(
+        json.dumps({"images": [name], "prompt": "What is on it?", "completion": "Nothing."}) + "\n" for name in names
+    ))  # fmt: skip
+    return path
+
+
+def test_a_staged_data_set_keeps_finding_its_images(desk: Desk) -> None:
+    desk.layout.staged_dir.mkdir(parents=True)
+    names = ("images/cat.png", "images/dog.png", "../shared/bird.png")
+    rows = image_rows(desk, desk.path / "closed" / "rows" / "rows.jsonl", *names)
+    (rows.parent / "images" / "of-another-set.png").write_bytes(b"")
+    config = desk.allow(desk.srv)
+    datasets = [{"path": str(rows)}]
+    staged_file = stage.stage(desk.write(datasets=datasets), desk.layout, config)
+    ((key, _, copy),) = staged_file.copies
+    assert key == "datasets.0.path"
+    assert copy.read_bytes() == rows.read_bytes()
+    for name in names:
+        assert (copy.parent / name).read_bytes() == (rows.parent / name).read_bytes()
+    assert not (copy.parent / "images" / "of-another-set.png").exists()
+
+
+def test_images_that_are_closed_are_staged_though_their_rows_are_open(desk: Desk) -> None:
+    desk.layout.staged_dir.mkdir(parents=True)
+    image_rows(desk, desk.path / "closed" / "made.jsonl", "cat.png")
+    rows = image_rows(desk, desk.srv / "open" / "rows.jsonl", "cat.png")
+    (desk.srv / "open" / "cat.png").unlink()
+    (desk.srv / "open" / "cat.png").symlink_to(desk.path / "closed" / "cat.png")
+    staged_file = stage.stage(desk.write(datasets=[{"path": str(rows)}]), desk.layout, desk.allow(desk.srv))
+    ((_, _, copy),) = staged_file.copies
+    assert (copy.parent / "cat.png").is_file()
+    assert not (copy.parent / "cat.png").is_symlink()
+
+
+def test_images_named_by_a_closed_absolute_path_cannot_be_staged_and_leave_nothing_behind(desk: Desk) -> None:
+    desk.layout.staged_dir.mkdir(parents=True)
+    image_rows(desk, desk.path / "closed" / "made.jsonl", "cat.png")
+    rows = desk.srv / "absolute.jsonl"
+    row = {"images": [str(desk.path / "closed" / "cat.png")], "prompt": "What?", "completion": "Nothing."}
+    rows.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DatasetError, match=r"row 1: .* is closed to honed") as caught:
+        stage.stage(desk.write(datasets=[{"path": str(rows)}]), desk.layout, desk.allow(desk.srv))
+    assert "relative" in caught.value.hint
+    assert list(desk.layout.staged_dir.iterdir()) == []
+
+
+def test_the_places_of_a_jobs_copies_are_its_droppers_own_and_no_others(desk: Desk) -> None:
+    desk.layout.staged_dir.mkdir(parents=True)
+    staged_file = stage.stage(desk.write(), desk.layout, desk.allow(desk.path / "elsewhere"))
+    place = staged_file.spec_path.parent
+    (desk.layout.staged_dir / "other").mkdir()
+    (desk.layout.staged_dir / ("0" * 16)).symlink_to(desk.srv)
+    job_spec = json.loads(staged_file.spec_path.read_text()) | {
+        "a": str(desk.layout.staged_dir), "b": [str(desk.layout.staged_dir / "other")],
+        "c": str(desk.layout.staged_dir / ("0" * 16) / "x"), "d": f"{place}/../../jobs",
+    }  # fmt: skip
+    assert staged.places(job_spec, desk.layout, os.getuid()) == [place]
+    assert staged.places(job_spec, desk.layout, os.getuid() + 1) == []
+
+
+# --- What the worker may read -----------------------------------------------------------------------------------------
+
+
+def test_a_link_in_a_split_leads_nowhere_else(desk: Desk) -> None:
+    elsewhere = plain.write_dataset(desk.path / "rows-of-others.jsonl")
+    (desk.srv / "data" / "train").mkdir(parents=True)
+    (desk.srv / "data" / "train" / "rows.jsonl").symlink_to(elsewhere)
+    refused = desk.refusal(desk.allow(desk.srv), datasets=[{"path": str(desk.srv / "data"), "split": "train"}])
+    assert refused.code == "dataset_invalid"
+    assert f"(really {elsewhere}) lies outside of what jobs may read here" in refused.message
+
+
+def test_a_link_among_thousands_of_files_leads_nowhere_else(desk: Desk) -> None:
+    secret = desk.path / "template.jinja"
+    secret.write_text("{{ messages }}")
+    for number in range(2100):
+        (desk.model / f"{number}.txt").touch()
+    (desk.model / "chat_template.jinja").unlink(missing_ok=True)
+    (desk.model / "chat_template.jinja").symlink_to(secret)
+    refused = desk.refusal(desk.allow(desk.srv))
+    assert f"(really {secret})" in refused.message
+
+
+def test_what_was_checked_and_leads_elsewhere_since_is_not_read(desk: Desk) -> None:
+    """As the worker asks, which can read the directories of all jobs."""
+    mine, theirs = desk.layout.job(3), desk.layout.job(4)
+    for files in (mine, theirs):
+        plain.write_dataset(files.dir / "rows.jsonl") if files.dir.mkdir() is None else None
+    policy = dataclasses.replace(closed_desk(desk), workers=WORKERS)
+    granted = Grant.from_dict(policy.grant([Named("datasets.0.path", desk.rows), Named("b", mine.dir / "rows.jsonl")])
+                              .as_dict())  # fmt: skip
+    granted.check(Named("datasets.0.path", desk.rows))
+    granted.check(Named("a row", mine.dir / "media" / "cat.png"))
+    granted.check(Named("a row", theirs.dir / "media" / "cat.png"), theirs.dir)  # the job's own
+    with pytest.raises(SpecError, match="is honed's or another user's"):
+        granted.check(Named("a row", theirs.dir / "media" / "cat.png"))
+    desk.rows.unlink()
+    desk.rows.symlink_to(theirs.dir / "rows.jsonl")
+    with pytest.raises(SpecError, match="is honed's or another user's"):
+        granted.check(Named("datasets.0.path", desk.rows))
+
+
+def test_rows_beyond_the_first_are_held_against_the_allowed_paths_too(desk: Desk) -> None:
+    config = desk.allow(desk.srv)
+    granted = Policy.of(desk.layout, config, os.getuid()).grant([Named("datasets.0.path", desk.rows)])
+    granted.check(Named("a row", desk.srv / "cat.png"))
+    with pytest.raises(DatasetError, match="outside of what jobs may read here"):
+        granted.check(Named("a row", desk.path / "cat.png", DatasetError))

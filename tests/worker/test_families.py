@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import struct
+import subprocess
+import sys
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -311,3 +313,18 @@ def test_an_adapter_on_every_part_is_estimated_as_peft_builds_it(base_of: Callab
     model, job = loaded(base_of(family), **keys)
     estimated = parameter.trained(job.spec, basemodel.inspect(base_of(family))).num_parameters
     assert estimated == sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+def test_a_processor_that_wants_what_is_not_installed_says_so(base_of: Callable[[str], Path]) -> None:
+    code = (
+        "import sys; sys.modules['torchvision'] = None\n"
+        "from types import SimpleNamespace\n"
+        "from honed.error import EnvironmentInvalidError\n"
+        "from honed.worker import processor\n"
+        "job = SimpleNamespace(base_model_path=sys.argv[1], spec=SimpleNamespace(trust_remote_code=False))\n"
+        "try: processor.load(job, None, None)\n"
+        "except EnvironmentInvalidError as error: print(error.message)\n"
+    )
+    command = [sys.executable, "-c", code, str(base_of("qwen2_5_vl"))]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180).stdout
+    assert "its processor cannot be loaded here: Qwen2VLVideoProcessor requires the Torchvision library" in said

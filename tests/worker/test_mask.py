@@ -39,7 +39,13 @@ def train_nothing(batch: Any) -> None:
     batch["labels"][:] = -100
 
 
-@pytest.mark.parametrize("spoil", [train_everything, train_padding, train_one_token_late, train_nothing])
+def lose_a_token(batch: Any) -> None:
+    """Ids and labels agree, and are no row's."""
+    for name in ("input_ids", "labels", "attention_mask"):
+        batch[name] = batch[name][:, 1:]
+
+
+@pytest.mark.parametrize("spoil", [train_everything, train_padding, train_one_token_late, train_nothing, lose_a_token])
 def test_a_mask_that_is_spoilt_on_its_way_ends_the_job_before_its_first_step(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, spoil: Any
 ) -> None:

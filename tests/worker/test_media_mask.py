@@ -212,6 +212,33 @@ def test_a_videos_frames_are_shown_as_what_they_are(family_of: Any, pictures: li
     assert "_pad|>" not in shown
 
 
+@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+def test_words_that_a_token_is_spelled_with_may_stand_between_images(
+    family_of: Any, pictures: list[Path], name: str
+) -> None:
+    family: Family = family_of(name)
+    first, second = image(pictures[0]), image(pictures[1])
+    example = row(("user", [first, "ok", second, "a", first, "image", second]), ("assistant", ["ok"]))
+    encoded = family.chat.encode(example)
+    family.check(encoded, example)
+    assert [text.strip() for text in family.trained_texts(encoded)] == [f"ok{family.chat.probe.ends[0]}"]
+    shown = "".join(segment["text"] for segment in encoded.segments())
+    assert shown.count("[image ") == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("qwen2_5_vl", "second_per_grid_ts"), ("qwen2_5_omni_thinker", "video_second_per_grid")]
+)
+def test_a_video_passes_as_fast_as_its_file_says(family_of: Any, tmp_path: Path, name: str, tensor: str) -> None:
+    frames = [Image.new("RGB", (56, 56), (40 * n, 0, 0)) for n in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=250)
+    family: Family = family_of(name)
+    video = Media("video", tmp_path / "a.gif")
+    rendered = family.chat.rendered(row(("user", [video, "What happens?"]), ("assistant", ["Nothing."])))
+    tensors = family.processor.process(rendered.text, (video,)).tensors
+    assert tensors[tensor].tolist() == [0.5]  # four a second, and two to a token
+
+
 def test_a_message_may_be_cut_off_after_its_images_but_not_within(family_of: Any, pictures: list[Path]) -> None:
     family: Family = family_of("qwen2_5_vl")
     encoded = family.chat.encode(row(("user", [image(pictures[2]), "What?"]), ("assistant", ["A large blue square."])))

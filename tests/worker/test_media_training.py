@@ -234,6 +234,25 @@ def test_rows_whose_files_are_broken_are_left_out_counted_and_named(
     assert str(files[1]) in refused.result["error"]["message"]
 
 
+def test_evaluation_rows_that_are_all_lost_end_the_job_and_say_why(
+    make_job: MakeJob, qwen: Path, tmp_path: Path
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    rows = rows_of(tmp_path / "elsewhere", 4)
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for file in (tmp_path / "elsewhere").iterdir():
+        file.unlink()
+    ended = make_job(
+        model=qwen, rows=rows_of(tmp_path / "images", 4), lora={"r": 4}, eval_datasets=[{"path": str(held_out)}],
+        training={"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1},
+    ).run()  # fmt: skip
+    assert ended.result["error"]["code"] == "dataset_invalid", ended.result
+    assert ended.result["error"]["message"].startswith(
+        "no row is left to evaluate on, of 4; the first: data set 1, row"
+    )
+    assert "media_dir" in ended.result["error"]["hint"]
+
+
 def test_rows_that_would_be_cut_through_an_image_are_left_out_and_counted(
     make_job: MakeJob, qwen: Path, tmp_path: Path
 ) -> None:

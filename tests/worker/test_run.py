@@ -265,6 +265,20 @@ def test_a_model_that_ends_worse_than_it_began_has_regressed(make_job: MakeJob) 
     assert (worse.output_dir / "model.safetensors").exists()
 
 
+def test_what_leads_elsewhere_since_it_was_checked_is_not_trained_on(make_job: MakeJob, tmp_path: Path) -> None:
+    """The workers' user can read what every job made."""
+    job, theirs = make_job(), tmp_path / "theirs"
+    rows = Path(job.plan["spec"]["datasets"][0]["path"])
+    theirs.mkdir()
+    rows.rename(theirs / "rows.jsonl")
+    rows.symlink_to(theirs / "rows.jsonl")
+    job.change_plan(may_read={"closed": [str(theirs)], "allowed": None, "inputs": [job.plan["base_model_path"]]})
+    ended = job.run()
+    assert ended.result["error"]["code"] == "dataset_invalid"
+    assert "is honed's or another user's" in ended.result["error"]["message"]
+    assert not [item for item in ended.events if item.kind == "step"]
+
+
 def test_an_output_directory_that_is_anothers_is_left_alone(make_job: MakeJob, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()

@@ -30,7 +30,7 @@ def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> No
     with random_state_kept():
         batches = list(itertools.islice(iter(trainer.get_train_dataloader()), NUM_BATCHES))
     for batch in batches:
-        is_packed = "attention_mask" not in batch
+        is_packed = trainer.args.packing or "attention_mask" not in batch
         for input_ids, labels in examples(batch):
             _check_example(input_ids, labels, data.train, chat, forbidden, is_packed=is_packed)
     _hint(batches, data.train, events)

@@ -14,7 +14,7 @@ from typing import Any
 
 from honed import media as medias
 from honed.chat import MediaCutError
-from honed.error import DatasetError, HonedError, ModelError
+from honed.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError
 from honed.expansion import Expanded
 from honed.media import Kind, Media, MediaLimits
 from honed.worker.assignment import Assignment
@@ -175,6 +175,11 @@ def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Process
     path, spec = assignment.base_model_path, assignment.spec
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+    except ImportError as error:  # most video processors, and with them all of Qwen's, want torchvision
+        raise EnvironmentInvalidError(
+            f"{path}: its processor cannot be loaded here: {str(error).strip().splitlines()[0]}",
+            hint="install what it names, for this torch; honectl doctor shows what is there",
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{path}: its processor cannot be loaded: {type(error).__name__}: {error}",

@@ -65,7 +65,7 @@ def _load_base(assignment: Assignment) -> Any:
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
     _check_complete(model, assignment)
-    if not assignment.plan["checkpoint"].get("is_quantized"):
+    if not assignment.plan["checkpoint"].get("quantization_method"):
         check_senses(model)
     keep_trainable_layout(model)
     return model
@@ -120,7 +120,7 @@ def _is_checkpointed(assignment: Assignment) -> bool:
 
 
 def check_senses(model: Any) -> None:
-    """Raises BackendError where eyes or ears were quantized: Unsloth goes by names, and Idefics3's is not among them."""
+    """Raises BackendError where eyes or ears were quantized: Unsloth goes by names, and has not those of Idefics3."""
     from honed.worker.transformers_backend import quantized_senses
 
     if names := quantized_senses(model):
