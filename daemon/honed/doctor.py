@@ -391,8 +391,8 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     shown = [*shlex.split(unit.get("ReadWritePaths", "")), *binds.replace(":", " ").split()]
     opened = [Path(each.lstrip("-+")) for each in shown]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
-    closed = [path for path in named or ()
-              if f"{path}:{path}:" not in binds and not any(Path(path).is_relative_to(place) for place in opened)]  # fmt: skip
+    asked = [path for path in named or () if f"{path}:{path}:" not in binds]
+    closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
     if closed:
         detail = f"jobs may write to {', '.join(closed)}, and their unit is closed to it: their output would be lost"
         return Finding("sandbox", "error", detail, "honectl sandbox, as root, opens it")

@@ -551,7 +551,7 @@ def _check_attached(
         return warnings
     told = f"{found.num_broken} of the first {found.num_attached} rows with media have a file that cannot be used"
     named = "; ".join(found.broken)
-    if job_spec.media.broken == "refuse" or found.num_broken == found.num_rows:
+    if job_spec.media.broken == "refuse" or found.num_broken == found.num_attached:
         hint = "paths start from the data file's directory, or from the data set's `media_dir`"
         raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
     return [*warnings, f"{each.path}: {told}, and will be left out: {named}"]

@@ -192,7 +192,7 @@ def test_a_file_that_is_longer_than_listed_is_not_fetched_for_ever(hub: Hub, tmp
 def test_names_that_lead_out_of_the_snapshot_are_passed_over(hub: Hub, tmp_path: Path) -> None:
     odd = ("../../out.json", "additional_chat_templates/../../out.jinja", "/out.json", "a\0b.json", "a\nb.json")
     hub.repositories[REPO].files |= dict.fromkeys(odd, b"{}")
-    status, last, err = fetch(tmp_path, hub)
+    status, _, err = fetch(tmp_path, hub)
     assert status == 0, err
     assert not [path for path in tmp_path.rglob("*") if "out." in path.name or not path.name.isprintable()]
 

@@ -69,22 +69,46 @@ def test_a_job_sees_no_network_no_homes_and_no_spool(machine: Machine) -> None:
     assert "unshare: unshare failed: Operation not permitted" in said
 
 
-def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: Machine) -> None:
-    """`policy.allowed_paths`, then `honectl sandbox`: /srv/out to write, and one directory of a home."""
+def test_a_fetch_sees_nothing_that_people_train_on_and_no_bus(machine: Machine) -> None:
+    """It has the network, and runs as honed's user."""
     machine.sh(
-        "mkdir -p /srv/out /home/anna/data && chmod 0777 /srv/out /home/anna/data && echo row >/home/anna/data/a"
+        "install -d -o honed -g honed /var/lib/honed/fetch /var/cache/honed && echo secret >/var/lib/honed/honed.db-wal"
     )
+    said = inside(
+        machine,
+        "honed-fetch@1.service",
+        """
+        id -un; ls -A /var/lib/honed /var/spool/honed /run/dbus 2>&1
+        touch /var/lib/honed/fetch/1.json && echo own requests; touch /var/lib/honed/mine 2>&1
+        """,
+    )
+    assert said.splitlines()[0] == "honed"
+    assert "/var/lib/honed:\nfetch\n" in said
+    assert "own requests" in said
+    assert "cannot touch '/var/lib/honed/mine': Read-only file system" in said
+    assert said.count("Permission denied") == 2
+    machine.sh("rm /var/lib/honed/honed.db-wal")
+
+
+def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: Machine) -> None:
+    """`policy.allowed_paths`, then `honectl sandbox`: directories to write, and one of a home; odd names among them."""
+    odd = r"/srv/o%d: \"a\\"
+    home = "/home/anna/my data: 1"
+    machine.run("mkdir", "-p", "/srv/out", odd, home)
+    machine.run("chmod", "0777", "/srv/out", odd, home)
+    machine.write(f"{home}/a", "row\n")
     machine.write(
-        "/etc/honed/honed.toml.d/50-paths.toml", '[policy]\nallowed_paths = ["/srv/out", "/home/anna/data"]\n'
+        "/etc/honed/honed.toml.d/50-paths.toml", f"[policy]\nallowed_paths = ['/srv/out', '{odd}', '{home}']\n"
     )
     machine.run("honectl", "sandbox")
-    script = "touch /srv/out/made && cat /home/anna/data/a; ls /home /home/anna; touch /srv/other 2>&1"
+    script = f"touch /srv/out/made '{odd}/made' && cat '{home}/a'; ls /home /home/anna; touch /srv/other 2>&1"
     said = inside(machine, "honed-job@1.service", script)
     assert "row" in said
     assert "secret" not in said
     assert "cannot touch '/srv/other'" in said
     assert machine.exists("/srv/out/made")
-    said = inside(machine, "honed.service", "cat /home/anna/data/a; touch /home/anna/data/b 2>&1")
+    assert machine.exists(f"{odd}/made")
+    said = inside(machine, "honed.service", f"cat '{home}/a'; touch '{home}/b' 2>&1")
     assert "row" in said
     assert "cannot touch" in said
     machine.write("/etc/honed/honed.toml.d/50-paths.toml", "")

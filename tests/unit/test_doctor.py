@@ -215,6 +215,15 @@ def test_a_unit_that_is_closed_to_what_the_configuration_allows_is_told() -> Non
     assert doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 /srv"}).status == "ok"
 
 
+def test_odd_names_are_known_as_systemctl_shows_them() -> None:
+    odd = ["/srv/we ird", '/srv/q"uote', "/srv/back\\slash", "/home/anna/my data: 1"]
+    shown = {
+        "ReadWritePaths": '/var/lib/honed/jobs/0 "-/srv/we ird" "-/srv/q\\"uote" "-/srv/back\\\\slash"',
+        "BindPaths": "-/home/anna/my data: 1:/home/anna/my data: 1:rbind",
+    }
+    assert doctor._sandbox(Config(policy=PolicyConfig(allowed_paths=odd)), {**WELL, **shown}).status == "ok"
+
+
 def test_an_incoming_that_everyone_may_tidy_up_is_an_error(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     (layout.spool_dir / "incoming").mkdir(parents=True)
