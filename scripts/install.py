@@ -82,7 +82,7 @@ class Installer:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._places = Places.of_user() if options.user else Places.of_system()
-        self._destdir = Path(options.destdir or "/")
+        self._destdir = Path(options.destdir or "/").absolute()
         self._is_live = not options.destdir  #: on this machine, not into a package
         self._files: list[Path] = []
 
@@ -168,7 +168,9 @@ class Installer:
             self._build_environment(version_dir)
         self._point_scripts(version_dir)
         packages = next(at.glob("lib/python3.*/site-packages"))
-        subprocess.run([at / "bin/python", "-I", "-m", "compileall", "-q", packages / "honed"], check=True)
+        # Tracebacks name the files where they will lie.
+        lies_at = ["-s", at, "-p", version_dir]
+        subprocess.run([at / "bin/python", "-I", "-m", "compileall", "-q", *lies_at, packages / "honed"], check=True)
         (at / STAMP).write_text(content + "\n")
         return version_dir
 
@@ -217,12 +219,11 @@ class Installer:
     def _point_scripts(self, version_dir: Path) -> None:
         """Scripts name the environment where it will lie, and never `current`: a worker keeps its files."""
         at = self._at(version_dir)
-        for path in (at / "bin").iterdir():
+        for path in [at / "pyvenv.cfg", *(at / "bin").iterdir()]:
             if path.is_file() and not path.is_symlink():
-                head = f"#!{at}/".encode()
                 text = path.read_bytes()
-                if text.startswith(head):
-                    path.write_bytes(f"#!{version_dir}/".encode() + text.removeprefix(head))
+                if str(at).encode() in text and b"\0" not in text:
+                    path.write_bytes(text.replace(str(at).encode(), str(version_dir).encode()))
 
     def _python(self, minor: str | None) -> Path:
         """A Python that honed's users can run: not one in somebody's home. `minor`: as in python3.11."""
@@ -415,9 +416,9 @@ class Installer:
             return
         at.unlink()
         # A directory of ours goes with its last file; others have files of others.
-        for directory in [parent for parent in at.parents if "honed" in str(parent.relative_to(self._destdir))]:
+        for directory in [parent for parent in path.parents if "honed" in str(parent)]:
             with contextlib.suppress(OSError):
-                directory.rmdir()
+                self._at(directory).rmdir()
 
     def _remove_tree(self, path: Path) -> None:
         if self._at(path).exists():

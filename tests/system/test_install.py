@@ -98,6 +98,16 @@ def test_the_install_can_be_run_again_and_keeps_the_configuration(machine: Machi
     assert machine.read("/etc/honed/honed.toml") == "[jobs]\nretry_delay_sec = 1\n"
 
 
+def test_a_package_gets_its_files_below_destdir_and_nothing_else_happens(machine: Machine) -> None:
+    before = machine.sh("find /etc /opt /usr -name '*honed*' | sort")
+    machine.run("env", "DESTDIR=package", *INSTALL, cwd="/srv")
+    assert machine.sh("head -n 1 /srv/package/opt/honed/0.1.0/bin/honectl") == "#!/opt/honed/0.1.0/bin/python\n"
+    assert machine.sh("cd /srv/package && grep -rl /srv/package . || true") == ""
+    machine.run(*INSTALL, "--destdir", "/srv/package", "--uninstall", "--purge")
+    assert machine.sh("find /srv/package ! -type d") == ""
+    assert machine.sh("find /etc /opt /usr -name '*honed*' | sort") == before
+
+
 def test_systemd_finds_no_fault_in_any_unit(machine: Machine) -> None:
     units = machine.sh("cd /usr/lib/systemd/system && ls -d honed*").split()
     instances = [unit.replace("@.", "@1.") for unit in units if not unit.endswith(".d")]
