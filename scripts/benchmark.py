@@ -1,4 +1,4 @@
-"""Submit to finished for one small job: honed beside `trl sft`; and the idle daemon."""
+"""Submit to finished for one small job: honed beside `trl sft`; the idle daemon; predictions in a batch and alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import demonstration
 
 STEPS, BATCH, RANK = 20, 8, 16
+#: How many times as fast predictions in a batch of 16 are, at least, on a CPU.
+MIN_RATIO = 4
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 TRL_CONFIG = """\
@@ -113,6 +116,15 @@ def idle(process: subprocess.Popen[bytes], *, seconds: float = 20.0) -> tuple[fl
     return resident, share
 
 
+def time_predictions(root: Path, runs: int) -> dict[str, Any]:
+    """By dtype; see benchmark_prediction.py."""
+    script = Path(__file__).with_name("benchmark_prediction.py")
+    command = [sys.executable, str(script), str(root), "--runs", str(runs)]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def row(name: str, seconds: list[float]) -> str:
     return f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f}–{max(seconds):.2f} |"
 
@@ -130,6 +142,7 @@ def main() -> None:
             pairs = [(time_honed(root, number), time_trl(root, number)) for number in range(2, runs + 2)]
         result = json.loads((root / "var/lib/honed/jobs/2/attempts/1/result.json").read_text())
         assert result["step"] == STEPS
+        asked = time_predictions(root, runs)
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     ratios = [a / b for a, b in pairs]
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {runs} pairs in turn")
@@ -137,6 +150,13 @@ def main() -> None:
     print(row("honed (daemon running)", ours))
     print(row("`trl sft`", theirs))
     print(f"| ratio, pair by pair | {statistics.median(ratios):.2f} | {min(ratios):.2f}–{max(ratios):.2f} |")
+    print("\n| 16 predictions of 64 tokens, float32 | median s |\n|---|---|")
+    whole, half = asked["float32"], asked["bfloat16"]
+    print(f"| in one batch | {whole['batch_sec']:.2f} |\n| one at a time | {whole['one_sec']:.2f} |")
+    print(f"| times as fast, pair by pair | {whole['ratio']:.1f} ({whole['min_ratio']:.1f}–{whole['max_ratio']:.1f}) |")
+    print(f"\ntexts that differ: {whole['num_different']} in float32, {half['num_different']} in bfloat16")
+    if whole["ratio"] < MIN_RATIO or whole["num_different"]:
+        raise SystemExit(f"batched predictions should be the same texts, at least {MIN_RATIO} times as fast")
     print(f"\nidle daemon: {resident:.1f} MiB resident, {share:.2%} of a core over 20 s")
 
 

@@ -3,7 +3,7 @@
 The loop is a list of named steps, each of which does what can be done now and waits for nothing:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
-    end what must · report
+    end what must · have rows sent and pages made · report
 
 Signals, arrivals, the preflight helper and the control socket only wake it.
 """
@@ -56,6 +56,7 @@ from honed.notify import Notifier
 from honed.outbox import Outbox
 from honed.process_runner import ProcessRunner
 from honed.progress import progress_text
+from honed.reporter import Reporter
 from honed.runner import Runner
 from honed.send_process import SendProcess, is_a_unit
 from honed.spool import Spool
@@ -138,6 +139,7 @@ class Daemon:
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
+        self._reporter = Reporter(layout, clock=clock)
         self._set_reporting()
         self._server = control.Server(layout.control_path, self._selector, self._answer)
 
@@ -209,7 +211,7 @@ class Daemon:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
         steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce, self._tend_sender)  # fmt: skip
+                 self._start_next, self._attempts.enforce, self._tend_sender, self._tend_reporter)  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
         self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
@@ -348,6 +350,7 @@ class Daemon:
             # What `--drain` leaves behind may never run again; elsewhere the rows wait for the next start.
             is_last = self._drain and not self._is_stopping
             self._sender.finish(self._config.reporting.flush_sec) if is_last else self._sender.stop()
+        self._reporter.finish(self._config.policy)
         self._database.close()
         self._spool.close()
         self._selector.close()
@@ -409,6 +412,10 @@ class Daemon:
     def _tend_sender(self) -> None:
         if self._sender is not None:
             self._sender.tend(is_wanted=self._attempts.outbox is not None)
+
+    def _tend_reporter(self) -> None:
+        moved, self._database.moved = self._database.moved, set()
+        self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
 
     def _settle(self) -> None:
         for job in self._attempts.put_back():

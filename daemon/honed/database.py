@@ -1,10 +1,11 @@
 """honed.db: what other tools read. Derived from the spool and the jobs' directories; it can be deleted at any time.
 
     jobs                   one row a job: where it is, and its progress
-    metrics                one row a figure: loss, learning_rate, grad_norm, eval_loss, …
+    metrics                one row a figure: loss, learning_rate, grad_norm, eval_loss, predictions/exact_match, …
     training_predictions   what the model wrote for a held-out example, and the truth
     events                 the rest of what workers told
     offsets                how far each attempt's events.jsonl was read
+    *_v1                   views for other tools, see view.py
 
 An attempt's events and its offset change in one transaction, so a line counts once, however often the daemon dies.
 """
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from honed import view
 from honed.event import Event, Reading
 from honed.job import Job
 from honed.log import about
@@ -64,6 +66,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.moved: set[int] = set()  #: jobs whose state has changed since somebody last took them from here
         self.is_new = not path.exists()
         try:
             self._db = self._open()
@@ -85,7 +88,7 @@ class Database:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             _check(db)
-            db.executescript(SCHEMA)
+            db.executescript(SCHEMA + view.SQL)
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except BaseException:
             db.close()
@@ -97,6 +100,7 @@ class Database:
 
     def put_job(self, job: Job) -> None:
         """Set a job's row to what its entry says; its progress stays. A row that cannot be written harms no job."""
+        self.moved.add(job.id)
         try:
             self._db.execute(
                 "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
@@ -137,8 +141,10 @@ class Database:
             case "evaluation":
                 self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
             case "predictions":
+                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 self._add_predictions(job, step, epoch, answers(event), when)
             case _:
+                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 self._db.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
                     (job.id, attempt, event.kind, json.dumps(data, ensure_ascii=False), when),
@@ -203,6 +209,36 @@ class Reader:
         sql = "SELECT step, value FROM metrics WHERE job_id = ? AND name = ? ORDER BY attempt, step, rowid"
         return list(self._rows(sql, job_id, name))
 
+    def course(self, job_id: int, name: str, *, num_points: int = 40) -> list[float]:
+        """One figure over the steps, averaged to at most so many values."""
+        sql = (
+            "SELECT avg(value) FROM metrics, (SELECT max(step) + 1 AS num_steps FROM metrics WHERE job_id = ?1"
+            " AND name = ?2) WHERE job_id = ?1 AND name = ?2 AND value IS NOT NULL"
+            " GROUP BY CASE WHEN num_steps > ?3 THEN step * ?3 / num_steps ELSE step END ORDER BY step"
+        )
+        return [value for (value,) in self._rows(sql, job_id, name, num_points)]
+
+    def stage(self, job_id: int) -> str | None:
+        """The stage that was told last."""
+        sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1"
+        return next((str(json.loads(data).get("stage")) for (data,) in self._rows(sql, job_id)), None)
+
+    def last_predictions(self, job_id: int, *, count: int = 3, max_chars: int = 2000) -> list[dict[str, Any]]:
+        """The first few rows of the last step that has any, each text cut."""
+        keys = ("step", "sample_index", "ground_truth", "prediction")
+        sql = (
+            "SELECT step, sample_index, substr(ground_truth, 1, ?2), substr(prediction, 1, ?2)"
+            " FROM training_predictions WHERE job_id = ?1 AND step = (SELECT max(step) FROM training_predictions"
+            " WHERE job_id = ?1) ORDER BY sample_index LIMIT ?3"
+        )
+        return [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id, max_chars, count)]
+
+    def figures(self, job_id: int) -> list[tuple[str, int, float, str]]:
+        """(name, step, value, created_at) of every figure, by step; of a step that was done again, the last."""
+        sql = "SELECT name, step, value, created_at FROM metrics WHERE job_id = ? ORDER BY attempt, rowid"
+        last = {(name, step): (name, step, value, when) for name, step, value, when in self._rows(sql, job_id)}
+        return sorted((row for row in last.values() if row[2] is not None), key=lambda row: row[1])
+
     def predictions(self, job_id: int) -> list[dict[str, Any]]:
         keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
         sql = f"SELECT {', '.join(keys)} FROM training_predictions WHERE job_id = ? ORDER BY step, sample_index"
@@ -231,11 +267,14 @@ def place(event: Event) -> tuple[int, float | None]:
 
 def figures(event: Event) -> dict[str, float]:
     """The metrics that an event brings; none for most kinds."""
-    match event.kind, event.data.get("metrics"):
-        case "step", _:
+    metrics, scores = event.data.get("metrics"), event.data.get("scores")
+    match event.kind:
+        case "step":
             found = {name: event.data.get(name) for name in STEP_METRICS}
-        case "evaluation", dict() as found:
-            pass
+        case "evaluation" if isinstance(metrics, dict):
+            found = metrics
+        case "predictions" | "guard" if isinstance(scores, dict):
+            found = {f"{event.kind}/{name}": value for name, value in scores.items()}
         case _:
             return {}
     numbers = {str(name): _number(value) for name, value in found.items()}

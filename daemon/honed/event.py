@@ -3,17 +3,21 @@
 Each line is an object with `event` (its kind) and `time` (seconds since the epoch). The kinds and their keys:
 
     started      pid, versions {package: version}, backend
-    stage        stage: prepare load audit data mask baseline train export; of a merge: prepare merge export
+    stage        stage: trial? prepare load audit data mask baseline train export; of a merge: prepare merge export
     log          level (error warning info debug), message, code?      for the journal
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,
                  counts [{role, dtype, device, num_parameters}], mended [text]    what the model really is
-    data         num_train, num_eval, num_truncated, num_dropped, …     what became of the rows
+    data         num_train, num_eval, num_truncated, num_dropped, lengths {width, counts}, …    what became of the rows
     example      segments [{text, trained}]                            the first example, masked
     memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?, of the tensors
                  really held; device_peak_bytes?, resident_peak_bytes?
     step         step, num_steps, epoch, loss, learning_rate?, grad_norm?, eta_sec?
     evaluation   step, epoch, metrics {name: value}
-    predictions  step, epoch, num_failed, rows [{sample_index, prompt, ground_truth, prediction}]
+    samples      rows [{sample_index, thumbnails [base64 of a JPEG]}]   what predictions are asked about, beside text
+    predictions  step, epoch, num_failed, rows [{sample_index, prompt, ground_truth, prediction}], scores {name: value}
+    guard        step, epoch, metric, line (the least that it may be; null before training), scores {name: value}
+    trial        verdict (learns learns_slowly does_not_learn), loss_before, loss_after, whole_sec, peak_bytes, …: see
+                 trial.py
     checkpoint   step, path
     resumed      step, path
     fallback     from, to, reason

@@ -7,12 +7,12 @@ is down, to the spool itself under its lock.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -341,6 +341,36 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
     return 0
 
 
+def try_out(instance: Instance, options: argparse.Namespace) -> int:
+    """Have honed try a job file on a few rows, before all other jobs, and say what that tells of it."""
+    from honed import document, terminal, trial
+
+    _checked(instance, options.file)
+    if not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, and a trial is a job", hint="start it first")
+    content = document.parse(options.file.read_bytes(), options.file.suffix).data
+    since = time.time() - 1.0
+    with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
+        path = Path(directory) / f"{options.file.stem}.trial.json"
+        path.write_text(json.dumps(trial.only(content, options.file.stem)), encoding="utf-8")
+        name = spools.drop(instance.layout.spool_dir / "incoming", path)
+    verdict = _verdict(instance, name, since, is_fetched=True)
+    if verdict["id"] is None:
+        _say_verdict(options.file, verdict, as_json=False)
+        return 1
+    if not options.json:
+        terminal.say(f"job {verdict['id']} ({verdict['name']}): {trial.NUM_ROWS} rows, a few steps")
+    *_, job = _states(instance, str(verdict["id"]))
+    told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
+    if options.json:
+        terminal.console.print_json(json.dumps({"id": job["id"], "error": job["error"], "findings": told}))
+    elif told is None:
+        _say_end(job)
+    else:
+        terminal.trial(trial.Findings.from_dict(told))
+    return int(told is None or told["verdict"] == "does_not_learn")
+
+
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     from honed import terminal
 
@@ -557,68 +587,12 @@ def _short(value: Any) -> str:
 
 
 def watch(instance: Instance, options: argparse.Namespace) -> int:
+    from honed.watch import watch
+
+    status = watch(instance.read, options.id)
     if options.id:
-        return follow_until_final(instance, options.id)
-    from rich.live import Live
-
-    from honed import terminal
-
-    if not terminal.console.is_terminal:
-        return _watch_lines(instance)
-    with Live(console=terminal.console, auto_refresh=False) as live:
-        while True:
-            live.update(_overview(instance), refresh=True)
-            time.sleep(1.0)
-
-
-def _overview(instance: Instance) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    from honed import terminal
-
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
-        drawn.add_column(column)
-    for job in instance.read("list")[:30]:
-        course = ""
-        with contextlib.suppress(NotPermittedError):  # somebody else's
-            course = terminal.sparkline([loss for _, loss in instance.read("losses", str(job["id"]))])
-        cells = [
-            job["id"],
-            terminal.plain(job["name"], limit=32),
-            job["state"],
-            *terminal.progress_cells(job["progress"]),
-            course,
-        ]
-        drawn.add_row(*(Text(terminal.plain(cell), style=terminal.STATE_STYLES.get(str(cell), "")) for cell in cells))
-    return drawn
-
-
-def _watch_lines(instance: Instance) -> int:
-    """In a pipe: a line for each thing that changed, until all jobs that there are are over."""
-    from honed import terminal
-
-    seen: dict[int, tuple[Any, ...]] = {}
-    while True:
-        jobs = instance.read("list")
-        for job in jobs:
-            now = (job["state"], job["progress"]["step"])
-            if seen.get(job["id"]) != now:
-                seen[job["id"]] = now
-                terminal.say(_line(job))
-        if jobs and all(job["state"] in FINAL_STATES or job["state"] == "held" for job in jobs):
-            return 0
-        time.sleep(1.0)
-
-
-def _line(job: dict[str, Any]) -> str:
-    from honed import terminal
-
-    step, loss, eta = terminal.progress_cells(job["progress"])
-    bar = terminal.bar(job["progress"])
-    parts = [bar, f"step {step}" if step else "", f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]
-    return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
+        _say_end(instance.read("show", options.id))
+    return status
 
 
 def follow_until_final(instance: Instance, reference: str, *, quiet: bool = False) -> int:
@@ -647,7 +621,7 @@ def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
         now = (job["state"], job["progress"]["step"])
         is_due = last is None or job["state"] != last[0] or time.monotonic() - said_at >= 1.0
         if now != last and is_due and not quiet:
-            terminal.say(_line(job))
+            terminal.say(terminal.job_line(job))
             said_at, last = time.monotonic(), now
     if not quiet:
         _say_end(job)
@@ -700,25 +674,51 @@ def pause(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def predictions(instance: Instance, options: argparse.Namespace) -> int:
-    from honed import terminal
+    from honed import comparison, terminal
 
-    rows = instance.read("predictions", options.id)
-    if options.sample is not None:
-        rows = [row for row in rows if row["sample_index"] == options.sample]
+    everything = instance.read("predictions", options.id)
+    rows = comparison.chosen(everything, sample=options.sample, step=options.step)
     if options.json:
         terminal.console.print_json(json.dumps(rows))
-        return 0
-    if not rows:
-        terminal.say("no predictions yet")
-        return 0
-    for index in sorted({row["sample_index"] for row in rows}):
-        mine = [row for row in rows if row["sample_index"] == index]
-        terminal.say(f"#{index} {mine[0]['prompt']}", style="bold")
-        terminal.say(f"  truth     {mine[0]['ground_truth']}", style="cyan")
-        for row in mine:
-            is_right = (row["prediction"] or "").strip() == (row["ground_truth"] or "").strip()
-            terminal.say(f"  step {row['step']:<5}{row['prediction']}", style="green" if is_right else "")
+    elif options.jsonl:
+        comparison.write_jsonl(rows, sys.stdout)
+    elif options.csv:
+        comparison.write_csv(rows, sys.stdout)
+    elif not rows:
+        terminal.say("no predictions" + (" of that example or step" if everything else " yet"))
+    else:
+        steps = sorted({row["step"] for row in (rows if options.step is not None else everything)})
+        for index, mine in comparison.by_sample(rows):
+            terminal.predictions(index, mine, steps=steps)
     return 0
+
+
+def report(instance: Instance, options: argparse.Namespace) -> int:
+    """The page's path; with --open it is opened instead, in the browser of whoever sits there."""
+    from honed import terminal
+
+    if options.id is None:
+        path, what = instance.layout.index_path, "there is no index yet"
+    else:
+        job = instance.read("show", options.id)
+        path, what = instance.layout.job(job["id"]).report_path, f"job {job['id']} has no report yet"
+    if not path.exists():
+        raise EnvironmentInvalidError(f"{path}: {what}", hint="honed makes it a moment after it has taken the job")
+    if not os.access(path, os.R_OK):
+        raise NotPermittedError(f"{path}: it is not for you to read", hint="honectl report ID names a job's own")
+    if options.json:
+        terminal.console.print_json(json.dumps({"report": str(path)}))
+    else:
+        print(path)  # as it is, for `$(honectl report 7)`
+    return _open(path) if options.open else 0
+
+
+def _open(path: Path) -> int:
+    import webbrowser
+
+    if webbrowser.open(path.as_uri()):
+        return 0
+    raise EnvironmentInvalidError("there is no browser here", hint=f"copy {path} to where there is one: it is one file")
 
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
@@ -775,7 +775,7 @@ def _complain(error: HonedError, *, prefix: str) -> None:
         print(terminal.plain(line), file=sys.stderr)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:  # noqa: PLR0915 - one verb after the other
     """The command line; the man page and the completions are made from it."""
     made = argparse.ArgumentParser(
         prog="honectl",
@@ -818,6 +818,8 @@ def parser() -> argparse.ArgumentParser:
     verb = add("preview", preview, "rows exactly as they will be trained on, masked and trained text told apart")
     verb.add_argument("file", type=Path, metavar="FILE")
     verb.add_argument("--rows", type=int, default=3, help="how many (default: %(default)s)")
+    verb = add("trial", try_out, "try a job on eight rows, before all others: does it learn, how long, how much memory")
+    verb.add_argument("file", type=Path, metavar="FILE")
     verb = add("list", list_jobs, "all jobs and their progress")
     verb.add_argument(
         "--state", action="append", choices=[state.value for state in State], help="only these; may be repeated"
@@ -844,7 +846,14 @@ def parser() -> argparse.ArgumentParser:
     add("resume", pause, "start jobs again", as_json=False)
     verb = add("predictions", predictions, "what the model wrote for held-out examples, step by step, beside the truth")
     verb.add_argument("id", metavar="ID")
-    verb.add_argument("--sample", type=int, help="only this example")
+    verb.add_argument("--sample", type=int, metavar="N", help="only this example")
+    verb.add_argument("--step", type=int, metavar="N", help="only this step; -1 is the last")
+    forms = verb.add_mutually_exclusive_group()
+    forms.add_argument("--jsonl", action="store_true", help="a line of JSON for each row")
+    forms.add_argument("--csv", action="store_true", help="CSV, with a line of names")
+    verb = add("report", report, "the path of a job's page, or of the index over all jobs")
+    verb.add_argument("id", metavar="ID", nargs="?")
+    verb.add_argument("--open", action="store_true", help="open it in a browser, too")
     verb = add("sandbox", sandbox, "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
     verb.add_argument("--dry-run", action="store_true", help="show the drop-ins, and write nothing")
     add("doctor", doctor, "is this machine fit: versions, GPU, disk, permissions")

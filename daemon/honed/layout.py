@@ -5,6 +5,7 @@ etc/honed/hf-token                             the hub's token, where one is nee
 var/spool/honed/                               the spool, see spool.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
+var/lib/honed/index.html                       all of them on a page, see report.py
 var/lib/honed/outbox/                          metrics and predictions on their way out, see outbox.py
 run/honed/control.sock                         honectl's way in
 var/lib/honed/fetch/                           what is being fetched from the hub, see fetch.py
@@ -56,6 +57,11 @@ class Layout:
     @property
     def jobs_dir(self) -> Path:
         return self.state_dir / "jobs"
+
+    @property
+    def index_path(self) -> Path:
+        """A page over all jobs, with links to their reports."""
+        return self.state_dir / "index.html"
 
     @property
     def outbox_dir(self) -> Path:
@@ -167,9 +173,10 @@ class JobLayout:
     plan.json                  what was decided before any model is loaded  (the daemon writes)
     start.json                 what its unit is to start, where workers are units  (the daemon writes)
     checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
+    trial/                     its trial, a job's directory in small        (see trial.py)
     media/                     images, videos and sounds that a data file holds, by their sha256
     output/                    the default output_dir
-    report.html
+    report.html                how it went, on a page                       (a child of the daemon's writes)
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
     """
 

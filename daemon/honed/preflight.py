@@ -32,7 +32,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from honed import activation, basemodel, dataset, device, installed, memory, plan, precision, remedy, snapshot, spec
+from honed import (
+    activation,
+    basemodel,
+    dataset,
+    device,
+    installed,
+    memory,
+    plan,
+    precision,
+    remedy,
+    score,
+    snapshot,
+    spec,
+)
 from honed import layout as layouts
 from honed.activation import Row
 from honed.basemodel import BITS, AdapterInfo, BaseModelInfo, UncachedError
@@ -610,6 +623,12 @@ def _check_packages(job_spec: JobSpec, model: BaseModelInfo | None, planned_for:
             f"torch {torch} was built without CUDA, and the job is planned for {planned_for.name}",
             hint="install torch from the ordinary index, or write resources: {gpus: 0}",
         )
+    if job_spec.guard is not None:
+        score.check(job_spec.guard.metric, "guard.metric")
+    for name in job_spec.predictions.metrics if job_spec.predictions.metrics != "auto" else ():
+        score.check(name, "predictions.metrics")
+    if (chooser := score.chooser(job_spec.training.metric_for_best_model)) is not None:
+        score.check(chooser, "training.metric_for_best_model")
     for tracker in job_spec.report_to:
         if installed.version(tracker) is None:
             raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {tracker}")

@@ -18,7 +18,7 @@ from honed.layout import Layout
 from honed.spool import Spool
 
 #: Kinds of events that `show` has.
-SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed"}
+SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,33 @@ def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         reader.close()
 
 
+def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
+    """What one who watches a job wants to see, in little: the course of its loss, its memory, its last predictions."""
+    job = _readable(spool, reference, asker)
+    reader = Reader(layout.database_path)
+    try:
+        progress, metrics = reader.progress().get(job.id, {}), reader.latest_metrics(job.id)
+        seen = {"stage": reader.stage(job.id), "course": reader.course(job.id, "loss"),
+                "predictions": reader.last_predictions(job.id)}  # fmt: skip
+    finally:
+        reader.close()
+    memory = _read_json(layout.job(job.id).plan_path).get("memory") or {}
+    resident = _resident_bytes(layout, job) if job.state is State.RUNNING and job.attempts else None
+    return {**summary(job, progress), **seen, "eval_loss": metrics.get("eval_loss"), "resident_bytes": resident,
+            "estimated_bytes": memory.get("total_bytes"), "device": job.attempt.device if job.attempts else None,
+            "error": job.error}  # fmt: skip
+
+
+def _resident_bytes(layout: Layout, job: Job) -> int | None:
+    """The main memory of a running worker; None where it is gone, or the system does not say."""
+    pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock").get("worker_pid")
+    try:
+        pages = int(Path(f"/proc/{int(pid or 0)}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, TypeError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def refusal(spool: Spool, _layout: Layout, file_name: str, asker: Asker = ANYBODY) -> dict[str, Any] | None:
     """The last word on a file of that name that was refused, of the asker's own; None where there is none."""
     stem, suffix = Path(file_name).stem, Path(file_name).suffix
@@ -205,6 +232,7 @@ READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
     "show": show,
     "predictions": predictions,
     "losses": losses,
+    "glance": glance,
     "refusal": refusal,
 }
 

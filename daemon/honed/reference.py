@@ -1,5 +1,6 @@
-"""The reference pages, made from the types: docs/job-spec.md, docs/configuration.md, and etc/honed.toml; and the
-journal's catalog, units/honed.catalog, from message.py; man pages and completions, see manual.py.
+"""The reference pages, made from the types: docs/job-spec.md, docs/configuration.md, docs/database.md, and
+etc/honed.toml; and the journal's catalog, units/honed.catalog, from message.py; man pages and completions, see
+manual.py.
 
 python -m honed.reference --write docs/    writes them
 python -m honed.reference --check docs/    ends with 1 where one is not what it would write
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from honed import manual
+from honed import manual, view
 from honed.config import Config
 from honed.field import MANY, choices, describe, kinds, members
 from honed.message import catalog
@@ -66,6 +67,7 @@ def pages(root: Path) -> dict[Path, str]:
     return {
         root / "docs/job-spec.md": job_spec(sample),
         root / "docs/configuration.md": configuration(),
+        root / "docs/database.md": view.page(),
         root / "etc/honed.toml": configuration_sample(),
         root / "units/honed.catalog": catalog(),
         **{

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from honed.problem import KeyPath, Problem, dotted
 from honed.refusal import line_of
+from honed.score import PREFIX
 
 if TYPE_CHECKING:
     from honed.spec import DatasetSpec, JobSpec
@@ -95,6 +96,7 @@ def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
     training = spec.training
     needy: tuple[tuple[KeyPath, bool], ...] = (
         (("early_stopping_patience",), spec.early_stopping_patience is not None),
+        (("guard", "patience"), spec.guard is not None and spec.guard.patience is not None),
         (("training", "load_best_model_at_end"), training.load_best_model_at_end),
         (("training", "save_strategy"), training.save_strategy == "best"),
         (("training", "lr_scheduler_type"), training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
@@ -111,6 +113,26 @@ def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
 def _guard(spec: JobSpec) -> Iterator[Finding]:
     if spec.guard is not None and not _has_eval(spec):
         yield ("guard",), "there is nothing held out to measure on", _HOLD_OUT
+
+
+def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
+    """A metric on predictions can choose the best checkpoint where each evaluation makes them."""
+    name = (spec.training.metric_for_best_model or "").removeprefix("eval_")
+    if not name.startswith(PREFIX):
+        return
+    path: KeyPath = ("training", "metric_for_best_model")
+    if spec.predictions.prompts:
+        yield path, "predictions.prompts have no ground truth to measure with", "leave prompts out, or name eval_loss"
+    elif spec.predictions.sample_frequency != "eval":
+        yield path, f"{name} is there only where each evaluation predicts", "write predictions.sample_frequency: eval"
+
+
+def _truthless(spec: JobSpec) -> Iterator[Finding]:
+    if spec.predictions.prompts and spec.predictions.metrics != "auto":
+        yield (
+            ("predictions", "metrics"), "predictions.prompts have no ground truth to measure with",
+            "leave one of the two out",
+        )  # fmt: skip
 
 
 def _best(spec: JobSpec) -> Iterator[Finding]:
@@ -211,9 +233,11 @@ RULES = (
     Rule((*_EVAL_KEYS, *_training("eval_strategy")), _evaluation),
     Rule(
         (*_training("eval_strategy", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"),
-         ("early_stopping_patience",)),
+         ("early_stopping_patience",), ("guard",)),
         _needs_evaluation,
     ),
+    Rule((*_training("metric_for_best_model"), ("predictions",)), _best_prediction),
+    Rule((("predictions", "metrics"), ("predictions", "prompts")), _truthless),
     Rule((*_EVAL_KEYS, ("guard",)), _guard),
     Rule(
         _training(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from honed import document, refusal, rule, synonym
 from honed.field import (
@@ -38,7 +38,8 @@ from honed.training import TrainingSpec
 
 __all__ = [
     "DatasetSpec", "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec",
-    "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "TrainingSpec", "load", "loads", "references", "validate",
+    "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "SampleSpec", "TrainingSpec", "load", "loads",
+    "references", "validate",
 ]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -99,6 +100,11 @@ def _listed(value: Any) -> Any:
     return value
 
 
+def _metric_names(value: Any) -> Any:
+    """A metric's name for a list of one; auto stays alone."""
+    return [value] if isinstance(value, str) and value != "auto" else value
+
+
 def _job_ids(value: Any) -> Any:
     """Job numbers may be written as numbers."""
     if isinstance(value, list):
@@ -117,7 +123,14 @@ def _webhook(value: str) -> str:
 _LORA_INIT = re.compile(r"gaussian|olora|orthogonal|pissa(_niter_[0-9]+)?")
 _MODULES = Expected("all-linear, a regular expression, or a list of words")
 Pixels = Annotated[int, Ge(64)]
-Metric = Annotated[str, form(r"[A-Za-z][\w./-]*"), Expected("the name of a metric")]
+_METRIC = re.compile(r"[A-Za-z][\w./-]*")
+Metric = Annotated[str, form(_METRIC.pattern), Expected("the name of a metric")]
+
+
+def is_metrics(value: Any) -> bool:
+    return bool(value) and all(isinstance(item, str) and _METRIC.fullmatch(item) for item in value)
+
+
 Ending = Literal["succeeded", "failed", "cancelled"]
 Text = Annotated[str, form(r"[\s\S]*\S[\s\S]*"), Expected("text")]
 
@@ -248,6 +261,17 @@ class DatasetSpec(Section):
         return {kind: Path(given.get(kind) or data_dir) for kind in KINDS}
 
 
+class SampleSpec(Section):
+    """`predictions.sample:` answers that are drawn, where greedy ones are not wanted."""
+
+    temperature: Annotated[float, Gt(0), Le(100)] = 1.0
+    """Above 1 answers vary more, below 1 less."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Tokens are drawn from the likeliest that together have this probability."""
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    """Seed of the drawing, the same for each round, so that a change is the model's."""
+
+
 class PredictionSpec(Section):
     """`predictions:` on held-out examples, before, during and after training."""
 
@@ -263,6 +287,26 @@ class PredictionSpec(Section):
     """Tokens that the model may write."""
     prompts: Texts | None = None
     """Prompts of one's own, in place of held-out examples."""
+    metrics: Annotated[
+        Literal["auto"] | list[Metric], any_of(lambda value: value == "auto" or is_metrics(value), str, list),
+        BeforeValidator(_metric_names),
+        Expected("auto, or a list of metrics' names"),
+    ] = "auto"  # fmt: skip
+    """The metrics on predictions; `auto` goes by what the answers should be. See docs/operation.md for all of them."""
+    sample: SampleSpec | None = None
+    """How answers are drawn; null takes the likeliest token each time."""
+    autocast: Literal["off", "match"] = "off"
+    """Whether predictions are made under the trainer's autocast; `match` is for a model that fails without."""
+    max_share: Share | None = 0.1
+    """Share of a run of more than ten minutes that predictions may take: those of evaluations are left out where they
+    would take more. null sets no limit, and is the default where `num_samples` is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_as_asked(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "num_samples" in data and "max_share" not in data:
+            return {**data, "max_share": None}
+        return data
 
 
 class ResourceSpec(Section):
@@ -288,6 +332,9 @@ class GuardSpec(Section):
     """How far it may fall below its value before training."""
     num_samples: Count = 100
     """Held-out examples that it is measured on."""
+    patience: Count | None = None
+    """Evaluations in a row with the metric further down than that, after which training ends; null measures it before
+    and after training alone."""
 
 
 class NotifySpec(Section):
@@ -379,6 +426,10 @@ class JobSpec(Section):
     """Who else gets the figures."""
     notify: NotifySpec | None = None
     """Who is told of the end."""
+    trial: Annotated[
+        bool | str, any_of(lambda value: value in (True, False, "only"), bool, str), Expected("true, false or only")
+    ] = False  # fmt: skip
+    """Whether eight rows are tried for a few steps first, and what is found told; `only` does nothing else."""
 
     @property
     def eval_strategy(self) -> str:

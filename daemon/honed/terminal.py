@@ -4,7 +4,7 @@ escape sequence."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from honed.comparison import Kind, Piece, compare
 from honed.progress import duration
+from honed.trial import ASKED, Findings, words
 
 #: Columns of what goes into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
@@ -78,6 +80,67 @@ def segments(parts: Iterable[dict[str, Any]]) -> Text:
     return drawn
 
 
+#: How pieces of a comparison are drawn, and marked where there are no colours, as wdiff does.
+_MARKS = {Kind.SAME: ("", "", ""), Kind.WRONG: ("{+", "+}", "bold red"), Kind.MISSING: ("[-", "-]", "cyan strike")}
+
+
+def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Text:
+    """A text held against the truth; `of` leaves one of the two sides out, where they stand side by side."""
+    drawn = Text()
+    for piece in pieces:
+        if piece.kind in of:
+            before, after, style = _MARKS[piece.kind]
+            text = plain(piece.text)
+            is_marked = not console.is_terminal or console.no_color
+            drawn.append(f"{before}{text}{after}" if is_marked else text, style=style)
+    return drawn
+
+
+_VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
+#: Columns from which on the truth stands beside what was written, and not above it.
+SIDE_BY_SIDE_WIDTH = 100
+
+
+def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequence[int]) -> None:
+    """One example's way through the `steps`, differences from the truth marked; of a step without a row it is said."""
+    truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
+    compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
+    console.print(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
+    is_wide = console.is_terminal and console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
+    drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
+    drawn.add_column("step", justify="right", no_wrap=True)
+    for column in ("truth", "written") if is_wide else ("written",):
+        drawn.add_column(column, ratio=1, overflow="fold")
+    if truth and not is_wide:
+        drawn.add_row("truth", Text(plain(truth), style="cyan"))
+    for step in steps:
+        pieces = compared_at.get(step)
+        if pieces is None:
+            drawn.add_row(str(step), *([""] if is_wide else []), Text("no answer: it failed", style="yellow"))
+        elif not truth:
+            drawn.add_row(str(step), Text(plain(written[step])))
+        elif is_wide:
+            sides = [[Kind.SAME, Kind.MISSING], [Kind.SAME, Kind.WRONG]]
+            drawn.add_row(str(step), *(compared(pieces, of=side) for side in sides))
+        else:
+            drawn.add_row(str(step), compared(pieces))
+    console.print(drawn)
+
+
+def trial(found: Findings) -> None:
+    """What a trial found, in plain words, and the first row as it is trained on."""
+    drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for title, text in words(found):
+        drawn.add_row(title, Text(plain(text), style=_VERDICT_STYLES[found.verdict] if title == ASKED else ""))
+    console.print(drawn)
+    if found.segments:
+        say()
+        say("The first row, and what of it is trained on:", style="bold")
+        console.print(segments(found.segments))
+
+
 class _Figures(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(str(task.fields.get("figures", "")))
@@ -97,6 +160,14 @@ def bar(progress: dict[str, Any], *, width: int = 20) -> str:
         return ""
     done = round(width * min(step / num_steps, 1))
     return f"[{'#' * done}{'.' * (width - done)}]"
+
+
+def job_line(job: Mapping[str, Any]) -> str:
+    """A job and how far it is."""
+    step, loss, eta = progress_cells(job["progress"])
+    parts = [bar(job["progress"]), f"step {step}" if step else "", f"loss {loss}" if loss else "",
+             f"ETA {eta}" if eta and job["state"] == "running" else ""]  # fmt: skip
+    return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
 
 
 def sparkline(values: Sequence[float], *, width: int = 24) -> str:

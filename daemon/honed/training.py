@@ -135,7 +135,7 @@ class TrainingSpec(Section):
     eval_delay: Annotated[float, Ge(0)] = 0
     """Epochs or steps before the first evaluation."""
     eval_on_start: Flag = False
-    """Whether the trainer evaluates before the first step."""
+    """Whether the trainer evaluates before the first step. Unless set: where it evaluates at all."""
     per_device_eval_batch_size: Count = 8
     """Examples in one forward pass of an evaluation."""
     eval_accumulation_steps: Count | None = None

@@ -5,14 +5,15 @@ _honectl_jobs() {
 _honectl() {
     local word words verb= current=${COMP_WORDS[COMP_CWORD]}
     for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-        case $word in submit|check|plan|preview|list|show|logs|watch|cancel|hold|release|requeue|pause|resume|predictions|sandbox|doctor) verb=$word; break ;; esac
+        case $word in submit|check|plan|preview|trial|list|show|logs|watch|cancel|hold|release|requeue|pause|resume|predictions|report|sandbox|doctor) verb=$word; break ;; esac
     done
     case $verb in
-        "") words="submit check plan preview list show logs watch cancel hold release requeue pause resume predictions sandbox doctor --root --user" ;;
+        "") words="submit check plan preview trial list show logs watch cancel hold release requeue pause resume predictions report sandbox doctor --root --user" ;;
         submit) words="--json --hold --stage --wait" ;;
         check) words="--json" ;;
         plan) words="--json" ;;
         preview) words="--json --rows" ;;
+        trial) words="--json" ;;
         list) words="--json --state" ;;
         show) words="--json $(_honectl_jobs)" ;;
         logs) words="--follow --raw --explain $(_honectl_jobs)" ;;
@@ -23,7 +24,8 @@ _honectl() {
         requeue) words="--json --from-start $(_honectl_jobs)" ;;
         pause) words="" ;;
         resume) words="" ;;
-        predictions) words="--json --sample $(_honectl_jobs)" ;;
+        predictions) words="--json --sample --step --jsonl --csv $(_honectl_jobs)" ;;
+        report) words="--json --open $(_honectl_jobs)" ;;
         sandbox) words="--dry-run" ;;
         doctor) words="--json" ;;
     esac

@@ -14,6 +14,8 @@ complete -c honectl -n '__fish_seen_subcommand_from plan' -l json
 complete -c honectl -n __fish_use_subcommand -f -a preview -d 'rows exactly as they will be trained on, masked and trained text told apart'
 complete -c honectl -n '__fish_seen_subcommand_from preview' -l json
 complete -c honectl -n '__fish_seen_subcommand_from preview' -l rows
+complete -c honectl -n __fish_use_subcommand -f -a trial -d 'try a job on eight rows, before all others: does it learn, how long, how much memory'
+complete -c honectl -n '__fish_seen_subcommand_from trial' -l json
 complete -c honectl -n __fish_use_subcommand -f -a list -d 'all jobs and their progress'
 complete -c honectl -n '__fish_seen_subcommand_from list' -l json
 complete -c honectl -n '__fish_seen_subcommand_from list' -l state
@@ -45,7 +47,14 @@ complete -c honectl -n __fish_use_subcommand -f -a resume -d 'start jobs again'
 complete -c honectl -n __fish_use_subcommand -f -a predictions -d 'what the model wrote for held-out examples, step by step, beside the truth'
 complete -c honectl -n '__fish_seen_subcommand_from predictions' -l json
 complete -c honectl -n '__fish_seen_subcommand_from predictions' -l sample
+complete -c honectl -n '__fish_seen_subcommand_from predictions' -l step
+complete -c honectl -n '__fish_seen_subcommand_from predictions' -l jsonl
+complete -c honectl -n '__fish_seen_subcommand_from predictions' -l csv
 complete -c honectl -n '__fish_seen_subcommand_from predictions' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a report -d 'the path of a job'\''s page, or of the index over all jobs'
+complete -c honectl -n '__fish_seen_subcommand_from report' -l json
+complete -c honectl -n '__fish_seen_subcommand_from report' -l open
+complete -c honectl -n '__fish_seen_subcommand_from report' -f -a '(__honectl_jobs)'
 complete -c honectl -n __fish_use_subcommand -f -a sandbox -d 'open the units'\'' sandbox to policy.allowed_paths (root)'
 complete -c honectl -n '__fish_seen_subcommand_from sandbox' -l dry-run
 complete -c honectl -n __fish_use_subcommand -f -a doctor -d 'is this machine fit: versions, GPU, disk, permissions'

@@ -6,6 +6,7 @@ verbs=(
         'check:check job files as honed would before it accepts them'
         'plan:what would be done and why; no model is loaded'
         'preview:rows exactly as they will be trained on, masked and trained text told apart'
+        'trial:try a job on eight rows, before all others: does it learn, how long, how much memory'
         'list:all jobs and their progress'
         'show:all that is known of one job'
         'logs:what a job'\''s attempts told'
@@ -17,6 +18,7 @@ verbs=(
         'pause:start no more jobs; running ones go on'
         'resume:start jobs again'
         'predictions:what the model wrote for held-out examples, step by step, beside the truth'
+        'report:the path of a job'\''s page, or of the index over all jobs'
         'sandbox:open the units'\'' sandbox to policy.allowed_paths (root)'
         'doctor:is this machine fit: versions, GPU, disk, permissions'
 )
@@ -30,6 +32,7 @@ else
         check) _arguments '--json' '*:file:_files' ;;
         plan) _arguments '--json' '*:file:_files' ;;
         preview) _arguments '--json' '--rows' '*:file:_files' ;;
+        trial) _arguments '--json' '*:file:_files' ;;
         list) _arguments '--json' '--state' '*:file:_files' ;;
         show) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         logs) _arguments '--follow' '--raw' '--explain' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
@@ -40,7 +43,8 @@ else
         requeue) _arguments '--json' '--from-start' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         pause) _arguments  '*:file:_files' ;;
         resume) _arguments  '*:file:_files' ;;
-        predictions) _arguments '--json' '--sample' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        predictions) _arguments '--json' '--sample' '--step' '--jsonl' '--csv' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        report) _arguments '--json' '--open' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         sandbox) _arguments '--dry-run' '*:file:_files' ;;
         doctor) _arguments '--json' '*:file:_files' ;;
     esac

@@ -11,6 +11,7 @@ liar             exit 3 with a result of success     garbage      noise among it
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
 fallback         backend_unavailable under unsloth, success under transformers
 report[-N]   as succeed, and evaluates and predicts at each step
+regress      ends worse than it began, explained
 torn             half a result file, then exit 0       make[-N]     as succeed, and leaves what such a job makes
 """
 
@@ -118,6 +119,10 @@ def main() -> int:
         case "explain":
             result("failed", 0, {"code": "mask_invalid", "message": "trained on the prompt", "hint": "see preview"})
             return 81
+        case "regress":
+            message = "exact_match fell from 0.950 to 0.150, by more than 0.1"
+            result("failed", steps(3), {"code": "regressed", "message": message, "hint": "the output is kept"})
+            return 86
         case "oom":
             result("failed", 3, {"code": "out_of_memory", "message": "no memory", "hint": ""})
             return 83

@@ -349,6 +349,20 @@ def test_a_tracker_that_is_not_installed_is_told(desk: Desk) -> None:
     assert raised.value.hint == "pip install trackio"
 
 
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"predictions": {"metrics": ["exact_match", "bleu"]}}, "predictions.metrics"),
+        ({"guard": {"metric": "bleu"}, "eval_split": 0.5}, "guard.metric"),
+        ({"training": {"metric_for_best_model": "eval_predictions/bleu"}}, "training.metric_for_best_model"),
+    ],
+)
+def test_a_metric_that_nobody_brings_is_told(desk: Desk, keys: dict[str, Any], key: str) -> None:
+    with pytest.raises(SpecError, match=f"{key}: no metric 'bleu'") as raised:
+        desk.check(**keys)
+    assert "rouge_l" in raised.value.hint
+
+
 def test_a_torch_without_cuda_is_told_before_the_gpu_is_waited_for(desk: Desk) -> None:
     if not (preflight.installed.version("torch") or "").endswith("+cpu"):
         pytest.skip("this torch has CUDA")

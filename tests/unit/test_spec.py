@@ -117,7 +117,7 @@ def test_a_merge_has_nothing_of_training(key: str) -> None:
         "datasets": [{"path": "/d"}], "eval_datasets": [{"path": "/d"}], "eval_split": 0.1, "lora": {},
         "backend": "unsloth", "quantization": "4bit", "attn_implementation": "sdpa", "training": {"max_steps": 3},
         "save_merged": "bfloat16", "predictions": {"num_samples": 1}, "save_interval_sec": 5.0,
-        "early_stopping_patience": 2, "guard": {"metric": "exact_match"}, "report_to": ["wandb"],
+        "early_stopping_patience": 2, "guard": {"metric": "exact_match"}, "trial": True, "report_to": ["wandb"],
         "chat_template_kwargs": {"a": 1}, "media": {"num_frames": 4},
     }  # fmt: skip
     assert f"{key}: a merge has none" in refusal({**MERGE, key: values[key]})
@@ -144,6 +144,34 @@ def test_one_reporter_may_stand_alone() -> None:
     assert loads({**LEAST, "report_to": "wandb"}).report_to == ["wandb"]
     assert loads({**LEAST, "report_to": "none"}).report_to == []
     assert loads({**LEAST, "depends_on": [3, "first"]}).depends_on == ["3", "first"]
+
+
+def test_predictions_have_a_share_of_the_run_unless_their_number_is_asked_for() -> None:
+    assert loads(LEAST).predictions.max_share == 0.1
+    asked = loads({**LEAST, "predictions": {"num_samples": 50}})
+    assert asked.predictions.max_share is None
+    assert loads({**LEAST, "predictions": {"num_samples": 50, "max_share": 0.2}}).predictions.max_share == 0.2
+    # plan.json has every key, and must not be read as a wish.
+    for each in (loads(LEAST), asked):
+        assert JobSpec.model_validate(each.model_dump(mode="json")) == each
+
+
+def test_metrics_are_auto_or_names() -> None:
+    assert loads(LEAST).predictions.metrics == "auto"
+    assert loads({**LEAST, "predictions": {"metrics": "rouge_l"}}).predictions.metrics == ["rouge_l"]
+    assert "metrics: expected auto, or a list of metrics' names" in refusal({**LEAST, "predictions": {"metrics": []}})
+
+
+def test_what_predictions_need_to_choose_or_to_be_measured_is_told() -> None:
+    best = {"load_best_model_at_end": True, "save_strategy": "epoch", "metric_for_best_model": "predictions/token_f1"}
+    right = {**LEAST, "eval_split": 0.1, "training": best}
+    loads(right)
+    assert "sample_frequency: eval" in refusal({**right, "predictions": {"sample_frequency": "epoch"}})
+    assert "no ground truth" in refusal({**right, "predictions": {"prompts": ["Who?"]}})
+    assert "no ground truth" in refusal({**LEAST, "predictions": {"prompts": ["Who?"], "metrics": ["rouge_l"]}})
+    guard = {"metric": "exact_match", "patience": 2}
+    never = {**LEAST, "eval_split": 0.1, "guard": guard, "training": {"eval_strategy": "no"}}
+    assert "guard.patience: needs evaluations" in refusal(never)
 
 
 def test_epochs_and_steps_may_both_be_given() -> None:

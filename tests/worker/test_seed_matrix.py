@@ -72,7 +72,7 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
         assert (refused[key]["code"], words in refused[key]["message"]) == ("backend_unavailable", True)
     evaluated = [event for path in (tmp_path / "work").glob("**/events.jsonl") for event in path.open()
                  if '"event": "evaluation"' in event]  # fmt: skip
-    assert len(evaluated) == len(rows) - len(refused)
+    assert len(evaluated) == 2 * (len(rows) - len(refused)), "before the first step and after the last"
 
 
 def test_where_a_fork_cannot_use_the_gpu_each_cell_has_a_process_of_its_own(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "warning",
     "TQDM_DISABLE": "1",
+    "WANDB_MODE": "offline",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 

@@ -31,6 +31,11 @@ class Assignment:
     attempt: AttemptLayout
 
     @property
+    def is_trial(self) -> bool:
+        """Whether this is the few rows of a job that tell of the whole; see trial.py."""
+        return bool(self.plan.get("is_trial"))
+
+    @property
     def seed(self) -> int:
         return int(self.spec.training.as_kwargs().get("seed", 42))
 

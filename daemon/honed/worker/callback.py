@@ -13,6 +13,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from honed.error import DivergedError
 from honed.event import EventWriter
+from honed.score import PREFIX
 from honed.worker.checkpoint import Progress
 from honed.worker.stop import Stop
 
@@ -23,7 +24,11 @@ FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
 
 
 class RunCallback(TrainerCallback):
-    """Reports to the daemon. Predicts before it reports an evaluation, so that one cut short is not half told."""
+    """Reports to the daemon. Predicts before it reports an evaluation, so that one cut short is not half told.
+
+    `predict` is given the model, the trainer's state, and whether it may be left out; it returns the scores. `guard`
+    says whether the model is past saving.
+    """
 
     def __init__(
         self,
@@ -31,7 +36,8 @@ class RunCallback(TrainerCallback):
         events: EventWriter,
         stop: Stop,
         progress: Progress,
-        predict: Callable[[Any, Any], None],
+        predict: Callable[[Any, Any, bool], dict[str, float]],
+        guard: Callable[[Any, Any], bool],
         sample_frequency: str | int,
         save_interval_sec: float | None,
         clock: Callable[[], float] = time.monotonic,
@@ -40,6 +46,7 @@ class RunCallback(TrainerCallback):
         self._stop = stop
         self._progress = progress
         self._predict = predict
+        self._guard = guard
         self._frequency = sample_frequency
         self._save_interval_sec = save_interval_sec
         self._clock = clock
@@ -81,13 +88,13 @@ class RunCallback(TrainerCallback):
         if is_epoch_end(state) and args.eval_strategy == IntervalStrategy.EPOCH:
             self._is_save_deferred, control.should_save = control.should_save, False
         if isinstance(self._frequency, int) and state.global_step % self._frequency == 0:
-            self._predict(model, state)
+            self._predict(model, state, False)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         control.should_save = control.should_save or self._is_save_deferred
         self._is_save_deferred = False
         if self._frequency == "epoch":
-            self._predict(model, state)
+            self._predict(model, state, False)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved_at = self._clock()
@@ -104,11 +111,18 @@ class RunCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._frequency == "eval":
-            self._predict(model, state)
         figures = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
-        epoch = figures.pop("epoch", state.epoch)
+        if self._frequency == "eval":
+            scores = self._predict(model, state, True)
+            if metrics is not None:  # where the trainer, and early stopping after us, look for the best
+                metrics.update({f"eval_{PREFIX}{name}": value for name, value in scores.items()})
+        is_lost = self._guard(model, state)
+        epoch = figures.pop("epoch", state.epoch) or 0.0
         self._events.emit("evaluation", step=state.global_step, epoch=epoch, metrics=figures)
+        if is_lost:
+            control.should_training_stop = True
+        if state.global_step == 0 and "eval_loss" in figures:
+            self._progress.figures_before["eval_loss"] = figures["eval_loss"]
 
     def _eta_sec(self, state: Any) -> float | None:
         began, step = self._began

@@ -36,6 +36,9 @@ class Progress:
     num_trained_tokens: int = 0
     data_hashes: dict[str, str] = field(default_factory=dict)  #: sha256 of each data file, as it was read
     guard_before: float | None = None  #: the guard's metric at step 0
+    num_below: int = 0  #: evaluations in a row with it below the line
+    prediction_sec: float = 0.0  #: seconds that predictions have taken
+    figures_before: dict[str, float] = field(default_factory=dict)  #: eval_loss and the predictions' scores at step 0
 
 
 @dataclass(frozen=True)

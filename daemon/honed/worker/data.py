@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from honed.policy import Named
 from honed.row import Example
 from honed.spec import DatasetSpec, JobSpec
 from honed.template import where
+from honed.trial import NUM_ROWS
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Rows whose images, videos and sounds are decoded at once; Pillow, PyAV and torch let other threads run meanwhile.
 NUM_THREADS = 4
+#: Of the histogram of the rows' lengths, at most.
+NUM_BINS = 40
 #: How many files that cannot be used are named; the rest is counted.
 MAX_NAMED = 5
 
@@ -149,6 +153,7 @@ def build(
         "num_dropped": train.num_dropped + (evaluated.num_dropped if evaluated else 0),
         "num_tokens": train.num_tokens,
         "num_trained_tokens": train.num_trained_tokens,
+        "lengths": lengths(map(len, train.dataset["input_ids"])),
         "datasets": [_counts(count) for count in mixture.counts],
     }
     if media is not None:
@@ -156,6 +161,9 @@ def build(
         counts["num_media"] = sum(len(source.media) for source in media.sources)
         counts["num_broken"] = sum(rows.num_broken for rows in both)
         counts["num_too_long"] = sum(rows.num_too_long for rows in both)
+    if assignment.is_trial:
+        train, evaluated = few(train, size=spec.training.per_device_train_batch_size, seed=assignment.seed), None
+        counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
     return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes, media)
 
 
@@ -166,6 +174,33 @@ def _hint(rows: Rows) -> str:
     if rows.num_too_long * 2 > rows.num_dropped:
         return "a longer training.max_length, fewer pixels and frames (`media:`), or shorter sounds"
     return "a longer training.max_length, or rows with something for the assistant to say"
+
+
+def few(rows: Rows, *, size: int, seed: int) -> Rows:
+    """What a trial trains on: the longest row and some others, again and again until they fill a batch of `size`."""
+    lengths = [len(ids) for ids in rows.dataset["input_ids"]]
+    longest = lengths.index(max(lengths))
+    others = [place for place in range(len(lengths)) if place != longest]
+    drawn = random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))
+    chosen = sorted([longest, *drawn])
+    places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
+    made = rows.dataset.select(places)
+    return replace(
+        rows, dataset=made, examples=[rows.examples[place] for place in places],
+        truncated=[rows.truncated[place] for place in places],
+        by_ids={hash(tuple(ids)): number for number, ids in enumerate(made["input_ids"])},
+        num_tokens=sum(lengths[place] for place in places),
+    )  # fmt: skip
+
+
+def lengths(numbers: Iterable[int]) -> dict[str, Any]:
+    """How many rows have how many tokens: `counts` of bins that are `width` wide, the first of which begins at 0."""
+    found = list(numbers)
+    width = max(1, -(-(max(found) + 1) // NUM_BINS))
+    counts = [0] * (max(found) // width + 1)
+    for number in found:
+        counts[number // width] += 1
+    return {"width": width, "counts": counts}
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What the model writes for held-out examples: before training, on the way, and at the end.
 
-Greedy, in batches padded on the left, without autocast, and without a trace in the run: mode, cache, and the random
-state of Python, NumPy and torch are put back, so that the losses are those of a run without predictions.
+Greedy unless the job wants draws, in batches padded on the left, without autocast unless the job wants that, and
+without a trace in the run: mode, cache, and the random state of Python, NumPy and torch are put back, so that the
+losses are those of a run without predictions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from honed.chat import ChatFormat
 from honed.media import Media
 from honed.precision import Precision
 from honed.row import Example
+from honed.spec import SampleSpec
 from honed.worker.processor import Processor
 from honed.worker.stop import Stop
 
@@ -86,8 +88,15 @@ class Predictor:
         stop: Stop,
         warn: Callable[[str], None],
         processor: Processor | None = None,
+        sample: SampleSpec | None = None,
+        matches_autocast: bool = False,
     ) -> None:
         self._processor = processor
+        self._sample = sample
+        #: The dtype of the trainer's autocast, where predictions are to have it too.
+        trainers = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
+        self._matched_dtype = trainers if matches_autocast else None
+        self._input_dtypes: dict[str, str] = {}
         self._load_dtype = precision.load_dtype
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
@@ -105,17 +114,22 @@ class Predictor:
             size = MEDIA_BATCH_SIZE if any(question.media for question in questions) else BATCH_SIZE
             for start in range(0, len(questions), size):
                 self._stop.check()
+                if self._sample is not None:  # by place, so that a draw is the same in each round
+                    torch.manual_seed(self._sample.seed + start)
                 texts += self._ask_batch(model, questions[start : start + size])
         return Answers(texts)
 
     def _autocast(self, model: Any) -> Any:
-        """Off; but where whole modules or biases are trained in float32 beside a half-precision base, as in training.
+        """Off, or the trainer's where the job says match. But where whole modules or biases are trained in float32
+        beside a half-precision base, on, as in training.
 
         LoRA layers bring the two dtypes together themselves, and a quantized layer computes in its own: neither needs
         autocast, and with another dtype than the model's it breaks the latter.
         """
         import torch
 
+        if self._matched_dtype is not None:
+            return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
         dtype = getattr(torch, self._load_dtype)
         is_mixed = any(
             parameter.requires_grad and parameter.dtype != dtype and "lora_" not in name
@@ -137,10 +151,11 @@ class Predictor:
 
         pad_id = self._tokenizer.pad_token_id
         inputs = self._inputs(model, questions)
+        self._input_dtypes = {name: str(value.dtype) for name, value in inputs.items() if hasattr(value, "dtype")}
         width = inputs["input_ids"].shape[1]
         config = GenerationConfig(
             max_new_tokens=self._max_new_tokens,
-            do_sample=False,
+            **self._drawing(),
             num_beams=1,
             use_cache=True,
             pad_token_id=pad_id,
@@ -149,6 +164,12 @@ class Predictor:
         )
         output = model.generate(**inputs, generation_config=config)
         return [self._decode(row) for row in output[:, width:].tolist()]
+
+    def _drawing(self) -> dict[str, Any]:
+        if (sample := self._sample) is None:
+            return {"do_sample": False}
+        # transformers would take the 50 likeliest tokens alone.
+        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0}
 
     def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
         """The questions as one batch, padded on the left, on the model's device."""
@@ -197,9 +218,10 @@ class Predictor:
         self._has_warned = True
         dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
         autocast = torch.is_autocast_enabled(model.device.type)
+        inputs = ", ".join(f"{name} {dtype}" for name, dtype in self._input_dtypes.items()) or "no inputs yet"
         self._warn(
             f"a prediction failed: {type(error).__name__}: {error} (model {', '.join(dtypes)} on {model.device}; "
-            f"input_ids torch.int64; autocast {'on' if autocast else 'off'})"
+            f"{inputs}; autocast {'on' if autocast else 'off'})"
         )
 
 

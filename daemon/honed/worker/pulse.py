@@ -16,7 +16,7 @@ from typing import Any
 from honed.progress import progress_text
 
 #: Stages that are one long call, without a sign of life in it: how many times as long they may take.
-PATIENCE = {"prepare": 2, "load": 4, "data": 2, "mask": 2, "export": 4}
+PATIENCE = {"trial": 4, "prepare": 2, "load": 4, "data": 2, "mask": 2, "export": 4}
 #: Seconds between two signs of life, at least.
 BEAT_INTERVAL_SEC = 1.0
 

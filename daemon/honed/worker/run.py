@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from honed import durable, installed
+from honed import durable, installed, score, trial
 from honed.chat import ChatFormat
 from honed.error import (
     DatasetError,
@@ -24,13 +24,13 @@ from honed.error import (
     InternalError,
     InterruptedRunError,
     OutOfMemoryError,
-    RegressedError,
     TimeLimitError,
 )
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, load, mask, merge, prediction, torchvision
+from honed.worker import audit, checkpoint, examiner, load, mask, merge, prediction, torchvision
+from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -63,7 +63,9 @@ def run(
         if job.spec.kind == "merge":
             story.artifacts = merge.tell(job, events, stop)
         else:
-            story.tell(job)
+            story.try_first(job, attempt)
+            if job.spec.trial != "only":
+                story.tell(job)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is told
         traceback.print_exc()
         error = explain(problem)
@@ -123,6 +125,17 @@ class _Story:
         self.artifacts: dict[str, str] = {}
         self.memory: dict[str, int] = {}  #: bytes really held, as in the event
 
+    def try_first(self, job: Assignment, attempt: int) -> None:
+        """The job's trial, where it asks for one and does not go on from a checkpoint."""
+        has_begun = any(job.layout.checkpoints_dir.glob("checkpoint-*"))
+        if not job.spec.trial or (has_begun and job.spec.trial != "only"):
+            return
+        self._stage("trial")
+        found = trials.run(job, attempt=attempt, tell=self._log, stop=self._stop)
+        self._events.emit("trial", **found.as_dict())
+        level = "info" if found.verdict == "learns" else "warning"
+        self._log(level, f"trial: {trial.headline(found)}")
+
     def tell(self, job: Assignment) -> None:  # noqa: PLR0915 - a straight story stays in one piece
         """The whole story; each stage begins with a look at the stop flag."""
         started = time.time()
@@ -140,6 +153,8 @@ class _Story:
         job.check_inputs()
         backend = load.choose(job.backend)
         backend.import_libraries()
+        for name in examiner.named_metrics(spec):
+            score.find(name)  # the administrator's may not load
 
         self._stage("load")
         auditor = audit.Auditor(precision, events)
@@ -167,7 +182,6 @@ class _Story:
             self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
         for text in data.told():
             self._log("warning", text)
-        questions, guarded = self._questions(job, data, chat)
         predictor = prediction.Predictor(
             chat,
             precision,
@@ -175,20 +189,19 @@ class _Story:
             stop=stop,
             warn=lambda text: self._log("warning", text),
             processor=data.media.processor if data.media else None,
+            sample=spec.predictions.sample,
+            matches_autocast=spec.predictions.autocast == "match",
         )
-
-        def predict(model: Any, state: Any) -> None:
-            if progress.predicted_step == state.global_step or spec.predictions.sample_frequency == "off":
-                return
-            self._predict(predictor, model, questions, step=state.global_step, epoch=state.epoch or 0.0)
-            progress.predicted_step = state.global_step
-
+        exam = examiner.Examiner(job, data, chat, predictor, progress=progress, events=events, log=self._log)
         trainer = trainers.Trainer(
             assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress,
             resumed_step=resumed.step if resumed else None, auditor=auditor,
-            args=trainers.arguments(job, has_eval=data.held_out is not None, has_media=data.media is not None),
+            args=trainers.arguments(
+                job, has_eval=data.held_out is not None, has_media=data.media is not None,
+                is_resumed=resumed is not None,
+            ),
             callback=RunCallback(
-                events=events, stop=stop, progress=progress, predict=predict,
+                events=events, stop=stop, progress=progress, predict=exam.predict, guard=exam.watch,
                 sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
             ),
         )  # fmt: skip
@@ -204,33 +217,30 @@ class _Story:
 
         self._stage("baseline")
         if resumed is None:
-            predict(trainer.model, trainer.state)
-            if guarded:
-                progress.guard_before = _exact_match(predictor.ask(trainer.model, guarded), guarded)
+            exam.begin(trainer.model, trainer.state)
 
         self._stage("train")
         if resumed is not None:
             self.step = resumed.step
             events.emit("resumed", step=resumed.step, path=str(resumed.path))
+        exam.budget.train(self.step)
+        figures: dict[str, float] = {}
         try:
             trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
-            is_last = (
-                not trainer.args.load_best_model_at_end or trainer.state.best_global_step == trainer.state.global_step
-            )
-            if is_last:  # else the best model is back, which was asked at its own evaluation
-                predict(trainer.model, trainer.state)
-            after = _exact_match(predictor.ask(trainer.model, guarded), guarded) if guarded else None
+            figures = exam.end(trainer.model, trainer.state, trainer.final_step())
             stop.check()
         except (InterruptedRunError, TimeLimitError, DatasetError):  # the last: a picture that is gone meanwhile
-            trainer.save()
+            if not job.is_trial:
+                trainer.save()
             raise
         finally:
             self.step = max(self.step, trainer.state.global_step)
-            self.metrics |= _metrics(trainer.state, progress)
+            self.metrics |= _metrics(trainer.state, progress) | figures
             self.memory = memory.trained(trainer.model)
-        if after is not None:
-            self._guard(job, progress.guard_before, after)
+        regression = exam.regression(figures)
 
+        if job.is_trial:
+            return  # of which nothing is wanted but what it told
         self._stage("export")
         from honed.worker import export
 
@@ -250,10 +260,8 @@ class _Story:
             events.emit("artifact", name=name, path=place)
         if fault is not None:
             raise fault
-        if self._regression is not None:
-            raise self._regression
-
-    _regression: RegressedError | None = None
+        if regression is not None:
+            raise regression
 
     def _stage(self, name: str) -> None:
         self._stop.check()
@@ -261,44 +269,6 @@ class _Story:
 
     def _log(self, level: str, message: str) -> None:
         self._events.emit("log", level=level, message=message)
-
-    def _questions(self, job: Assignment, data: Any, chat: ChatFormat) -> tuple[list[Any], list[Any]]:
-        """What the model is asked on the way, and what the guard asks."""
-        spec, held_out = job.spec, data.held_out
-        examples = held_out.examples if held_out else data.train.examples
-        guarded = []
-        if spec.guard:
-            guarded = prediction.choose(examples, chat, num_samples=spec.guard.num_samples, seed=job.seed)
-        if spec.predictions.sample_frequency == "off":
-            return [], guarded
-        if spec.predictions.prompts:
-            return prediction.from_prompts(spec.predictions.prompts, chat), guarded
-        if not held_out:
-            self._log("warning", "no rows are held out: predictions are made on rows that are trained on")
-        return prediction.choose(examples, chat, num_samples=spec.predictions.num_samples, seed=job.seed), guarded
-
-    def _predict(self, predictor: Any, model: Any, questions: list[Any], *, step: int, epoch: float) -> None:
-        answers = predictor.ask(model, questions)
-        rows = [
-            {"sample_index": n, "prompt": question.prompt, "ground_truth": question.ground_truth, "prediction": text}
-            for n, (question, text) in enumerate(zip(questions, answers.texts, strict=True))
-            if text is not None
-        ]
-        self._events.emit("predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows)
-
-    def _guard(self, job: Assignment, before: float | None, after: float) -> None:
-        guard = job.spec.guard
-        assert guard is not None
-        self.metrics["guard_after"] = after
-        if before is None:
-            self._log("warning", "the guard has no figure from before training to compare with")
-            return
-        self.metrics["guard_before"] = before
-        if before - after > guard.max_drop:
-            self._regression = RegressedError(
-                f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
-                hint="the output is kept; look at the predictions, the masks and the data",
-            )
 
 
 def versions(backend: str) -> dict[str, str]:
@@ -320,8 +290,3 @@ def _metrics(state: Any, progress: Any) -> dict[str, float]:
     if last:
         metrics["train_loss"] = sum(loss * num_steps for loss, num_steps in losses) / last
     return metrics
-
-
-def _exact_match(answers: Any, questions: list[Any]) -> float:
-    pairs = zip(answers.texts, questions, strict=True)
-    return sum(text == question.ground_truth.strip() for text, question in pairs) / len(questions)

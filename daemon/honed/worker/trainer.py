@@ -29,13 +29,16 @@ from honed.worker.stop import Stop
 SAVE_TOTAL_LIMIT = 2
 
 
-def arguments(assignment: Assignment, *, has_eval: bool, has_media: bool = False) -> SFTConfig:
+def arguments(
+    assignment: Assignment, *, has_eval: bool, has_media: bool = False, is_resumed: bool = False
+) -> SFTConfig:
     """SFTConfig: what the user set, over our defaults, under what the plan has settled."""
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
     defaults: dict[str, Any] = {"logging_steps": 1}  # every step is an event
     if has_eval:
         defaults["eval_strategy"] = spec.eval_strategy
+        defaults["eval_on_start"] = spec.eval_strategy != "no"  # the baseline
     if not torch.cuda.is_available():
         # TRL's default saves a GPU's memory; from 1.15 on it is a Triton kernel, which a CPU cannot run.
         defaults |= {"loss_type": "nll", "dataloader_pin_memory": False}
@@ -60,6 +63,8 @@ def arguments(assignment: Assignment, *, has_eval: bool, has_media: bool = False
         "restore_callback_states_from_checkpoint": True,
         "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
     }
+    if is_resumed:
+        settled["eval_on_start"] = False  # the run has started long ago
     if has_media:
         settled["remove_unused_columns"] = False  # our collator reads more than a model does
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
@@ -179,6 +184,18 @@ class Trainer(SFTTrainer):
         if self._progress.is_evaluation_due:
             self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
         return prepared
+
+    def final_step(self) -> int:
+        """The step whose model training has ended with; the last is evaluated if it was not."""
+        best = self.state.best_global_step
+        if self.args.load_best_model_at_end and best is not None and best != self.state.global_step:
+            return int(best)
+        is_evaluated = any(
+            "eval_loss" in entry and entry["step"] == self.state.global_step for entry in self.state.log_history
+        )
+        if self.args.eval_strategy != IntervalStrategy.NO and not is_evaluated:
+            self._evaluate(None, None, skip_scheduler=True)
+        return int(self.state.global_step)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)

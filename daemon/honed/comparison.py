@@ -1,0 +1,107 @@
+"""What the model wrote, held against the truth: which words are the same, which are wrong, and which are missing."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TextIO
+
+#: The columns of `--jsonl` and `--csv`, in this order.
+COLUMNS = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
+#: Words, spaces between them, and each other character by itself: a bracket too many is one difference.
+_PIECES = re.compile(r"\s+|\w+|[^\w\s]")
+#: Pieces above which texts are compared as wholes: the search takes the square of their number.
+MAX_PIECES = 2000
+#: What a spreadsheet would take for a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
+
+
+class Kind(StrEnum):
+    SAME = "same"
+    WRONG = "wrong"  #: written, and not in the truth
+    MISSING = "missing"  #: in the truth, and not written
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text of one kind."""
+
+    kind: Kind
+    text: str
+
+
+def compare(truth: str, written: str) -> list[Piece]:
+    """Both texts, interleaved: SAME and MISSING pieces together are the truth, SAME and WRONG ones what was written."""
+    theirs, ours = _PIECES.findall(truth), _PIECES.findall(written)
+    if len(theirs) > MAX_PIECES or len(ours) > MAX_PIECES:
+        whole = [(Kind.MISSING, truth), (Kind.WRONG, written)] if truth != written else [(Kind.SAME, truth)]
+        return [Piece(kind, text) for kind, text in whole if text]
+    found: list[Piece] = []
+    for code, a, b, c, d in difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
+        if code == "equal":
+            found.append(Piece(Kind.SAME, "".join(theirs[a:b])))
+            continue
+        gone, new = "".join(theirs[a:b]), "".join(ours[c:d])
+        found += [Piece(kind, text) for kind, text in ((Kind.MISSING, gone), (Kind.WRONG, new)) if text]
+    return found
+
+
+def chosen(
+    rows: Iterable[Mapping[str, Any]], *, sample: int | None = None, step: int | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one example, of one step, or both. Step -1 is the last that there is."""
+    found = [dict(row) for row in rows if sample is None or row["sample_index"] == sample]
+    if step is not None:
+        at = max((row["step"] for row in found), default=0) if step == -1 else step
+        found = [row for row in found if row["step"] == at]
+    return found
+
+
+def is_right(row: Mapping[str, Any]) -> bool:
+    """Whether the answer is the truth, but for space around it."""
+    truth = (row.get("ground_truth") or "").strip()
+    return answer(row.get("prediction") or "", truth) == truth
+
+
+def answer(written: str, truth: str) -> str:
+    """What was written, without the reasoning before it, where the truth has none.
+
+    Templates such as Qwen3's put empty `<think>` tags before each answer that is trained on, but not into the prompt of
+    a prediction: the model has learned to write them itself.
+    """
+    written = written.strip()
+    if written.startswith("<think>") and "</think>" not in truth:
+        return written.partition("</think>")[2].strip()
+    return written
+
+
+def write_jsonl(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+    for row in rows:
+        file.write(json.dumps({name: row[name] for name in COLUMNS}, ensure_ascii=False) + "\n")
+
+
+def write_csv(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
+    """RFC 4180, with a line of names. A text that a spreadsheet would run as a formula gets a ' in front; no number
+    does."""
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow([_cell(row[name]) for name in COLUMNS])
+
+
+def _cell(value: Any) -> Any:
+    is_formula = isinstance(value, str) and value.startswith(_FORMULA) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_formula else value
+
+
+def by_sample(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+    """The rows of each example, in the order of the steps."""
+    ranked = sorted(rows, key=lambda row: (row["sample_index"], row["step"]))
+    for index in sorted({row["sample_index"] for row in ranked}):
+        yield index, [row for row in ranked if row["sample_index"] == index]

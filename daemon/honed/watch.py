@@ -1,0 +1,154 @@
+"""`honectl watch`: all jobs, or one, while they run. Redraws itself in a terminal; in a pipe a line for each change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from honed import device, terminal
+from honed.comparison import compare
+from honed.device import Device
+
+#: Reads one verb of honed's, of one job or of all: as Instance.read.
+Read = Callable[..., Any]
+#: Seconds between looks.
+INTERVAL_SEC = 1.0
+#: Jobs in the table, and running jobs that are shown at length.
+MAX_JOBS, MAX_DETAILED = 30, 3
+#: Characters of a prompt, a truth or a prediction.
+MAX_TEXT = 160
+_AT_REST = {"succeeded", "failed", "cancelled", "held"}
+
+
+def watch(read: Read, reference: str | None) -> int:
+    """Until what is watched is at rest; a terminal on all jobs until ^C. Returns 1 for one job that did not succeed."""
+    if not terminal.console.is_terminal:
+        return _lines(read, reference)
+    with Live(console=terminal.console, auto_refresh=False) as live:
+        while True:
+            jobs = _jobs(read, reference)
+            live.update(_screen(read, jobs, is_one=reference is not None), refresh=True)
+            if reference is not None and jobs[0]["state"] in _AT_REST:
+                return _status(jobs)
+            time.sleep(INTERVAL_SEC)
+
+
+def _jobs(read: Read, reference: str | None) -> list[dict[str, Any]]:
+    return [read("glance", reference)] if reference is not None else read("list")
+
+
+def _status(jobs: list[dict[str, Any]]) -> int:
+    return int(jobs[0]["state"] != "succeeded")
+
+
+# -- a pipe -----------------------------------------------------------------------------------------------------------
+
+
+def _lines(read: Read, reference: str | None) -> int:
+    seen: dict[int, tuple[Any, ...]] = {}
+    told: dict[int, int] = {}  # the step whose predictions were printed last
+    while True:
+        jobs = _jobs(read, reference)
+        for job in jobs:
+            now = (job["state"], job["progress"]["step"])
+            if seen.get(job["id"]) == now:
+                continue
+            seen[job["id"]] = now
+            glance = job if reference is not None else _glance(read, job)
+            terminal.say(terminal.job_line(job) + (f"  {memory}" if (memory := _memory(glance)) else ""))
+            for line in _told(glance, told):
+                terminal.say(line)
+        if jobs and all(job["state"] in _AT_REST for job in jobs):
+            return _status(jobs) if reference is not None else 0
+        time.sleep(INTERVAL_SEC)
+
+
+def _glance(read: Read, job: dict[str, Any]) -> dict[str, Any]:
+    """More of a job that has begun; of somebody else's, whose name we do not see, there is no more."""
+    return dict(read("glance", str(job["id"]))) if job["progress"]["step"] is not None and job["source"] else {}
+
+
+def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
+    """The last predictions, where they are new, a line each."""
+    rows = glance.get("predictions") or []
+    if not rows or told.get(glance["id"]) == rows[0]["step"]:
+        return
+    told[glance["id"]] = rows[0]["step"]
+    for row in rows:
+        said = terminal.compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
+        yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(said)}")
+
+
+# -- a terminal -------------------------------------------------------------------------------------------------------
+
+
+def _screen(read: Read, jobs: list[dict[str, Any]], *, is_one: bool) -> RenderableType:
+    running = [job for job in jobs if job["state"] == "running"][:MAX_DETAILED]
+    glances = jobs if is_one else [glance for job in running if (glance := _glance(read, job))]
+    courses = {glance["id"]: glance["course"] for glance in glances}
+    parts: list[RenderableType] = [Text(_device_line(found), style="dim") for found in device.probe()]
+    if not is_one:
+        parts += [Text(), _table(jobs, courses)]
+    return Group(*parts, *(part for glance in glances for part in _details(glance)))
+
+
+def _device_line(found: Device) -> str:
+    held = found.total_bytes - found.free_bytes
+    return f"{terminal.plain(found.name)}: {_gib(held)} of {_gib(found.total_bytes)} in use"
+
+
+def _table(jobs: list[dict[str, Any]], courses: dict[int, list[float]]) -> Table:
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
+        drawn.add_column(column, no_wrap=True)
+    for job in jobs[:MAX_JOBS]:
+        name, course = terminal.plain(job["name"], limit=32), terminal.sparkline(courses.get(job["id"], []))
+        cells = [job["id"], name, job["state"], *terminal.progress_cells(job["progress"]), course]
+        drawn.add_row(*(Text(terminal.plain(cell), style=terminal.STATE_STYLES.get(str(cell), "")) for cell in cells))
+    if len(jobs) > MAX_JOBS:
+        drawn.add_row("", f"and {len(jobs) - MAX_JOBS} more: honectl list")
+    return drawn
+
+
+def _details(glance: dict[str, Any]) -> Iterator[RenderableType]:
+    yield Text()
+    yield Text(terminal.plain(terminal.job_line(glance)), style=terminal.STATE_STYLES.get(glance["state"], "bold"))
+    if glance["stage"] and glance["state"] == "running" and glance["progress"]["step"] is None:
+        yield Text(f"  {terminal.plain(glance['stage'])}", style="dim")
+    if course := glance["course"]:
+        eval_loss = f"  eval_loss {glance['eval_loss']:.4g}" if glance["eval_loss"] is not None else ""
+        yield Text(f"  loss {course[0]:.4g} {terminal.sparkline(course, width=40)} {course[-1]:.4g}{eval_loss}")
+    if memory := _memory(glance):
+        yield Text(f"  {memory}")
+    if rows := glance["predictions"]:
+        yield Text(f"  what it writes at step {rows[0]['step']}:", style="dim")
+        for row in rows:
+            truth, written = (_cut(_flat((row[key] or "").strip())) for key in ("ground_truth", "prediction"))
+            yield Text.assemble(f"    #{row['sample_index']} ", terminal.compared(compare(truth, written)))
+
+
+def _memory(glance: dict[str, Any]) -> str:
+    """What the worker holds, and what was estimated."""
+    resident, estimated = glance.get("resident_bytes"), glance.get("estimated_bytes")
+    if not resident:
+        return ""
+    of = f" (all of it estimated: {_gib(estimated)})" if estimated else ""
+    return f"memory {_gib(resident)}{of}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _flat(text: str) -> str:
+    return terminal.plain(text).replace("\n", "⏎")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

@@ -1,0 +1,102 @@
+"""A job's trial, in a process of its own: the job itself begins in one that has seen no library and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from honed import durable, event, trial
+from honed.error import KilledError, from_dict
+from honed.layout import JobLayout
+from honed.trial import Findings
+from honed.worker.assignment import Assignment
+from honed.worker.stop import Stop
+
+#: Seconds between looks at the trial, and between words on how far it is.
+LOOK_INTERVAL_SEC, TOLD_INTERVAL_SEC = 0.1, 10.0
+#: Linux' prctl(2).
+_PR_SET_PDEATHSIG = 1
+
+
+def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop: Stop) -> Findings:
+    """Try the job on a few rows. Raises what ended the trial; a stop ends it, too."""
+    layout = JobLayout(job.layout.dir / "trial")
+    place = layout.attempt(attempt)
+    durable.make_dir(place.dir)
+    place.events_path.unlink(missing_ok=True)  # of a first start, before a fallback
+    place.result_path.unlink(missing_ok=True)
+    shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would go on from one, and tell of fewer steps
+    durable.write_json(layout.plan_path, trial.reduced(job.plan, str(layout.output_dir)))
+    tell("info", f"a trial first: {trial.NUM_ROWS} rows, a few steps")
+    # What it prints goes where our own words go, to worker.log.
+    command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509
+    try:
+        _follow(process, place.events_path, tell, stop)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    stop.check()
+    try:
+        result = json.loads(place.result_path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise KilledError(
+            f"the trial ended with status {process.returncode} and left no result", hint="see its log: honectl logs"
+        ) from error
+    if result["error"]:
+        raise from_dict(result["error"])
+    found = trial.judge(_events(place.events_path), job.plan)
+    durable.write_json(layout.dir / "findings.json", found.as_dict())
+    return found
+
+
+def _die_with_parent() -> None:
+    """Nobody but us ends it; a kill -9 of us must not leave it on the GPU."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _follow(process: subprocess.Popen[bytes], path: Path, tell: Callable[[str, str], None], stop: Stop) -> None:
+    """Until it has ended. Only what it tells counts as a sign of life, as with any worker."""
+    offset, told_at, is_asked = 0, time.monotonic(), False
+    while process.poll() is None:
+        if stop.is_set and not is_asked:
+            is_asked = True
+            process.terminate()
+        reading = event.read(path, offset)
+        if reading.offset != offset:
+            offset = reading.offset
+            stop.beat()
+            if time.monotonic() - told_at >= TOLD_INTERVAL_SEC:
+                told_at = time.monotonic()
+                tell("debug", f"trial: {_how_far(reading.events)}")
+        time.sleep(LOOK_INTERVAL_SEC)
+
+
+def _how_far(events: list[event.Event]) -> str:
+    match events[-1] if events else None:
+        case event.Event("step", _, data):
+            return f"step {data.get('step')} of {data.get('num_steps')}"
+        case event.Event("stage", _, data):
+            return f"stage {data.get('stage')}"
+        case None:
+            return "begun"
+        case other:
+            return other.kind
+
+
+def _events(path: Path) -> list[event.Event]:
+    found, offset = [], -1
+    reading = event.read(path, 0)
+    while reading.offset != offset:
+        found += reading.events
+        offset = reading.offset
+        reading = event.read(path, offset)
+    return found

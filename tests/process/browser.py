@@ -1,0 +1,136 @@
+"""A real browser: headless Chromium, spoken to over a pipe in its own protocol, and what it sees on a page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+#: Seconds for one answer; a busy machine takes long to start Chromium.
+TIMEOUT_SEC = 90.0
+_SEEN = """
+(() => ({title: document.title, width: innerWidth, scrolls: document.documentElement.scrollWidth,
+  text: document.body.innerText, scripts: document.scripts.length,
+  pictures: [...document.images].map(one => [one.naturalWidth, one.naturalHeight]),
+  figures: [...document.querySelectorAll('figure > svg')].map(one => {
+    const {left, right, width, height} = one.getBoundingClientRect(); return {left, right, width, height}}),
+  smallest: Math.min(...[...document.querySelectorAll('figure text')].map(one =>
+    parseFloat(getComputedStyle(one).fontSize) * one.ownerSVGElement.getBoundingClientRect().width / 360))
+}))()
+"""
+
+
+@dataclass
+class Browser:
+    """One Chromium with one page. `complaints`: what its console and its network said."""
+
+    process: subprocess.Popen[bytes]
+    read_fd: int
+    write_fd: int
+    session: str = ""
+    number: int = 0
+    buffer: bytes = b""
+    complaints: list[str] = field(default_factory=list)
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self.number += 1
+        request: dict[str, Any] = {"id": self.number, "method": method, "params": parameters}
+        if self.session:
+            request["sessionId"] = self.session
+        os.write(self.write_fd, json.dumps(request).encode() + b"\0")
+        for message in self._messages():
+            if message.get("id") == self.number:
+                assert "error" not in message, message
+                return dict(message["result"])
+        raise AssertionError(f"{method}: no answer")
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        deadline = time.monotonic() + TIMEOUT_SEC
+        while True:
+            line, end, rest = self.buffer.partition(b"\0")
+            if not end:
+                assert select.select([self.read_fd], [], [], max(deadline - time.monotonic(), 0))[0], "no answer"
+                chunk = os.read(self.read_fd, 1 << 16)
+                assert chunk, "Chromium is gone"
+                self.buffer += chunk
+                continue
+            self.buffer = rest
+            message = json.loads(line)
+            self._note(message)
+            yield message
+
+    def _note(self, message: dict[str, Any]) -> None:
+        match message.get("method"), message.get("params"):
+            case "Log.entryAdded", {"entry": entry}:
+                self.complaints.append(f"{entry['level']}: {entry['text']}")
+            case "Runtime.consoleAPICalled" | "Runtime.exceptionThrown" | "Network.loadingFailed", said:
+                self.complaints.append(str(said))
+            case "Network.requestWillBeSent", {"request": {"url": url}} if not url.startswith(("file:", "data:")):
+                self.complaints.append(f"asked for {url}")
+            case _:
+                pass
+
+    def look(self, page: Path, *, width: int) -> dict[str, Any]:
+        """What there is to see of a page on a screen of that width, its complaints included."""
+        self.complaints.clear()
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
+                 mobile=width < 600)  # fmt: skip
+        self.ask("Page.navigate", url=page.as_uri())
+        deadline = time.monotonic() + TIMEOUT_SEC
+        while self._value("document.readyState + location.href") != f"complete{page.as_uri()}":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return {**self._value(_SEEN), "complaints": list(self.complaints)}
+
+    def picture(self, path: Path, *, scheme: str = "light", media: str = "screen") -> None:
+        """The whole page, for a person to look at."""
+        self.ask(
+            "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+        made = self.ask("Page.captureScreenshot", captureBeyondViewport=True, format="png")
+        path.write_bytes(base64.b64decode(made["data"]))
+
+    def _value(self, expression: str) -> Any:
+        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"]["value"]
+
+
+@contextmanager
+def opened(profile: Path) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    to_read, to_write = os.pipe(), os.pipe()
+
+    def as_3_and_4() -> None:  # where --remote-debugging-pipe has them
+        ends = os.dup(to_write[0]), os.dup(to_read[1])
+        os.dup2(ends[0], 3)
+        os.dup2(ends[1], 4)
+
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+               "--remote-debugging-pipe", f"--user-data-dir={profile / 'chromium'}", "--no-first-run",
+               "--disable-background-networking", "--disable-component-update", "about:blank"]  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               preexec_fn=as_3_and_4, close_fds=False,  # noqa: PLW1509 - one thread
+                               start_new_session=True)  # fmt: skip
+    os.close(to_write[0])
+    os.close(to_read[1])
+    browser = Browser(process, to_read[0], to_write[1])
+    try:
+        target = next(each for each in browser.ask("Target.getTargets")["targetInfos"] if each["type"] == "page")
+        browser.session = browser.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            browser.ask(f"{domain}.enable")
+        yield browser
+    finally:
+        process.terminate()
+        process.wait(30)
+        os.close(to_read[0])
+        os.close(to_write[1])

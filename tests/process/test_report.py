@@ -1,0 +1,262 @@
+"""The pages: made beside the daemon's loop, and whatever a model wrote stays text."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import browser
+import pytest
+from harness import Instance, wait_for
+
+from honed import access, report
+from honed.event import EventWriter
+from honed.job import State
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202ekcatta\u202c </div></body>"
+    "<!-- \u2028 &lt;b&gt; \ud800"
+)
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its elements, and the text that it shows."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.shown = ""
+        self._is_style = False
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._is_style = tag == "style"
+
+    def handle_endtag(self, _tag: str) -> None:
+        self._is_style = False
+
+    def handle_data(self, data: str) -> None:
+        self.shown += "" if self._is_style else data
+
+    @classmethod
+    def of(cls, path: Path) -> Page:
+        return cls(path.read_text(encoding="utf-8"))
+
+
+def write_events(instance: Instance, job_id: int, *, steps: int = 60, answer: str = HOSTILE) -> None:
+    """What a worker tells of a run, to an attempt that there has been."""
+    job = instance.spool.job(job_id)
+    assert job is not None
+    path = instance.layout.job(job_id).attempt(job.attempt.number).events_path
+    now = [time.time() - 3600.0]
+
+    def clock() -> float:
+        now[0] += 5.0
+        return now[0]
+
+    events = EventWriter(path, clock=clock)
+    events.emit("started", pid=1, versions={"torch": "2.13", "transformers": "5.17"}, backend="transformers")
+    counts = [{"role": "base", "dtype": "bfloat16", "device": "cpu", "num_parameters": 400_000}]
+    events.emit("audit", when="built", model_dtype="bfloat16", counts=counts, mended=["an adapter was float32"])
+    events.emit("data", num_train=900, num_eval=48, num_truncated=3, num_dropped=1, num_tokens=81234,
+                lengths={"width": 32, "counts": [0, 12, 80, 200, 310, 190, 60, 30, 10, 5, 0, 3]},
+                datasets=[{"num_rows": 948, "num_taken": 948, "num_bad": 0}])  # fmt: skip
+    events.emit("example", segments=[{"text": f"<|im_start|>user\nWhat? {HOSTILE}\n", "trained": False},
+                                     {"text": "Paris<|im_end|>", "trained": True}])  # fmt: skip
+    events.emit("log", level="warning", message=f"a row says {HOSTILE}")
+    for step in range(1, steps + 1):
+        events.emit("step", step=step, num_steps=steps, epoch=step / steps, loss=3 / step**0.5 + (step % 7) / 20,
+                    learning_rate=2e-4 * (1 - step / steps), grad_norm=1 + (step % 5) / 3)  # fmt: skip
+        if step % 10 == 0:
+            events.emit("evaluation", step=step, epoch=step / steps, metrics={"eval_loss": 3.2 / step**0.5})
+            rows = [{"sample_index": index, "prompt": f"{index}: what is the capital? {HOSTILE}",
+                     "ground_truth": "Paris, the capital of France",
+                     "prediction": answer if step < steps else "Paris, the capital of Italy"}
+                    for index in range(3)]  # fmt: skip
+            events.emit("predictions", step=step, epoch=step / steps, num_failed=0, rows=rows,
+                        scores={"exact_match": step / 100, "token_f1": step / 80})  # fmt: skip
+    events.emit("memory", when="trained", weights_bytes=3 << 30, adapter_bytes=9 << 20, device_peak_bytes=5 << 30)
+    events.close()
+
+
+def rebuilt(instance: Instance, job_id: int) -> Page:
+    """The page as honed makes it from the job's own files, its database gone."""
+    instance.layout.database_path.unlink()
+    assert instance.drain() == 0
+    made = report.write(instance.layout, [job_id], is_shared=True, admin_group="")
+    assert made == 0
+    return Page.of(instance.layout.job(job_id).report_path)
+
+
+def test_a_job_has_a_page_while_it_runs_and_when_it_is_over(instance: Instance) -> None:
+    instance.drop("slow-60")
+    instance.start()
+    job = instance.wait_state("slow-60", State.RUNNING)
+    path = instance.layout.job(job.id).report_path
+    wait_for(path.exists, what="the page of a job that runs")
+    assert "running" in Page.of(path).shown
+    instance.wait_state("slow-60", State.SUCCEEDED)
+    wait_for(lambda: "succeeded: loss 1 → 0.01667" in Page.of(path).shown, what="the page of one that is over")
+    wait_for(lambda: "succeeded" in Page.of(instance.layout.index_path).shown, what="the same in the index")
+    assert ("a", {"href": f"jobs/{job.id}/report.html"}) in Page.of(instance.layout.index_path).elements
+    instance.stop()
+    assert "a step of the loop" not in instance.log
+    assert "reports were not made" not in instance.log
+
+
+def test_a_drain_ends_with_the_last_word_on_every_page(instance: Instance) -> None:
+    instance.drop("succeed")
+    instance.drop("explain")
+    assert instance.drain() == 0
+    for name, words in (("succeed", "succeeded: loss"), ("explain", "mask_invalid: trained on the prompt")):
+        job = instance.job(name)
+        assert job is not None
+        assert words in Page.of(instance.layout.job(job.id).report_path).shown.split("Attempts")[0]
+
+
+def test_hostile_text_is_text_everywhere(instance: Instance) -> None:
+    instance.drop("succeed", name=f"succeed.{HOSTILE[:30]}")
+    assert instance.drain() == 0
+    write_events(instance, 1, answer=HOSTILE + "x" * 50_000)
+    page = rebuilt(instance, 1)
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "img", "iframe", "object", "form", "base"}
+    assert not [key for _, keys in page.elements for key in keys if key.startswith("on")]
+    assert page.shown.count("<script>document.title='owned'</script>") >= 6
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2028]", page.shown)
+    assert "U+0000" in page.shown
+    assert "U+202E" in page.shown
+    assert "x" * 50_000 in page.shown
+    index = Page.of(instance.layout.index_path)
+    assert "script" not in {tag for tag, _ in index.elements}
+
+
+def test_the_page_says_all_that_is_known_of_a_job(instance: Instance) -> None:
+    instance.drop("succeed", lora={"r": 4})
+    assert instance.drain() == 0
+    write_events(instance, 1)
+    page = rebuilt(instance, 1)
+    drawn = [keys["aria-label"] or "" for tag, keys in page.elements if tag == "svg" and "aria-label" in keys]
+    titles = [label.partition(";")[0] for label in drawn]
+    assert titles == ["Loss", "Learning rate", "Gradient norm", "Steps a minute, evaluations included",
+                      "Scores of the predictions", "Tokens of a row, as trained on"]  # fmt: skip
+    assert "training from 3.05 to 0.587" in drawn[0]
+    for words in ("load_dtype", "an adapter was float32", "3.0 GiB", "Paris<|im_end|>", "truncated", "torch", "2.13",
+                  "PeftModel.from_pretrained", "differs", "948", '"base_model"'):  # fmt: skip
+        assert words in page.shown, words
+    marked = [keys for tag, keys in page.elements if tag == "ins"]
+    assert len(marked) >= 3  # Italy is not France
+
+
+def test_a_job_that_regressed_says_so_in_its_first_line(instance: Instance) -> None:
+    instance.drop("regress")
+    assert instance.drain() == 0
+    job = instance.job("regress")
+    assert job is not None
+    assert job.outcome == "regressed"
+    page = Page.of(instance.layout.job(job.id).report_path)
+    outcome = next(keys for tag, keys in page.elements if tag == "p" and "outcome" in (keys.get("class") or ""))
+    assert outcome["class"] == "outcome bad"
+    assert page.shown.index("regressed: exact_match fell from 0.950 to 0.150") < page.shown.index("as of ")
+
+
+def test_only_pictures_that_the_worker_made_are_shown(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    write_events(instance, 1, steps=10)
+    job = instance.spool.job(1)
+    assert job is not None
+    events = EventWriter(instance.layout.job(1).attempt(job.attempt.number).events_path)
+    bad = ['" onload="alert(1)', "A" * 100_000, 7, "https://example.org/a.png", "</div>"]
+    events.emit("samples", rows=[{"sample_index": 0, "thumbnails": ["/9j/4AAQ", *bad]}, {"sample_index": []}, "x"])
+    events.close()
+    page = rebuilt(instance, 1)
+    images = [keys for tag, keys in page.elements if tag == "img"]
+    assert [each["src"] for each in images] == ["data:image/jpeg;base64,/9j/4AAQ"]
+
+
+def test_the_index_is_for_the_administrators_where_jobs_are_not_shared(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    path = instance.layout.index_path
+    assert path.stat().st_mode & 0o007 == 0
+    acl = access.acl_of(path)
+    assert acl is None or (acl.groups == {0: 4} and acl.group == 0)
+    instance.configure("[policy]\nshare_results = true\n")
+    instance.drop("again", name="succeed")
+    assert instance.drain() == 0
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_link_in_the_place_of_the_spec_is_not_followed(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    secret = instance.root / "secret"
+    secret.write_text("hunter2")
+    spec_path = instance.layout.job(1).spec_path
+    spec_path.unlink()
+    spec_path.symlink_to(secret)
+    assert report.write(instance.layout, [1], is_shared=True, admin_group="") == 0
+    assert "hunter2" not in instance.layout.job(1).report_path.read_text()
+
+
+def test_honectl_names_the_page(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+
+    def honectl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    path = instance.layout.job(1).report_path
+    assert honectl("report", "1").stdout == f"{path}\n"
+    assert json.loads(honectl("report", "succeed", "--json").stdout) == {"report": str(path)}
+    assert honectl("report").stdout == f"{instance.layout.index_path}\n"
+    assert json.loads(honectl("show", "1", "--json").stdout)["artifacts"]["report"] == str(path)
+    path.unlink()
+    refused = honectl("report", "1")
+    assert refused.returncode != 0
+    assert "has no report yet" in refused.stderr
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_shows_every_figure_and_complains_of_nothing(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    write_events(instance, 1, answer=HOSTILE + "x" * 50_000)
+    events = EventWriter(instance.layout.job(1).attempt(1).events_path)
+    events.emit("samples", rows=[{"sample_index": 0, "thumbnails": [picture()]}])
+    events.close()
+    rebuilt(instance, 1)
+    with browser.opened(instance.root) as chromium:
+        for width in (390, 1280):
+            seen = chromium.look(instance.layout.job(1).report_path, width=width)
+            assert seen["complaints"] == []
+            assert seen["scripts"] == 0
+            assert seen["title"].startswith("succeed: succeeded")
+            assert "<script>document.title='owned'</script>" in seen["text"]
+            assert seen["scrolls"] <= seen["width"] == width  # nothing hangs out at the side
+            assert len(seen["figures"]) == 6
+            for box in seen["figures"]:
+                assert box["width"] >= 250
+                assert box["height"] >= 140
+                assert 0 <= box["left"] < box["right"] <= width
+            assert seen["smallest"] >= 10  # pixels: one can read the axes
+            assert seen["pictures"] == [[40, 30]]
+        assert chromium.look(instance.layout.index_path, width=390)["complaints"] == []
+
+
+def picture() -> str:
+    from PIL import Image
+
+    made = io.BytesIO()
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(made, "JPEG")
+    return base64.b64encode(made.getvalue()).decode()

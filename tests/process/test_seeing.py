@@ -1,0 +1,106 @@
+"""What the terminal shows of a job that learns: predictions, watch, and a trial by the real worker."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Instance
+
+from honed.job import State
+from honed.worker import torchvision
+from zoo.model import build_checkpoint, write_facts
+
+
+def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, **keys)
+
+
+@pytest.fixture
+def reported(instance: Instance) -> Instance:
+    """An instance with a job that told of two examples at three steps."""
+    instance.drop("report-2")
+    assert instance.drain() == 0
+    return instance
+
+
+def test_one_examples_way_through_the_steps_is_held_against_the_truth(reported: Instance) -> None:
+    done = honectl(reported, "predictions", "1", "--sample", "1")
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first == "#1 Frage 1: wie weit ist es bis Köln?"
+    assert [line.split() for line in rest if line.strip()] == [
+        ["truth", "weit"],
+        ["0", "[-weit-]{+nach", "0", "Schritten+}"],
+        ["1", "[-weit-]{+nach", "1", "Schritten+}"],
+        ["2", "[-weit-]{+nach", "2", "Schritten+}"],
+    ]
+    assert "#0" not in done.stdout
+    last = honectl(reported, "predictions", "1", "--step", "-1").stdout
+    assert "nach 2" in last
+    assert "nach 1" not in last
+
+
+def test_predictions_go_to_other_tools_as_json_lines_and_as_csv(reported: Instance) -> None:
+    lines = honectl(reported, "predictions", "1", "--jsonl").stdout.splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["step"], row["sample_index"]) for row in rows] == [(s, n) for s in range(3) for n in range(2)]
+    table = list(csv.DictReader(io.StringIO(honectl(reported, "predictions", "1", "--csv").stdout)))
+    assert [row["prediction"] for row in table] == [row["prediction"] for row in rows]
+    assert honectl(reported, "predictions", "1", "--csv", "--jsonl").returncode == 2
+
+
+def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(instance: Instance) -> None:
+    instance.drop("report-40")
+    instance.start()
+    instance.wait_state("report-40", State.RUNNING)
+    done = honectl(instance, "watch", "1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any("running" in line and "  memory " in line for line in lines), lines
+    assert any("[-weit-]{+nach 40 Schritten+}" in line for line in lines), lines
+    assert "job 1 (report-40): succeeded" in done.stdout
+    assert "step 40/40" in done.stdout
+
+
+class RealInstance(Instance):
+    """The real daemon with the real worker."""
+
+    command = (sys.executable, "-m", "honed.daemon", "--root")
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[RealInstance]:
+    made = RealInstance(tmp_path)
+    yield made
+    made.end()
+
+
+def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: RealInstance) -> None:
+    root = real.root
+    torchvision.mend()
+    build_checkpoint(root / "tiny", "qwen3")
+    write_facts(root / "facts.jsonl", 24)
+    (root / "facts.yaml").write_text(
+        f"base_model: {root / 'tiny'}\ndatasets: [{{path: {root / 'facts.jsonl'}}}]\ndtype: float32\npriority: 5\n"
+        f"output_dir: {root / 'out'}\neval_split: 0.25\npredictions: {{max_new_tokens: 24}}\n"
+        "training: {num_train_epochs: 2, learning_rate: 1.0e-2, per_device_train_batch_size: 8}\n"
+    )
+    assert honectl(real, "trial", str(root / "facts.yaml")).returncode == 69  # honed is down
+    real.start()
+    done = honectl(real, "trial", str(root / "facts.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("It learns them: the loss of 8 rows fell from", "18 rows, 6 held out", "6 steps of", "at the peak",
+                  "job 1 (trial of facts)", "⟦"):  # fmt: skip
+        assert words in done.stdout, done.stdout
+    assert real.spool.job(1).priority == 1_000_000
+    assert real.spool.job(1).state is State.SUCCEEDED
+    assert not (root / "out").exists()

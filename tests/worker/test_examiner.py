@@ -1,0 +1,144 @@
+"""Evaluation: the baseline, scores, the guard, and what is said of a model that got worse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.database import figures
+from worker.conftest import Ended, MakeJob, WorkerJob
+
+LORA = {"r": 8, "lora_dropout": 0.2}
+EVERY_2 = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def evaluations(ended: Ended) -> list[int]:
+    return [item["step"] for item in ended.of("evaluation")]
+
+
+def scores(ended: Ended, name: str) -> dict[int, float]:
+    return {item["step"]: item["scores"][name] for item in ended.of("predictions")}
+
+
+@pytest.fixture
+def learned(make_job: MakeJob) -> Path:
+    """A tiny model that knows its four capitals."""
+    job = make_job(
+        "llama", num_rows=4, dtype="float32", predictions={"sample_frequency": "off"},
+        training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
+    )  # fmt: skip
+    assert job.run().status == 0
+    return job.output_dir
+
+
+def made_worse(make_job: MakeJob, learned: Path, **keys: Any) -> WorkerJob:
+    training = {"max_steps": 8, "learning_rate": 0.3} | keys.pop("training", {})
+    return make_job(model=learned, num_rows=4, dtype="float32", eval_split=0.5, training=training, **keys)
+
+
+def test_the_baseline_and_the_last_step_are_evaluated_and_scored(make_job: MakeJob) -> None:
+    ended = make_job(lora=LORA, eval_split=0.3, training={"max_steps": 5} | EVERY_2).run()
+    assert ended.status == 0, ended.result
+    assert evaluations(ended) == [0, 2, 4, 5]
+    assert list(scores(ended, "exact_match")) == [0, 2, 4, 5]
+    for item in ended.of("predictions"):
+        assert set(item["scores"]) == {"exact_match", "exact_match_parsable", "token_f1", "token_f1_parsable"}
+    kinds = [item.kind for item in ended.events]
+    assert kinds.index("evaluation") < kinds.index("step")
+    assert ended.metrics["predictions/exact_match"] == scores(ended, "exact_match")[5]
+    assert ended.metrics["eval_loss"] == ended.of("evaluation")[-1]["metrics"]["eval_loss"]
+
+
+def test_a_job_that_wants_no_evaluation_has_none(make_job: MakeJob) -> None:
+    ended = make_job(lora=LORA, eval_split=0.3, training={"max_steps": 2, "eval_strategy": "no"}).run()
+    assert (ended.status, evaluations(ended)) == (0, [])
+    assert list(scores(ended, "exact_match")) == [0, 2]
+
+
+def test_scores_are_figures_of_the_metrics_table(make_job: MakeJob) -> None:
+    ended = make_job(lora=LORA, eval_split=0.3, training={"max_steps": 2}, guard={"metric": "token_f1"}).run()
+    told = [figures(item) for item in ended.events if item.kind in ("predictions", "guard")]
+    assert [sorted(found)[0].split("/") for found in told] == [
+        ["predictions", "exact_match"], ["guard", "token_f1"], ["predictions", "exact_match"], ["guard", "token_f1"],
+    ]  # fmt: skip
+
+
+def test_the_best_checkpoint_may_be_the_one_that_answers_best(make_job: MakeJob, learned: Path) -> None:
+    job = made_worse(
+        make_job, learned, early_stopping_patience=2,
+        training={"max_steps": 12, "learning_rate": 0.01, "metric_for_best_model": "predictions/token_f1"} | EVERY_2,
+    )  # fmt: skip
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    state = json.loads(next((job.dir / "checkpoints").glob("checkpoint-*/trainer_state.json")).read_text())
+    found = scores(ended, "token_f1")
+    assert state["best_metric"] in found.values()
+    best = max(step for step in found if step and found[step] == max(v for s, v in found.items() if s))
+    assert ended.result["step"] <= best + 4
+    assert ended.metrics["predictions/token_f1"] == max(value for step, value in found.items() if step)
+
+
+def test_worse_than_it_began_is_regressed_with_a_guard(make_job: MakeJob, learned: Path) -> None:
+    job = made_worse(make_job, learned, guard={"metric": "token_f1", "max_drop": 0.1, "patience": 2},
+                     training={"max_steps": 40} | EVERY_2)  # fmt: skip
+    ended = job.run()
+    assert ended.result["error"]["code"] == "regressed", ended.result
+    assert ended.metrics["guard_before"] > ended.metrics["guard_after"] + 0.1
+    below = [item["step"] for item in ended.of("guard") if item["line"] and item["scores"]["token_f1"] < item["line"]]
+    assert ended.result["step"] == below[1] < 40, "two evaluations below the line are enough"
+    assert any("training ends at step" in text for text in ended.messages("warning"))
+    assert (job.output_dir / "model.safetensors").exists()
+
+
+def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_job: MakeJob, learned: Path) -> None:
+    ended = made_worse(make_job, learned).run()
+    assert ended.result["outcome"] == "succeeded"
+    [warning] = [text for text in ended.messages("warning") if "worse than it began" in text]
+    assert "eval_loss rose from 0." in warning
+    assert "exact_match fell from 1.000 to 0.000" in warning
+
+
+def test_a_model_that_gets_better_is_not_warned_of(make_job: MakeJob) -> None:
+    ended = make_job(lora=LORA, eval_split=0.3).run()
+    assert not [text for text in ended.messages("warning") if "worse" in text]
+
+
+def test_a_guard_with_nothing_to_compare_with_ends_the_job_before_training(make_job: MakeJob) -> None:
+    rows = [{"prompt": f"Say nothing, {n}.", "completion": "\n"} for n in range(4)]
+    ended = make_job(rows=rows, lora=LORA, eval_split=0.5, guard={"metric": "exact_match"}).run()
+    assert (ended.result["error"]["code"], ended.losses) == ("dataset_invalid", {})
+    assert "guard" in ended.result["error"]["message"]
+
+
+def test_drawn_answers_are_the_same_each_round_for_the_same_model(make_job: MakeJob) -> None:
+    predictions = {"num_samples": 3, "max_new_tokens": 12, "sample": {"temperature": 2.0, "top_p": 0.95, "seed": 3}}
+    keys: dict[str, Any] = {"lora": LORA, "dtype": "float32", "eval_split": 0.3, "training": {"max_steps": 2}}
+    first = make_job(**keys, predictions=predictions).run()
+    again = make_job(**keys, predictions=predictions).run()
+    greedy = make_job(**keys, predictions={"num_samples": 3, "max_new_tokens": 12}).run()
+    texts = [[row["prediction"] for row in ended.of("predictions")[0]["rows"]] for ended in (first, again, greedy)]
+    assert texts[0] == texts[1] != texts[2]
+    assert first.losses == greedy.losses
+
+
+def test_predictions_may_have_the_trainers_autocast(make_job: MakeJob) -> None:
+    keys = {"lora": LORA, "dtype": "bfloat16", "eval_split": 0.3, "training": {"max_steps": 2}}
+    ended = make_job(**keys, predictions={"autocast": "match"}).run()
+    assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0], ended.messages("warning")
+    assert ended.losses == make_job(**keys, predictions={"sample_frequency": "off"}).run().losses
+
+
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
+@pytest.mark.parametrize("keys", [{"dtype": "bfloat16"}, {"quantization": "4bit"}], ids=["bf16", "4bit"])
+def test_unsloths_losses_with_predictions_are_those_without(make_job: MakeJob, keys: dict[str, Any]) -> None:
+    keys |= {"lora": LORA, "backend": "unsloth", "eval_split": 0.3, "training": {"max_steps": 4} | EVERY_2}
+    jobs = [make_job(**keys, predictions={"sample_frequency": word}) for word in (1, "off")]
+    processes = [job.start() for job in jobs]
+    asked, silent = (job.wait(process) for job, process in zip(jobs, processes, strict=True))
+    assert asked.status == silent.status == 0, (asked.result, silent.result, jobs[0].log()[-3000:])
+    assert asked.losses == silent.losses
+    assert len(asked.of("predictions")) == 5
