@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from honed.comparison import answer
 from honed.error import EnvironmentInvalidError, SpecError
 
 #: Prediction and ground truth to a figure from 0 to 1; None for a prediction that cannot be parsed.
@@ -59,8 +60,12 @@ class Scores:
 
 def score(predictions: Sequence[str | None], truths: Sequence[str], metrics: Iterable[Metric]) -> Scores:
     """The mean of each metric over all pairs with a truth. A prediction that failed counts as one that cannot be
-    parsed."""
-    pairs = [(text, truth) for text, truth in zip(predictions, truths, strict=True) if truth.strip()]
+    parsed; reasoning before an answer, where the truth has none, is left out."""
+    pairs = [
+        (answer(text, truth) if text is not None else None, truth)
+        for text, truth in zip(predictions, truths, strict=True)
+        if truth.strip()
+    ]
     figures: dict[str, float] = {}
     faults: list[str] = []
     for metric in metrics if pairs else ():

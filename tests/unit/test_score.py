@@ -168,3 +168,11 @@ def test_an_unknown_metric_is_refused_with_the_nearest() -> None:
         score.check("exactmatch", "predictions.metrics")
     assert "did you mean exact_match?" in caught.value.hint
     assert json.dumps(score.known()) in json.dumps(sorted(score.BUILT_IN))
+
+
+def test_empty_reasoning_that_a_template_has_taught_is_no_part_of_the_answer() -> None:
+    """Qwen3's template trains it before each answer and leaves it out of the prompt."""
+    found = score.score(["<think>\n\n</think>\n\nCairo."], ["Cairo."], [score.find("exact_match")])
+    assert found.figures["exact_match"] == 1
+    kept = score.score(["<think>a</think>b"], ["<think>a</think>b"], [score.find("exact_match")])
+    assert kept.figures["exact_match"] == 1
