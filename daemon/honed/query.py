@@ -188,7 +188,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
                 "predictions": reader.last_predictions(job.id)}  # fmt: skip
     finally:
         reader.close()
-    memory = _read_json(layout.job(job.id).plan_path).get("memory") or {}
+    memory = _read_json(layout.job(job.id).plan_path, num_names=1).get("memory") or {}
     resident = _resident_bytes(layout, job) if job.state is State.RUNNING and job.attempts else None
     return {**summary(job, progress), **seen, "eval_loss": metrics.get("eval_loss"), "resident_bytes": resident,
             "estimated_bytes": memory.get("total_bytes"), "device": job.attempt.device if job.attempts else None,
@@ -197,7 +197,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
 
 def _resident_bytes(layout: Layout, job: Job) -> int | None:
     """The main memory of a running worker; None where it is gone, or the system does not say."""
-    pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock").get("worker_pid")
+    pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
     try:
         pages = int(Path(f"/proc/{int(pid or 0)}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, TypeError):
