@@ -169,7 +169,7 @@ def test_journalctl_explains_a_refusal(machine: Machine) -> None:
 
 
 def test_a_running_job_shows_step_and_loss_in_systemctl_status(machine: Machine) -> None:
-    drop(machine, "anna", "long", 1200)
+    drop(machine, "anna", "long", 900)
     wait_for_step(machine, "long", 5)
     assert "step" in machine.property(f"honed-job@{LONG}", "StatusText")
     assert f"long ({LONG})" in machine.property("honed", "StatusText")
@@ -214,7 +214,7 @@ def test_stopping_honed_leaves_the_job_and_starting_it_takes_it_over(machine: Ma
     assert worker_pid(machine, LONG) == before
     job = wait_for_job(machine, "long", "succeeded")
     assert [attempt["number"] for attempt in job["attempts"]] == [1]
-    assert steps(machine, LONG) == list(range(1, 1201))
+    assert steps(machine, LONG) == list(range(1, 901))
 
 
 def test_the_next_install_removes_what_nothing_runs_from(machine: Machine) -> None:
