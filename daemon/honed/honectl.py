@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from honed import __version__, config, event, query
+from honed import __version__, config, event, foreign, query
 from honed import layout as layouts
 from honed import spool as spools
 from honed.control import Client
@@ -543,7 +543,7 @@ def _read_raw(attempt: Any, offset: int) -> int:
     from honed import terminal
 
     try:
-        with attempt.log_path.open("rb") as file:
+        with os.fdopen(foreign.open_plain(attempt.log_path), "rb") as file:
             file.seek(offset)
             data: bytes = file.read()
     except FileNotFoundError:

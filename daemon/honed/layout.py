@@ -184,8 +184,12 @@ class JobLayout:
 
     @property
     def spec_path(self) -> Path:
-        """The spec as dropped; its suffix is its format. Raises FileNotFoundError where there is none."""
-        found = sorted(self.dir.glob("spec.*"))
+        """The spec as dropped; its suffix is its format. Raises FileNotFoundError where there is none.
+
+        Only what the owner of the directory wrote: a worker of another user can write there, too.
+        """
+        owner = self.dir.stat().st_uid
+        found = sorted(path for path in self.dir.glob("spec.*") if path.lstat().st_uid == owner)
         if not found:
             raise FileNotFoundError(self.dir / "spec.*")
         return found[0]
