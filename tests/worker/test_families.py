@@ -100,6 +100,8 @@ def asked(family: str) -> tuple[str, ...]:
 def test_a_family_trains_and_what_it_makes_loads_again(
     make_job: MakeJob, base_of: Callable[[str], Path], tmp_path: Path, family: str, quantization: str
 ) -> None:
+    from transformers import AutoProcessor
+
     rows = rows_of(asked(family), tmp_path / "media")
     job = make_job(model=base_of(family), rows=rows, lora={"r": 4}, quantization=quantization, **RUN)
     ended = job.run()
@@ -114,6 +116,10 @@ def test_a_family_trains_and_what_it_makes_loads_again(
     trained = load_file(job.output_dir / "adapter_model.safetensors")
     assert {modality.part(name) for name in trained} == {"language"}
     assert all(value.any() for name, value in trained.items() if "lora_B" in name)
+    made_with = type(AutoProcessor.from_pretrained(base_of(family)))
+    assert type(AutoProcessor.from_pretrained(job.output_dir)) is made_with
+    task = {("image",): "image-text-to-text", ("audio",): "audio-text-to-text"}.get(asked(family), "any-to-any")
+    assert f"pipeline_tag: {task}\n" in (job.output_dir / "README.md").read_text()
     again = make_job(
         model=base_of(family), rows=rows, adapter=str(job.output_dir), quantization=quantization,
         **(RUN | {"training": RUN["training"] | {"max_steps": 1}}),

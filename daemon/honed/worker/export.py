@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from honed import __version__, durable, precision
+from honed import __version__, durable
 from honed.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker import merge
 from honed.worker.assignment import Assignment
@@ -43,8 +43,7 @@ def export(
     with beside(target) as made:
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
-        if precision.is_full(assignment.spec):
-            _copy_processor(assignment.base_model_path, made)
+        _copy_processor(assignment.base_model_path, made)
         fault: Exception | None = None
         if assignment.spec.save_merged != "none":
             try:
@@ -61,7 +60,7 @@ def export(
 
 
 def _copy_processor(base: Path, made: Path) -> None:
-    """What a whole vision model needs beside its weights and tokenizer, unchanged by the training."""
+    """What a model that sees or hears needs beside its weights and tokenizer, unchanged by the training."""
     for path in [*base.glob("*processor_config.json"), *base.glob("chat_template.json")]:
         shutil.copyfile(path, made / path.name)
 
@@ -181,7 +180,7 @@ def _card(assignment: Assignment, facts: dict[str, Any]) -> str:
     data = [f"- {item.path}" for item in spec.datasets]
     return "\n".join([
         "---", f"base_model: {json.dumps(spec.base_model)}", f"library_name: {library}",
-        "pipeline_tag: text-generation", "---", "",
+        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
         f"# {assignment.name}", "",
         f"A {kind} of {spec.base_model}, trained by honed {__version__} (job {assignment.job_id}).", "",
         "Trained on:", "", *data, "",
@@ -190,11 +189,26 @@ def _card(assignment: Assignment, facts: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def _task(base: Path) -> str:
+    """The hub's word for what a model does, by what its processor takes."""
+    files = [path.read_text(encoding="utf-8", errors="replace") for path in base.glob("*processor_config.json")]
+    sees, hears = (any(word in text for text in files) for word in ("image_processor_type", "feature_extractor_type"))
+    match sees, hears:
+        case True, True:
+            return "any-to-any"
+        case True, False:
+            return "image-text-to-text"
+        case False, True:
+            return "audio-text-to-text"
+        case _:
+            return "text-generation"
+
+
 def _merged_card(assignment: Assignment) -> str:
     spec = assignment.spec
     return "\n".join([
         "---", f"base_model: {json.dumps(spec.base_model)}", "library_name: transformers",
-        "pipeline_tag: text-generation", "---", "",
+        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
         f"# {assignment.name}", "",
         f"{assignment.base_model_path} with the adapter {spec.adapter} merged into it, every parameter in "
         f"{assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).", "",
