@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from honed.comparison import Kind, Piece, compare
+from honed.error import HonedError
 from honed.progress import duration
 from honed.trial import ASKED, Findings, words
 
@@ -43,6 +44,19 @@ def plain(value: Any, *, limit: int | None = None) -> str:
 
 def say(text: str = "", *, style: str = "") -> None:
     console.print(Text(plain(text), style=style))
+
+
+def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
+    """An error as --json has it."""
+    say(f"{prefix}{error['code']}: {error['message']}", style="red")
+    if error.get("hint"):
+        say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
+
+
+def complain(error: HonedError, *, prefix: str) -> None:
+    """Say on stderr what is wrong."""
+    for line in [f"{prefix}{error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
+        print(plain(line), file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from harness import Instance, wait_for
 
-from honed import honectl
+from honed import draft
+from honed.instance import Instance as HonedInstance
 from honed.job import Job, State
 from zoo import plain
 from zoo.model import build_checkpoint, write_facts
@@ -177,11 +178,11 @@ def test_honectl_plans_against_what_has_succeeded_and_says_what_waits(chain: Cha
     instance = chain.instance
     path = instance.root / "next.json"
     path.write_text(json.dumps(plain.spec(instance.model, instance.dataset, base_model="job:make.base")))
-    waiting = honectl.check_one(honectl.Instance(instance.layout), path)
+    waiting = draft.check_one(HonedInstance(instance.layout), path)
     assert (waiting.plan, waiting.waits_for) == (None, {"base_model": "make.base"})
     instance.drop("make.base", lora=None)
     assert instance.drain() == 0
-    planned = honectl.check_one(honectl.Instance(instance.layout), path)
+    planned = draft.check_one(HonedInstance(instance.layout), path)
     assert str(planned.plan.model.path) == chain.job("make.base").output_dir
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from honed import preflight
+from honed import installed, preflight
 from honed.checker import Checker
 from honed.config import Config, PolicyConfig, SpoolConfig
 from honed.device import Device
@@ -364,7 +364,7 @@ def test_a_metric_that_nobody_brings_is_told(desk: Desk, keys: dict[str, Any], k
 
 
 def test_a_torch_without_cuda_is_told_before_the_gpu_is_waited_for(desk: Desk) -> None:
-    if not (preflight.installed.version("torch") or "").endswith("+cpu"):
+    if not (installed.version("torch") or "").endswith("+cpu"):
         pytest.skip("this torch has CUDA")
     gpu = Device("cuda", "NVIDIA H100", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)
     with pytest.raises(EnvironmentInvalidError, match="built without CUDA"):

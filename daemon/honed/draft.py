@@ -1,0 +1,156 @@
+"""A job file that is not dropped yet: what honed would say of it, would do with it, and would train on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from honed import config, terminal
+from honed.error import HonedError, ModelError, UsageError
+from honed.instance import Instance
+
+
+def check_one(instance: Instance, path: Path) -> Any:
+    """All that honed would check before it accepts a job file. Raises what it would refuse it with."""
+    from honed import preflight
+
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    jobs = _made(instance, path)
+    return preflight.check(path, layout=instance.layout, config=config.load(instance.layout), jobs=jobs)
+
+
+def _made(instance: Instance, path: Path) -> dict[str, Path]:
+    """The output directories of the jobs that a job file names, as far as they have succeeded."""
+    from honed import spec as specs
+
+    try:
+        names = set(specs.references(specs.load(path)).values())
+    except HonedError:
+        return {}  # the check says what is wrong with it
+    made = {}
+    for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
+        known = [job for job in instance.read("list") if name in {job["name"], str(job["id"])}]
+        newest = max(known, key=lambda job: int(job["id"]), default=None)
+        if newest is not None and newest["state"] == "succeeded":
+            made[name] = Path(instance.read("show", str(newest["id"]))["artifacts"]["output_dir"])
+    return made
+
+
+def checked(instance: Instance, path: Path) -> Any:
+    """As check_one; what it raises names the file."""
+    try:
+        return check_one(instance, path)
+    except HonedError as error:
+        if str(path) not in error.message:
+            error.message = f"{path}: {error.message}"
+        raise
+
+
+def missing(verdict: Any) -> dict[str, str]:
+    """The model that has to be fetched first."""
+    return {"repo_id": verdict.needs_fetch.repo_id, "revision": verdict.needs_fetch.revision}
+
+
+def check(instance: Instance, options: argparse.Namespace) -> int:
+    answers: list[dict[str, Any]] = []
+    for path in options.files:
+        try:
+            verdict = check_one(instance, path)
+        except HonedError as error:
+            answers.append(
+                {"file": str(path), "ok": False, "error": error.as_dict(), "warnings": [], "needs_fetch": None}
+            )
+        else:
+            needed = missing(verdict) if verdict.needs_fetch else None
+            answers.append({"file": str(path), "ok": True, "error": None, "warnings": list(verdict.warnings),
+                            "needs_fetch": needed})  # fmt: skip
+    if options.json:
+        terminal.console.print_json(json.dumps(answers))
+        return int(not all(answer["ok"] for answer in answers))
+    for answer in answers:
+        if answer["ok"]:
+            terminal.say(f"{answer['file']}: ok", style="green")
+        else:
+            terminal.say_error(answer["error"], prefix=f"{answer['file']}: ")
+        for warning in answer["warnings"]:
+            terminal.say(f"  warning: {warning}", style="yellow")
+    return int(not all(answer["ok"] for answer in answers))
+
+
+def plan(instance: Instance, options: argparse.Namespace) -> int:
+    verdict = checked(instance, options.file)
+    if verdict.plan is None:
+        return _say_deferred(verdict, as_json=options.json)
+    made = verdict.plan.as_dict()
+    if options.json:
+        terminal.console.print_json(json.dumps(made))
+        return 0
+    terminal.say(f"backend: {made['backend']['name']}", style="bold")
+    for reason in made["backend"]["reasons"]:
+        terminal.say(f"  {reason}")
+    precision = made["precision"]
+    words = {None: "none", True: "yes", False: "no"}
+    for key, why in precision["reasons"].items():
+        value = precision.get(key)
+        terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
+        terminal.say(f"  {why}")
+    memory = [[key.removesuffix("_bytes"), f"{value / 2**20:,.1f} MiB"] for key, value in made["memory"].items()
+              if key.endswith("_bytes") and value is not None]  # fmt: skip
+    terminal.table(["memory (estimate)", ""], memory, right=[""])
+    parameters = made["checkpoint"]
+    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in parameters["stored_dtypes"].items())
+    terminal.say(f"checkpoint: {parameters['num_parameters']:,} parameters ({stored})")
+    for warning in made["warnings"]:
+        terminal.say(f"warning: {warning}", style="yellow")
+    return 0
+
+
+def _say_deferred(verdict: Any, *, as_json: bool) -> int:
+    """Of a job that starts from what another makes, or from a model that has to be fetched: there is no plan yet."""
+    if as_json:
+        needed = missing(verdict) if verdict.needs_fetch else None
+        terminal.console.print_json(json.dumps(
+            {"waits_for": dict(verdict.waits_for), "needs_fetch": needed, "warnings": list(verdict.warnings)}
+        ))  # fmt: skip
+        return 0
+    why = (
+        "the job starts from what another one makes" if verdict.waits_for else "the base model has to be fetched first"
+    )
+    terminal.say(f"no plan yet: {why}", style="bold")
+    for warning in verdict.warnings:
+        terminal.say(f"  {warning}")
+    return 0
+
+
+def preview(instance: Instance, options: argparse.Namespace) -> int:
+    verdict = checked(instance, options.file)
+    if verdict.needs_fetch:
+        model = " at ".join(missing(verdict).values())
+        raise ModelError(
+            f"base_model: {model} is not in the local cache, so there is no tokenizer to preview with",
+            hint=f"honectl submit has it fetched, or python -m honed.fetch {verdict.needs_fetch.repo_id}",
+        )
+    command = [sys.executable, "-m", "honed.worker.preview", str(options.file), "--rows", str(options.rows), "--json"]
+    if verdict.plan is not None:
+        command += ["--base-model", str(verdict.plan.model.path)]
+    environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+    if done.returncode:
+        return done.returncode
+    if options.json:
+        sys.stdout.buffer.write(done.stdout)
+        return 0
+    for row in json.loads(done.stdout):
+        share = row["num_trained"] / row["num_tokens"] if row["num_tokens"] else 0
+        cut = ", cut off" if row["is_truncated"] else ""
+        counts = f"{row['num_tokens']} tokens, {row['num_trained']} trained ({share:.0%}){cut}"
+        terminal.say(f"{row['dataset']}: row {row['row']}: {counts}", style="bold")
+        terminal.console.print(terminal.segments(row["segments"]))
+        terminal.say()
+    return 0

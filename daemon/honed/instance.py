@@ -1,0 +1,59 @@
+"""One honed as honectl meets it: through the control socket, and from the files when honed is down; changes go through
+the socket, or, when honed is down, to the spool itself under its lock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from honed import query
+from honed.control import Client
+from honed.error import EnvironmentInvalidError
+from honed.layout import Layout
+from honed.spool import Spool
+
+
+class Instance:
+    """One honed, running or not."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._client = Client(layout.control_path)
+
+    @property
+    def is_up(self) -> bool:
+        return self._client.is_up
+
+    def _spool(self, *, lock: bool = False) -> Spool:
+        if not self.layout.spool_dir.is_dir():
+            raise EnvironmentInvalidError(
+                f"{self.layout.spool_dir}: there is no spool", hint="start honed once, or give its --root DIR"
+            )
+        return Spool(self.layout, lock=lock)
+
+    def read(self, verb: str, reference: str = "") -> Any:
+        """Ask the daemon, or read the files where it is down."""
+        if self.is_up:
+            return self._client.ask(verb, id=reference)
+        return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
+
+    def change(self, verb: str, reference: str, **arguments: Any) -> Any:
+        """Change a job, through the daemon or, where it is down, in the spool itself."""
+        if self.is_up:
+            return self._client.ask(verb, id=reference, **arguments)
+        from honed.answer import change
+
+        spool = self._spool(lock=True)
+        try:
+            return query.summary(change(spool, self.layout, verb, query.find(spool, reference), **arguments), {})
+        finally:
+            spool.close()
+
+    def arrivals(self) -> list[dict[str, Any]]:
+        """What waits for its base model to be fetched; only a running daemon fetches."""
+        return list(self._client.ask("status")["arrivals"]) if self.is_up else []
+
+    def pause(self, paused: bool) -> None:
+        if self.is_up:
+            self._client.ask("pause" if paused else "resume")
+        else:
+            self._spool().pause(paused)

@@ -1,0 +1,121 @@
+"""What a job's attempts told: the journal's entries, or the words in its attempts' own files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from honed import event, foreign, terminal
+from honed.error import EnvironmentInvalidError
+from honed.following import FINAL_STATES, INTERVAL_SEC
+from honed.instance import Instance
+
+
+def logs(instance: Instance, options: argparse.Namespace) -> int:
+    """The journal's entries of a job, where there is a journal and we may read it; else its attempts' own words."""
+    job = instance.read("show", options.id)
+    if _has_journal(instance):
+        return _follow_journal(instance, job, options)
+    if options.explain:
+        raise EnvironmentInvalidError(
+            "there is no journal that you may read", hint="join the group systemd-journal, or leave --explain out"
+        )
+    files = instance.layout.job(job["id"])
+    offsets: dict[int, int] = {}
+    while True:
+        for attempt in job["attempts"]:
+            number = attempt["number"]
+            if number not in offsets:
+                print(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}")
+            read = _read_raw if options.raw else _read_told
+            offsets[number] = read(files.attempt(number), offsets.get(number, 0))
+        sys.stdout.flush()
+        if not options.follow or job["state"] in FINAL_STATES:
+            return 0
+        time.sleep(INTERVAL_SEC)
+        job = instance.read("show", options.id)
+
+
+def _has_journal(instance: Instance) -> bool:
+    """Whether the system's own instance writes to a journal that we may read."""
+    if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
+        return False
+    files = [
+        path for place in ("/var/log/journal", "/run/log/journal") for path in Path(place).glob("*/system.journal")
+    ]
+    return shutil.which("journalctl") is not None and any(os.access(path, os.R_OK) for path in files)
+
+
+def journal_command(job_id: int, *, raw: bool = False, explain: bool = False, follow: bool = False) -> list[str]:
+    """The call of journalctl for a job: its worker's chatter is at debug, so `raw` alone shows it."""
+    command = ["journalctl", f"HONED_JOB={job_id}"]
+    # What systemd itself says of the unit bears the unit's name in a field of its own.
+    command += ["+", f"UNIT=honed-job@{job_id}.service"]
+    command += [] if raw else ["--priority=info"]
+    command += ["--catalog"] if explain else []
+    return command + (["--follow", "--lines=all"] if follow else [])
+
+
+def _follow_journal(instance: Instance, job: dict[str, Any], options: argparse.Namespace) -> int:
+    is_over = job["state"] in FINAL_STATES
+    command = journal_command(
+        job["id"], raw=options.raw, explain=options.explain, follow=options.follow and not is_over
+    )
+    if "--follow" not in command:
+        return subprocess.run(command, check=False).returncode
+    with subprocess.Popen(command) as process:
+        while not is_over and process.poll() is None:
+            time.sleep(INTERVAL_SEC)
+            is_over = instance.read("show", options.id)["state"] in FINAL_STATES
+        time.sleep(INTERVAL_SEC)  # its last words are on their way
+        process.terminate()
+    return 0
+
+
+def _read_raw(attempt: Any, offset: int) -> int:
+    try:
+        with os.fdopen(foreign.open_plain(attempt.log_path), "rb") as file:
+            file.seek(offset)
+            data: bytes = file.read()
+    except FileNotFoundError:
+        return offset
+    end = data.rfind(b"\n") + 1
+    for line in data[:end].decode(errors="replace").splitlines():
+        print(terminal.plain(line))
+    return offset + end
+
+
+def _read_told(attempt: Any, offset: int) -> int:
+    reading = event.read(attempt.events_path, offset)
+    while reading.offset != offset:
+        for item in reading.events:
+            when = time.strftime("%H:%M:%S", time.localtime(item.time))
+            print(f"{when} {terminal.plain(_told(item))}")
+        offset = reading.offset
+        reading = event.read(attempt.events_path, offset)
+    return offset
+
+
+def _told(item: event.Event) -> str:
+    match item.kind:
+        case "log":
+            return f"{item.data.get('level')}: {item.data.get('message')}"
+        case "predictions":
+            return f"predictions: step {item.data.get('step')}, {item.data.get('num_failed', 0)} failed"
+        case "example":
+            parts = item.data.get("segments") or []
+            return "example: " + "".join(f"⟦{part['text']}⟧" if part["trained"] else part["text"] for part in parts)
+        case "stage":
+            return f"stage: {item.data.get('stage')}"
+        case _:
+            return f"{item.kind}: " + ", ".join(f"{key} {_short(value)}" for key, value in item.data.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

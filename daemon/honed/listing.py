@@ -1,0 +1,157 @@
+"""What honectl shows of jobs: all of them, one of them, what its model wrote, and where its page lies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from honed import comparison, terminal
+from honed.error import EnvironmentInvalidError, NotPermittedError
+from honed.instance import Instance
+
+
+def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
+    jobs = instance.read("list")
+    if options.state:
+        jobs = [job for job in jobs if job["state"] in options.state]
+    if options.json:
+        terminal.console.print_json(json.dumps(jobs))
+        return 0
+    rows = [
+        [job["id"], terminal.plain(job["name"], limit=40), job["state"], job["outcome"] or "", job["priority"],
+         *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
+        for job in jobs
+    ]  # fmt: skip
+    columns = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
+    terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
+    for arrival in instance.arrivals():
+        terminal.say(_fetch_line(arrival))
+    return 0
+
+
+def _fetch_line(arrival: dict[str, Any]) -> str:
+    """What waits for a model and is no job yet, and how far that is."""
+    done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
+    share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
+    problem = f"; {arrival['problem']}" if arrival["problem"] else ""
+    if arrival["repo_id"] is None:
+        return f"{arrival['id']}: waits for a model that is fetched{share}"
+    name = terminal.plain(arrival["name"], limit=40)
+    return f"{arrival['id']} ({name}): fetching {arrival['repo_id']} at {arrival['revision']}{share}{problem}"
+
+
+def show(instance: Instance, options: argparse.Namespace) -> int:
+    job = instance.read("show", options.id)
+    if options.json:
+        terminal.console.print_json(json.dumps(job))
+        return 0
+    step, loss, eta = terminal.progress_cells(job["progress"])
+    terminal.say(
+        f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
+    )
+    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]], ["step", step],
+             ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
+             if isinstance(value, int | float)), *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
+    terminal.table(["", " "], [fact for fact in facts if fact[1] not in {None, ""}])
+    if job["error"]:
+        terminal.say()
+        terminal.say_error(job["error"])
+    if job["attempts"]:
+        keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
+        terminal.say()
+        terminal.table(
+            ["attempt", *keys[1:]], [[str(attempt[key] or "")[:19] for key in keys] for attempt in job["attempts"]]
+        )
+    for item in job["events"]:
+        if item["event"] == "fallback":
+            terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
+    if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
+        terminal.say()
+        terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
+    if audits := [item for item in job["events"] if item["event"] == "audit"]:
+        _say_audit(audits)
+    return 0
+
+
+#: Rows of the table of memory: its words, the key of the estimate and that of what was used.
+_MEMORY_ROWS = (
+    *((name, f"{name}_bytes", f"{name}_bytes") for name in ("weights", "adapter", "gradient", "optimizer")),
+    ("activations", "activation_bytes", ""),
+    ("all, or peak on the GPU", "total_bytes", "device_peak_bytes"),
+    ("peak of the process (resident)", "", "resident_peak_bytes"),
+)
+
+
+def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[str]]:
+    """Estimated and used, side by side."""
+
+    def cell(figures: dict[str, Any], key: str) -> str:
+        value = figures.get(key)
+        return f"{value / 2**20:,.1f} MiB" if isinstance(value, int) else ""
+
+    rows = [[words, cell(estimated, planned), cell(used, held)] for words, planned, held in _MEMORY_ROWS]
+    return [row for row in rows if row[1] or row[2]]
+
+
+def _say_audit(audits: list[dict[str, Any]]) -> None:
+    """What the model was when it was last looked at, and what had to be mended on the way there."""
+    last = audits[-1]
+    keys = ["role", "dtype", "device", "num_parameters"]
+    terminal.say()
+    terminal.say(
+        f"audit ({last['when']}): model {last['model_dtype']}, quantization {last['quantization']}, "
+        f"config {last['config_dtype']}, embeddings {last['embedding_dtype']}"
+    )
+    terminal.table(["role", "dtype", "device", "parameters"], [[each[key] for key in keys] for each in last["counts"]],
+                   right=["parameters"])  # fmt: skip
+    for item in audits:
+        for text in item["mended"]:
+            terminal.say(f"mended ({item['when']}): {text}", style="yellow")
+
+
+def predictions(instance: Instance, options: argparse.Namespace) -> int:
+    everything = instance.read("predictions", options.id)
+    rows = comparison.chosen(everything, sample=options.sample, step=options.step)
+    if options.json:
+        terminal.console.print_json(json.dumps(rows))
+    elif options.jsonl:
+        comparison.write_jsonl(rows, sys.stdout)
+    elif options.csv:
+        comparison.write_csv(rows, sys.stdout)
+    elif not rows:
+        terminal.say("no predictions" + (" of that example or step" if everything else " yet"))
+    else:
+        steps = sorted({row["step"] for row in (rows if options.step is not None else everything)})
+        for index, mine in comparison.by_sample(rows):
+            terminal.predictions(index, mine, steps=steps)
+    return 0
+
+
+def report(instance: Instance, options: argparse.Namespace) -> int:
+    """The page's path; with --open it is opened instead, in the browser of whoever sits there."""
+    if options.id is None:
+        path, what = instance.layout.index_path, "there is no index yet"
+    else:
+        job = instance.read("show", options.id)
+        path, what = instance.layout.job(job["id"]).report_path, f"job {job['id']} has no report yet"
+    if not path.exists():
+        raise EnvironmentInvalidError(f"{path}: {what}", hint="honed makes it a moment after it has taken the job")
+    if not os.access(path, os.R_OK):
+        raise NotPermittedError(f"{path}: it is not for you to read", hint="honectl report ID names a job's own")
+    if options.json:
+        terminal.console.print_json(json.dumps({"report": str(path)}))
+    else:
+        print(path)  # as it is, for `$(honectl report 7)`
+    return _open(path) if options.open else 0
+
+
+def _open(path: Path) -> int:
+    import webbrowser
+
+    if webbrowser.open(path.as_uri()):
+        return 0
+    raise EnvironmentInvalidError("there is no browser here", hint=f"copy {path} to where there is one: it is one file")

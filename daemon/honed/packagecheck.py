@@ -1,0 +1,60 @@
+"""The packages beside honed that a job needs: whether they are here, and in versions that are known to work."""
+
+from __future__ import annotations
+
+from honed import installed, score
+from honed.activation import Row
+from honed.basemodel import BaseModelInfo
+from honed.device import Device
+from honed.error import EnvironmentInvalidError
+from honed.installed import Installed
+from honed.spec import JobSpec
+
+
+def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, here: Installed) -> None:
+    """Raises EnvironmentInvalidError for a package that the job needs and that is missing or known to fail."""
+    needed = [*installed.WINDOWS]
+    if job_spec.quantization != "none" or (model is not None and model.quantization):
+        needed.append("bitsandbytes")
+    if missing := [name for name in needed if here.versions[name] is None]:
+        raise EnvironmentInvalidError(
+            f"not installed beside honed: {', '.join(missing)}", hint="pip install 'honed[train]'; see honectl doctor"
+        )
+    for name, window, why in installed.BROKEN:
+        found = here.versions[name]
+        if found is not None and installed.fits(found, window):
+            raise EnvironmentInvalidError(
+                f"{name} {found} {why}", hint=f"pip install '{name}{installed.WINDOWS[name]}'"
+            )
+    torch = here.versions["torch"] or ""
+    if planned_for.kind == "cuda" and torch.endswith("+cpu"):
+        raise EnvironmentInvalidError(
+            f"torch {torch} was built without CUDA, and the job is planned for {planned_for.name}",
+            hint="install torch from the ordinary index, or write resources: {gpus: 0}",
+        )
+    if job_spec.guard is not None:
+        score.check(job_spec.guard.metric, "guard.metric")
+    for name in job_spec.predictions.metrics if job_spec.predictions.metrics != "auto" else ():
+        score.check(name, "predictions.metrics")
+    if (chooser := score.chooser(job_spec.training.metric_for_best_model)) is not None:
+        score.check(chooser, "training.metric_for_best_model")
+    for tracker in job_spec.report_to:
+        if installed.version(tracker) is None:
+            raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {tracker}")
+
+
+def lacking(attached: list[Row], here: Installed) -> list[str]:
+    """What rows with images need of most models' processors, though not of all."""
+    if here.versions["torchvision"] is None and any(each.kind != "audio" for row in attached for each in row.media):
+        return [
+            "torchvision is not installed: most vision models' processors need it, and the job may end for want of it"
+        ]
+    return []
+
+
+def outside_window(here: Installed) -> list[str]:
+    return [
+        f"{name} {here.versions[name]} is outside what honed was tried with ({window})"
+        for name, window in {**installed.WINDOWS, **installed.OPTIONAL_WINDOWS}.items()
+        if (found := here.versions[name]) is not None and not installed.fits(found, window)
+    ]

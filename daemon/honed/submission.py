@@ -1,0 +1,153 @@
+"""Job files on their way into the spool: copied where their worker can read them, checked, dropped, and what honed
+makes of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from honed import config, draft, following, terminal, trial
+from honed import spool as spools
+from honed.database import timestamp
+from honed.error import EnvironmentInvalidError, HonedError, UsageError
+from honed.instance import Instance
+
+#: Seconds that `submit` waits for honed's verdict on a file.
+VERDICT_TIMEOUT_SEC = 90.0
+
+
+def submit(instance: Instance, options: argparse.Namespace) -> int:
+    if options.stage:
+        options.files = [_stage(instance, path, quiet=options.json) for path in options.files]
+    checked = [_accepted(instance, path) for path in options.files]
+    if None in checked:
+        _remove_copies(instance, options)
+        return 1
+    if options.wait and not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
+    incoming_dir = instance.layout.spool_dir / "incoming"
+    if not incoming_dir.is_dir():
+        raise EnvironmentInvalidError(
+            f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
+        )
+    status, answers = 0, []
+    since = time.time() - 1.0
+    # All are dropped before the first verdict: one may name another.
+    names = [spools.drop(incoming_dir, path, hold=options.hold) for path in options.files]
+    for path, name, verdict in zip(options.files, names, checked, strict=True):
+        if instance.is_up and verdict.needs_fetch and not options.wait:
+            answers.append({"file": str(path), "id": None, "state": "fetching", **draft.missing(verdict)})
+        elif instance.is_up:
+            answers.append(_verdict(instance, name, since, is_fetched=bool(verdict.needs_fetch)))
+        else:
+            answers.append({"file": str(path), "id": None})
+        _say_verdict(path, answers[-1], as_json=options.json)
+        status |= answers[-1].get("state") == "rejected"
+        if answers[-1].get("state") == "rejected":
+            _remove_copies(instance, options, path)
+    if options.json:
+        terminal.console.print_json(json.dumps(answers))
+    if options.wait:
+        for answer in answers:
+            if answer["id"] is not None:
+                status |= following.until_final(instance, str(answer["id"]), quiet=options.json)
+    return int(status)
+
+
+def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
+    """The job file to drop: one that names copies of what the workers cannot reach."""
+    from honed.stage import stage
+
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    staged = stage(path, instance.layout, config.load(instance.layout))
+    for key, source, copy in () if quiet else staged.copies:
+        terminal.say(f"{key}: {source} copied to {copy}")
+    return staged.spec_path
+
+
+def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
+    """Those that --stage has made for a file that is refused, or for all."""
+    from honed.staged import place_of
+
+    for each in [path] if path else options.files if options.stage else []:
+        place = place_of(each, instance.layout)
+        if options.stage and place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _accepted(instance: Instance, path: Path) -> Any:
+    """The check's verdict on a file that honed would take; None after each reason against it went to stderr.
+
+    Raises UsageError where there is no such file.
+    """
+    try:
+        return draft.check_one(instance, path)
+    except UsageError:
+        raise
+    except HonedError as error:
+        terminal.complain(error, prefix=f"{path}: ")
+        return None
+
+
+def _verdict(instance: Instance, name: str, since: float, *, is_fetched: bool) -> dict[str, Any]:
+    """What honed made of a file just dropped. Where a model `is_fetched` first, that may take hours."""
+    deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
+    while time.monotonic() < deadline or (is_fetched and instance.is_up):
+        for job in instance.read("list"):
+            if job["source"] == name and job["submitted_at"] >= timestamp(since):
+                return dict(job)
+        refused = instance.read("refusal", name)
+        if refused is not None and refused["refused_at"] >= since:
+            return {"id": None, "state": "rejected", "reason": refused["reason"]}
+        time.sleep(0.05)
+    return {"id": None, "state": None}
+
+
+def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        return
+    if verdict["id"] is not None:
+        terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
+    elif verdict.get("state") == "fetching":
+        model = f"{verdict['repo_id']} at {verdict['revision']}"
+        terminal.say(f"{path}: dropped; honed takes it when it has fetched {model}; honectl list")
+    elif verdict.get("state") == "rejected":
+        terminal.say(f"{path}: refused\n{verdict['reason']}", style="red")
+    else:
+        terminal.say(f"{path}: dropped; honed takes it when it runs")
+
+
+def try_out(instance: Instance, options: argparse.Namespace) -> int:
+    """Have honed try a job file on a few rows, before all other jobs, and say what that tells of it."""
+    from honed import document
+
+    draft.checked(instance, options.file)
+    if not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, and a trial is a job", hint="start it first")
+    content = document.parse(options.file.read_bytes(), options.file.suffix).data
+    since = time.time() - 1.0
+    with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
+        path = Path(directory) / f"{options.file.stem}.trial.json"
+        path.write_text(json.dumps(trial.only(content, options.file.stem)), encoding="utf-8")
+        name = spools.drop(instance.layout.spool_dir / "incoming", path)
+    verdict = _verdict(instance, name, since, is_fetched=True)
+    if verdict["id"] is None:
+        _say_verdict(options.file, verdict, as_json=False)
+        return 1
+    if not options.json:
+        terminal.say(f"job {verdict['id']} ({verdict['name']}): {trial.NUM_ROWS} rows, a few steps")
+    *_, job = following.states(instance, str(verdict["id"]))
+    told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
+    if options.json:
+        terminal.console.print_json(json.dumps({"id": job["id"], "error": job["error"], "findings": told}))
+    elif told is None:
+        following.say_end(job)
+    else:
+        terminal.trial(trial.Findings.from_dict(told))
+    return int(told is None or told["verdict"] == "does_not_learn")
