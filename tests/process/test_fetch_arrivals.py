@@ -16,7 +16,7 @@ import pytest
 from fakehub import Hub, Repository
 from harness import Instance, wait_for
 
-from honed import daemon, query, snapshot
+from honed import answer, query, snapshot
 from honed.fetcher import ProcessFetchRunner
 from honed.job import State
 from zoo import plain
@@ -53,7 +53,7 @@ def arrivals(instance: Instance) -> list[dict[str, Any]]:
 def others_view(instance: Instance) -> list[dict[str, Any]]:
     """What waits, as another user of the machine is told of it."""
     stranger = query.Asker(os.getuid() + 1, is_administrator=False, reads_all=False)
-    return [daemon.arrival_row(each, stranger) for each in arrivals(instance)]
+    return [answer.arrival_row(each, stranger) for each in arrivals(instance)]
 
 
 def fetch_pid(instance: Instance, number: int) -> int:

@@ -1,0 +1,162 @@
+"""What honectl asks over the control socket: who may ask it, and what is answered and done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from honed import __version__, access, control, message, query
+from honed.acceptance import Acceptance
+from honed.attempts import Attempts
+from honed.backlog import Backlog
+from honed.config import Config
+from honed.database import Database
+from honed.error import EnvironmentInvalidError, NotPermittedError, UsageError
+from honed.job import Job, State, Stop
+from honed.layout import Layout
+from honed.log import about
+from honed.message import of_error
+from honed.spool import Spool
+from honed.watcher import Watcher
+
+log = logging.getLogger(__name__)
+
+
+class Answers:
+    """The daemon's end of the verbs. `status` is its line for somebody; `wake` has it look at what has changed."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        spool: Spool,
+        database: Database,
+        watcher: Watcher,
+        acceptance: Acceptance,
+        attempts: Attempts,
+        backlog: Backlog,
+        *,
+        unfinished: Callable[[], Iterable[Job]],
+        status: Callable[[query.Asker], str],
+        wake: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        self.config = config
+        self._spool = spool
+        self._database = database
+        self._watcher = watcher
+        self._acceptance = acceptance
+        self._attempts = attempts
+        self._backlog = backlog
+        self._unfinished = unfinished
+        self._status = status
+        self._wake = wake
+
+    def answer(self, request: control.Request) -> Any:
+        """One verb. Raises HonedError for what cannot be done, or not by who asks."""
+        verb, reference = request.verb, str(request.arguments.get("id", ""))
+        match verb:
+            case "show" if (found := self._arrival(reference, self._asker(request))) is not None:
+                fetched = f"{found['repo_id']} at {found['revision']}"
+                raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
+            case str() if verb in query.READING_VERBS:
+                return query.READING_VERBS[verb](self._spool, self._layout, reference, self._asker(request))
+            case "status":
+                asker = self._asker(request)
+                return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
+                        "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
+                        "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
+            case "pause" | "resume":
+                if not self._asker(request).is_administrator:
+                    raise NotPermittedError(f"{verb} is for everybody's jobs", hint="root and policy.admin_group may")
+                self._spool.pause(verb == "pause")
+                self._wake()
+                return self._status(query.ANYBODY)
+            case "cancel" if (found := self._arrival(reference, self._asker(request))) is not None:
+                self._require_owner(request, found["id"], found["uid"])
+                self._acceptance.cancel(found["id"])
+                return {**found, "state": "rejected"}
+            case "cancel" | "hold" | "release" | "requeue":
+                job = query.find(self._spool, reference, self._asker(request))
+                self._require_owner(request, job.id, job.uid)
+                changed = self._change(verb, job, from_start=bool(request.arguments.get("from_start")))
+                self._wake()
+                return query.summary(changed, {})
+            case _:
+                raise UsageError(f"no verb {verb!r}")
+
+    def _arrival(self, reference: str, asker: query.Asker) -> dict[str, Any] | None:
+        """What waits for a model and is no job yet, by its number or, where no job has it, its name. Raises
+        NotPermittedError for somebody else's number; their names are not looked at."""
+        found = [each for each in self._acceptance.fetching() if each["source"] is not None]
+        closed = [each for each in found if not (asker.reads_all or each["uid"] == asker.uid)]
+        if any(str(each["id"]) == reference for each in closed):
+            raise NotPermittedError(f"job {reference} is another user's", hint="honectl list shows your own")
+        found = [each for each in found if each not in closed]
+        if any(job.name == reference for job in self._unfinished()):
+            found = [each for each in found if str(each["id"]) == reference]
+        named = [each for each in found if reference in {str(each["id"]), each["name"]}]
+        return named[0] if len(named) == 1 else None
+
+    def _asker(self, request: control.Request) -> query.Asker:
+        policy = self.config.policy
+        is_member = access.group_id(policy.admin_group) in request.gids
+        is_administrator = request.uid in {0, os.getuid()} or is_member
+        return query.Asker(request.uid, is_administrator, is_administrator or policy.share_results)
+
+    def _require_owner(self, request: control.Request, job_id: int, uid: int | None) -> None:
+        if request.uid != uid and not self._asker(request).is_administrator:
+            log.warning("job %d: %s refused to user %d: it is another user's", job_id, request.verb, request.uid,
+                        extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code))  # fmt: skip
+            raise NotPermittedError(
+                f"job {job_id} is another user's", hint="its owner, root and the administrators' group may change it"
+            )
+
+    def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
+        if job.id in self._attempts.running and verb in {"cancel", "hold"}:
+            self._attempts.stop(job.id, Stop(verb))
+            return self._attempts.running[job.id].job
+        changed = change(self._spool, self._layout, verb, job, from_start=from_start)
+        self._backlog.follow_change(changed)
+        if verb == "requeue":
+            self._backlog.defer_users_of(job)
+        self._database.put_job(changed)
+        kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
+        log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
+        return changed
+
+
+def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: bool = False) -> Job:
+    """Do what a person asks of a job that is not running. Raises UsageError where its state does not allow it."""
+    match verb, job.state:
+        case "cancel", State.QUEUED | State.HELD:
+            return spool.move(job, State.CANCELLED, outcome="cancelled")
+        case "hold", State.QUEUED:
+            return spool.move(job, State.HELD)
+        case "release", State.HELD:
+            return spool.move(job, State.QUEUED, error=None)
+        case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
+            if from_start or job.state is State.SUCCEEDED:
+                shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
+            is_deferred = bool(job.inputs)  # what it starts from may have changed since
+            return spool.move(
+                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred
+            )
+        case _, State.RUNNING if verb in {"cancel", "hold"}:
+            raise EnvironmentInvalidError(
+                f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"
+            )
+        case _:
+            allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
+                       "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip
+            raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")
+
+
+def arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
+    """What waits for a model, as query's rows are: of somebody else's, that it is there."""
+    if asker.reads_all or found["uid"] == asker.uid:
+        return found
+    return {**found, "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}

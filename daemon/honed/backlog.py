@@ -1,0 +1,237 @@
+"""The jobs that are queued or held: which of them is next, what each of them waits for.
+
+Nobody else knows the set of them. Those that start from another job's output, and those that are to run on another
+device than they were planned for, are planned again from here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from honed import durable, foreign, message
+from honed.acceptance import Acceptance
+from honed.attempts import Attempts
+from honed.database import Database
+from honed.device import Device
+from honed.error import EnvironmentInvalidError, HonedError, ModelError, from_dict
+from honed.job import Job, State
+from honed.layout import Layout
+from honed.log import about
+from honed.message import of_error
+from honed.placement import Placement
+from honed.spool import Spool
+
+log = logging.getLogger(__name__)
+
+_ENDED = {State.FAILED: "failed", State.CANCELLED: "was cancelled"}
+
+
+class Backlog:
+    """Queued and held jobs. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        spool: Spool,
+        database: Database,
+        acceptance: Acceptance,
+        attempts: Attempts,
+        placement: Placement,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._spool = spool
+        self._database = database
+        self._acceptance = acceptance
+        self._attempts = attempts
+        self._placement = placement
+        self._clock = clock
+        self._jobs: dict[int, Job] = {}
+        self._not_before: dict[int, float] = {}
+        self._waiting: set[int] = set()  # jobs of which it was said that they wait
+        self._asked_for: dict[int, Device] = {}  # jobs that are planned again, for that device
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        return sum(job.state is State.QUEUED for job in self._jobs.values())
+
+    @property
+    def num_held(self) -> int:
+        return len(self._jobs) - self.num_queued
+
+    @property
+    def has_queued(self) -> bool:
+        return any(job.state is State.QUEUED for job in self._jobs.values())
+
+    def jobs(self) -> Iterable[Job]:
+        """All of them, queued and held, in no order that means anything."""
+        return self._jobs.values()
+
+    def next_retry_at(self) -> float | None:
+        """When the first of the jobs may start that are not tried before some time to come."""
+        now = self._clock()
+        return min((when for when in self._not_before.values() if when > now), default=None)
+
+    def all_wait_for_a_person(self) -> bool:
+        """Whether nothing here will start by itself."""
+        return all(self._waits_for_a_person(job) for job in self._jobs.values())
+
+    def _waits_for_a_person(self, job: Job, seen: frozenset[int] = frozenset()) -> bool:
+        """Whether a job is held, or queued behind one that is."""
+        if job.state is not State.QUEUED:
+            return job.state is State.HELD
+        before = [self._find_any(reference) for reference in job.depends_on]
+        ahead = [other for other in before if other is not None and other.id not in {*seen, job.id}]
+        return any(self._waits_for_a_person(other, seen | {job.id}) for other in ahead)
+
+    # -- what comes and goes ------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Take in what the spool has, and have the database know it."""
+        for state in (State.QUEUED, State.HELD):
+            self._jobs |= {job.id: job for job in self._spool.jobs(state)}
+        for job in self._jobs.values():
+            self._database.put_job(job)
+
+    def add(self, job: Job) -> None:
+        """A job that was accepted."""
+        self._jobs[job.id] = job
+        self._database.put_job(job)
+
+    def put_back(self, job: Job, *, delay_sec: float = 0.0) -> None:
+        """A job that ran, or could not be started, where it is to run again; not before so many seconds."""
+        if job.state not in {State.QUEUED, State.HELD}:
+            return
+        self._jobs[job.id] = job
+        if delay_sec:
+            self._not_before[job.id] = self._clock() + delay_sec
+
+    def follow_change(self, changed: Job) -> None:
+        """A person has changed a job that is not running, whatever it was before."""
+        self._jobs.pop(changed.id, None)
+        self._not_before.pop(changed.id, None)
+        if changed.state in {State.QUEUED, State.HELD}:
+            self._jobs[changed.id] = changed
+
+    def defer_users_of(self, job: Job) -> None:
+        """Have those planned anew that start from this one, which is made anew."""
+        for other in [other for other in self._jobs.values() if job.id in other.inputs.values()]:
+            self._jobs[other.id] = self._spool.update(other, is_deferred=True)
+
+    def take(self, job: Job) -> None:
+        """A job that is to start now: here it is no longer."""
+        self._waiting.discard(job.id)
+        self._not_before.pop(job.id, None)
+        self._placement.forget(job)
+        self._jobs.pop(job.id, None)
+
+    def fail(self, job: Job, error: HonedError) -> None:
+        """End a job that cannot be started."""
+        self._jobs.pop(job.id, None)
+        log.error("job %d (%s): %s", job.id, job.name, error.message,
+                  extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint))  # fmt: skip
+        self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
+
+    def backend_of(self, job: Job) -> str:
+        """What is to load the job's base. Raises OSError, ValueError, KeyError or TypeError for a plan that is none."""
+        plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
+        name: str = plan["backend"]["name"]
+        if job.attempts and job.attempts[-1].num_starts > 1:
+            name = job.attempts[-1].backend  # it fell back before; it would again
+        return name
+
+    # -- which is next ------------------------------------------------------------------------------------------------
+
+    def next_that_fits(self) -> tuple[Job, Device] | None:
+        """The most urgent job that fits on a free device: highest priority, then first come. It stays until taken."""
+        now = self._clock()
+        ready = [job for job in self._jobs.values() if job.state is State.QUEUED and not job.is_deferred]
+        ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
+        for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
+            if self._acceptance.is_asked_again(job.id) or (job.depends_on and not self._dependencies_are_met(job)):
+                continue
+            if (free := self._placement.free_device(job)) is not None:
+                if self._placement.holds_on(job, free):
+                    return job, free
+                self._asked_for[job.id] = free
+                self._acceptance.plan_again(job, self._made_for(job), free)
+                continue
+            if not self._attempts.running and job.id not in self._waiting:
+                self._waiting.add(job.id)
+                log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
+        return None
+
+    def _dependencies_are_met(self, job: Job) -> bool:
+        for reference in job.depends_on:
+            found = self._find_any(reference)
+            if found is None or found.state in {State.FAILED, State.CANCELLED}:
+                self._hold(job, found, reference)
+                return False
+            if found.state is not State.SUCCEEDED:
+                return False
+        return True
+
+    def _hold(self, job: Job, found: Job | None, reference: str) -> None:
+        """Leave a job whose dependency will not succeed by itself to a person."""
+        ended = f"({found.name}), which {_ENDED[found.state]}" if found else "which is gone"
+        what = f"job {found.id if found else reference} {ended}"
+        again = f"honectl requeue {found.id}, then honectl release {job.id}; or " if found else ""
+        problem = EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
+        log.warning("job %d (%s): held: %s", job.id, job.name, problem.message,
+                    extra=about(job, message.HELD, state=State.HELD, hint=problem.hint))  # fmt: skip
+        self._jobs[job.id] = self._spool.move(job, State.HELD, error=problem.as_dict())
+        self._database.put_job(self._jobs[job.id])
+
+    def _find_any(self, reference: str) -> Job | None:
+        """The job of that number, else the newest of that name."""
+        if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
+            return job
+        named = [job for job in self._spool.all_jobs().values() if job.name == reference]
+        return max(named, key=lambda job: job.id, default=None)
+
+    # -- planned again ------------------------------------------------------------------------------------------------
+
+    def plan_deferred(self) -> None:
+        """Have the jobs planned whose inputs are made by now."""
+        deferred = [job for job in self._jobs.values() if job.is_deferred and job.state is State.QUEUED]
+        for job in deferred:
+            if not self._acceptance.is_asked_again(job.id) and self._dependencies_are_met(job):
+                self._acceptance.plan_again(job, self._made_for(job))
+
+    def settle_replanned(self) -> None:
+        """Take the plans that were made again; a fault that was found then ends the job."""
+        for done in self._acceptance.replanned():
+            job, found = self._jobs.get(done.job_id), self._asked_for.pop(done.job_id, None)
+            if job is not None and job.state is State.QUEUED:
+                self._replanned(job, done.answer, found)
+
+    def _replanned(self, job: Job, answer: dict[str, Any], found: Device | None) -> None:
+        """`found`: the device that it was planned again for, where it was that and not an input that was new."""
+        if answer["ok"] and not answer["waits_for"]:
+            durable.write_json(self._layout.job(job.id).plan_path, self._acceptance.plan_of(job, answer))
+            self._placement.reread_plan(job)
+            self._jobs[job.id] = self._spool.update(job, is_deferred=False)
+            log.info(
+                "job %d (%s): planned again, for %s", job.id, job.name, found.name if found else "what is there now"
+            )
+            for warning in answer["warnings"]:
+                log.warning("job %d (%s): %s", job.id, job.name, warning)
+            return
+        problem = from_dict(answer["error"]) if not answer["ok"] else ModelError("what it starts from is not there")
+        if found is not None:  # it cannot run there; it was accepted, so it can elsewhere
+            self._placement.rule_out(job, found)
+            log.info("job %d (%s): not on %s: %s", job.id, job.name, found.name, problem.message)
+            return
+        self.fail(job, problem)
+
+    def _made_for(self, job: Job) -> dict[str, Path]:
+        """What other jobs have made for this one: by the names under which it asks for it."""
+        makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
+        return {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}

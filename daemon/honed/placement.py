@@ -1,0 +1,110 @@
+"""Which device a job goes to: what there is, what of it is free, and for which of it the job's plan was made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from honed import device, foreign, message
+from honed.attempts import Attempts
+from honed.config import Config
+from honed.device import Device
+from honed.job import Job
+from honed.layout import Layout
+from honed.log import about
+
+log = logging.getLogger(__name__)
+
+#: Seconds between looks at the GPUs while a job waits for one that others hold.
+DEVICE_PROBE_INTERVAL_SEC = 2.0
+#: Share of a GPU's memory by which two of one kind may differ.
+DEVICE_TOLERANCE = 0.02
+
+
+class Placement:
+    """The devices, and what is known of queued jobs on them. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        attempts: Attempts,
+        *,
+        probe: Callable[[list[int] | None], list[Device]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self.config = config
+        self._attempts = attempts
+        self._probe = probe
+        self._clock = clock
+        self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
+        self._devices: list[Device] = []
+        self._planned_for: dict[int, Device | None] = {}  # read from the plans once
+        self._unfit: dict[int, set[str]] = {}  # devices on which a job was found not to fit
+        self.fault = ""  #: what is wrong with the devices
+
+    def tell(self) -> None:
+        """What jobs will train on; a GPU that is there and does not answer is the administrator's affair."""
+        self._look()
+        names = ", ".join(found.name for found in self._devices) or "nothing"
+        if any(found.kind == "cuda" for found in self._devices) or self.config.device.gpus == []:
+            log.info("jobs train on %s", names)
+        elif any(Path("/proc/driver/nvidia/gpus").glob("*")):
+            self.fault = "the machine has a GPU that does not answer: honectl doctor"
+            log.error("%s; jobs train on %s", self.fault, names, extra=about(message=message.DEGRADED))
+        else:
+            log.info("no NVIDIA GPU here: jobs train on %s", names)
+
+    def free_device(self, job: Job) -> Device | None:
+        """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds.
+
+        Of several, one for which the job's plan holds as it is.
+        """
+        if self._clock() - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
+            self._look()
+        in_use = self._attempts.devices_in_use()
+        wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
+        taken = in_use | self._unfit.get(job.id, set())
+        free = [
+            found for found in (self._devices if wants_gpu else [_cpu(self._devices)])
+            if (found.uuid or found.kind) not in taken and (found.kind == "cuda") == wants_gpu
+            and (found.kind != "cuda" or device.is_free(found, self.config.device.busy_bytes))
+        ]  # fmt: skip
+        return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
+
+    def holds_on(self, job: Job, found: Device) -> bool:
+        """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""
+        if job.id not in self._planned_for:
+            self._planned_for[job.id] = None
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
+                plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
+                self._planned_for[job.id] = Device.from_dict(plan["device"])
+        planned = self._planned_for[job.id]
+        if planned is None or planned.kind != "cuda" or found.kind != "cuda":
+            return True
+        is_alike = planned.compute_capability == found.compute_capability
+        return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
+
+    def rule_out(self, job: Job, found: Device) -> None:
+        """A job cannot run on that device: it is not offered to the job again while it is queued."""
+        self._unfit.setdefault(job.id, set()).add(found.uuid or found.kind)
+
+    def reread_plan(self, job: Job) -> None:
+        """A job's plan has changed: the next question reads it again."""
+        self._planned_for.pop(job.id, None)
+
+    def forget(self, job: Job) -> None:
+        """A job is queued no longer."""
+        self._planned_for.pop(job.id, None)
+        self._unfit.pop(job.id, None)
+
+    def _look(self) -> None:
+        self._devices, self._probed_at = self._probe(self.config.device.gpus), self._clock()
+
+
+def _cpu(devices: list[Device]) -> Device:
+    return next((found for found in devices if found.kind != "cuda"), None) or device.cpu()

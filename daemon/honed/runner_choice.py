@@ -1,0 +1,61 @@
+"""Whether workers and fetches are units of systemd's or processes of honed's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from honed.config import Config
+from honed.dbus import Systemd
+from honed.error import EnvironmentInvalidError
+from honed.fetcher import FetchRunner, ProcessFetchRunner
+from honed.layout import Layout
+from honed.process_runner import ProcessRunner
+from honed.runner import Runner
+from honed.send_process import is_a_unit
+from honed.systemd_fetch import UnitFetchRunner
+from honed.systemd_runner import SystemdRunner, why_not
+
+log = logging.getLogger(__name__)
+
+
+def choose_runner(
+    layout: Layout, config: Callable[[], Config], *, clock: Callable[[], float]
+) -> tuple[Runner, Systemd | None]:
+    """Units where they can be, processes elsewhere; which and why is said. With it, where the units are.
+
+    `config` is asked whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
+    """
+    asked = config().jobs.runner
+    systemd = Systemd()
+    reason = "the configuration says so" if asked == "process" else why_not(layout, systemd)
+    if reason is None:
+        log.info("workers are units, honed-job@ID.service")
+        runner = SystemdRunner(
+            layout,
+            systemd,
+            watchdog_sec=lambda: config().jobs.stall_timeout_sec,
+            stop_timeout_sec=lambda: config().jobs.stop_timeout_sec,
+            clock=clock,
+        )
+        return runner, systemd
+    systemd.close()
+    if asked == "systemd":
+        raise EnvironmentInvalidError(
+            f"jobs.runner is systemd, but workers cannot be units: {reason}",
+            hint='honectl doctor; or runner = "auto"',
+        )
+    # Below another directory nobody expects units; of the system's own instance the administrator should know.
+    is_expected = asked == "process" or layout.root != Path("/")
+    log.log(logging.INFO if is_expected else logging.WARNING, "workers are processes of honed's own: %s", reason)
+    return ProcessRunner(layout), None
+
+
+def choose_fetch_runner(layout: Layout, config: Config, systemd: Systemd | None) -> FetchRunner:
+    """`systemd`: where workers are units."""
+    if systemd is not None:
+        return UnitFetchRunner(layout, systemd)
+    if config.policy.hub and is_a_unit(layout):
+        log.warning("policy.hub is on, but fetches are processes of honed's own, whose unit has no network")
+    return ProcessFetchRunner(layout)

@@ -1,0 +1,44 @@
+"""What `submit --stage` had copied for a job is removed once the job is done."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from honed import foreign, staged
+from honed.job import Job
+from honed.layout import Layout
+from honed.log import about
+
+log = logging.getLogger(__name__)
+
+
+def remove_copies(layout: Layout, job: Job, unfinished: Iterable[Job]) -> None:
+    """Of a job that is done, what `submit --stage` had copied; what another job of the same person names stays."""
+    places = staged.places(_spec_of(layout, job), layout, job.uid)
+    others = [other for other in unfinished if other.uid == job.uid] if places else []
+    needed = {place for other in others for place in staged.places(_spec_of(layout, other), layout, other.uid)}
+    for place in set(places) - needed:
+        # Aside: a hundred thousand images take their time.
+        threading.Thread(target=_remove, args=(job, place)).start()
+
+
+def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:
+    try:
+        return dict(json.loads(foreign.read_plain(layout.job(job.id).plan_path, num_names=1))["spec"])
+    except (OSError, ValueError, KeyError, TypeError):  # told elsewhere, where it matters
+        return {}
+
+
+def _remove(job: Job, place: Path) -> None:
+    try:
+        shutil.rmtree(place)
+    except OSError as error:
+        log.warning("job %d (%s): its staged copies stay: %s", job.id, job.name, error, extra=about(job))
+    else:
+        log.info("job %d (%s): removed its staged copies, %s", job.id, job.name, place, extra=about(job))
