@@ -41,14 +41,12 @@ from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
 from honed.notify import Notifier
-from honed.outbox import Outbox
 from honed.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.progress import progress_text
+from honed.publishing import Publishing
 from honed.rebuild import rebuild
-from honed.reporter import Reporter
 from honed.runner import Runner
 from honed.runner_choice import choose_fetch_runner, choose_runner
-from honed.send_process import SendProcess, is_a_unit
 from honed.spool import Spool
 from honed.wake import Wake
 from honed.watcher import Watcher
@@ -112,9 +110,7 @@ class Daemon:
         self._backlog = Backlog(
             layout, self._spool, self._database, self._acceptance, self._attempts, self._placement, clock=clock
         )
-        self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
-        self._reporter = Reporter(layout, clock=clock)
-        self._set_reporting()
+        self._publishing = Publishing(layout, config, self._database, self._attempts, clock=clock)
         self._answers = Answers(
             layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
             unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
@@ -148,7 +144,8 @@ class Daemon:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
         steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce, self._tend_sender, self._tend_reporter)  # fmt: skip
+                 self._start_next, self._attempts.enforce, self._publishing.tend_sender,
+                 self._publishing.tend_reporter)  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
         self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
@@ -233,18 +230,15 @@ class Daemon:
             {*(job.id for job in self._backlog.jobs()), *(claim.id for claim in self._spool.claims())}
         )
         self._acceptance.scan()
-        self._tend_sender()  # rows may wait though there is nothing else to do
+        self._publishing.tend_sender()  # rows may wait though there is nothing else to do
 
     def _close(self) -> None:
         self._server.close()
         self._watcher.stop()
         self._client.close()
         self._fetcher.close()
-        if self._sender is not None:
-            # What `--drain` leaves behind may never run again; elsewhere the rows wait for the next start.
-            is_last = self._drain and not self._is_stopping
-            self._sender.finish(self._config.reporting.flush_sec) if is_last else self._sender.stop()
-        self._reporter.finish(self._config.policy)
+        # What `--drain` leaves behind may never run again.
+        self._publishing.close(is_last=self._drain and not self._is_stopping)
         self._database.close()
         self._spool.close()
         self._selector.close()
@@ -279,28 +273,11 @@ class Daemon:
             for part in (self._acceptance, self._attempts, self._fetcher, self._placement, self._answers):
                 part.config = self._config
             self._watcher.settle_sec = self._config.spool.settle_sec
-            self._set_reporting()
-            if self._sender is not None:
-                self._sender.reload()
+            self._publishing.reload(self._config)
             log.info("configuration reloaded", extra=about(message=message.RELOADED))
         self._notifier.ready()
 
-    def _set_reporting(self) -> None:
-        """Keep rows for the metrics API, where one is configured. Raises SpecError for an address that is none."""
-        reporting = self._config.reporting
-        is_wanted = reporting.address() is not None
-        limit = reporting.max_outbox_bytes
-        self._attempts.outbox = Outbox(self._layout.outbox_dir, max_bytes=limit) if is_wanted else None
-
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    def _tend_sender(self) -> None:
-        if self._sender is not None:
-            self._sender.tend(is_wanted=self._attempts.outbox is not None)
-
-    def _tend_reporter(self) -> None:
-        moved, self._database.moved = self._database.moved, set()
-        self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
 
     def _settle(self) -> None:
         for job in self._attempts.put_back():

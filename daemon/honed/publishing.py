@@ -1,0 +1,56 @@
+"""What jobs tell the world: rows on their way to a metrics API, and pages; the programs that send and make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from honed.attempts import Attempts
+from honed.config import Config
+from honed.database import Database
+from honed.layout import Layout
+from honed.outbox import Outbox
+from honed.reporter import Reporter
+from honed.send_process import SendProcess, is_a_unit
+
+
+class Publishing:
+    """The sender, where it is no unit of its own, and the reporter. Raises SpecError for an address that is none."""
+
+    def __init__(
+        self, layout: Layout, config: Config, database: Database, attempts: Attempts, *, clock: Callable[[], float]
+    ) -> None:
+        self._layout = layout
+        self._config = config
+        self._database = database
+        self._attempts = attempts
+        self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
+        self._reporter = Reporter(layout, clock=clock)
+        self._set_outbox()
+
+    def reload(self, config: Config) -> None:
+        """Raises SpecError for an address that is none."""
+        self._config = config
+        self._set_outbox()
+        if self._sender is not None:
+            self._sender.reload()
+
+    def _set_outbox(self) -> None:
+        """Keep rows for the metrics API, where one is configured."""
+        reporting = self._config.reporting
+        is_wanted = reporting.address() is not None
+        limit = reporting.max_outbox_bytes
+        self._attempts.outbox = Outbox(self._layout.outbox_dir, max_bytes=limit) if is_wanted else None
+
+    def tend_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.tend(is_wanted=self._attempts.outbox is not None)
+
+    def tend_reporter(self) -> None:
+        moved, self._database.moved = self._database.moved, set()
+        self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
+
+    def close(self, *, is_last: bool) -> None:
+        """`is_last`: rows that are left behind may never be sent; elsewhere they wait for the next start."""
+        if self._sender is not None:
+            self._sender.finish(self._config.reporting.flush_sec) if is_last else self._sender.stop()
+        self._reporter.finish(self._config.policy)
