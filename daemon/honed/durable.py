@@ -7,9 +7,17 @@ import errno
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+#: Work on files that says, each time, what must be durable before it goes on: descriptors, directories.
+Steps = Generator[list[int | Path], None, T]
+#: Threads that wait for the disk: a journaling file system makes what they wait for durable in one commit.
+NUM_SYNCS_AT_ONCE = 16
 
 #: The same, of SQLite.
 SQLITE_FAULTS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
@@ -39,8 +47,8 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def write_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Path:
-    """Write `data` to a hidden file beside `path`, synced; the caller renames it. Returns the hidden file's path."""
+def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
+    """A hidden file beside `path` that holds `data`, not synced yet, and its descriptor."""
     temporary = path.with_name(f".{path.name}.tmp")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     try:
@@ -53,7 +61,23 @@ def write_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Path:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
-        os.fsync(fd)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return temporary, fd
+
+
+def write_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Path:
+    """Write `data` to a hidden file beside `path`, synced; the caller renames it. Returns the hidden file's path."""
+    return finish(writing_beside(path, data, mode=mode))
+
+
+def writing_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[Path]:
+    temporary, fd = _create_beside(path, data, mode=mode)
+    try:
+        yield [fd]
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -65,12 +89,22 @@ def write_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Path:
 
 def write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `data`: after a crash there is the old file or the new one, never a part."""
-    write_beside(path, data, mode=mode).rename(path)
-    sync_dir(path.parent)
+    finish(writing(path, data, mode=mode))
+
+
+def writing(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[None]:
+    """As write."""
+    temporary = yield from writing_beside(path, data, mode=mode)
+    temporary.rename(path)
+    yield [path.parent]
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
-    write(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(), mode=mode)
+    write(path, as_json(value), mode=mode)
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def make_dir(path: Path, *, mode: int = 0o755) -> None:
@@ -78,6 +112,11 @@ def make_dir(path: Path, *, mode: int = 0o755) -> None:
 
     A mode that lets the group write is meant, whatever our umask: workers of another user write there.
     """
+    finish(making_dir(path, mode=mode))
+
+
+def making_dir(path: Path, *, mode: int = 0o755) -> Steps[None]:
+    """As make_dir."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -86,7 +125,7 @@ def make_dir(path: Path, *, mode: int = 0o755) -> None:
         # Not by chmod: without the setgid bit in its mode it clears an inherited one, and with it a sandbox refuses it.
         with _umask(0o777 & ~mode) if mode & 0o020 else contextlib.nullcontext():
             directory.mkdir(mode=mode, exist_ok=True)
-        sync_dir(directory.parent)
+        yield [directory.parent]
 
 
 @contextlib.contextmanager
@@ -96,3 +135,73 @@ def _umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+# -- one after another, or side by side --------------------------------------------------------------------------------
+
+
+def finish(work: Steps[T]) -> T:
+    """Do one piece of work to its end."""
+    try:
+        wanted = next(work)
+        while True:
+            try:
+                for each in wanted:
+                    _sync(each)
+            except OSError as error:
+                wanted = work.throw(error)
+            else:
+                wanted = next(work)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def finish_all(works: Sequence[Steps[T]]) -> list[T | Exception]:
+    """Do many to their ends, step by step beside each other: what they wait for is synced at once, and once.
+
+    A fault ends the work that met it, and stands in its place; the others go on.
+    """
+    if len(works) == 1:
+        try:
+            return [finish(works[0])]
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            return [error]
+    results: dict[int, T | Exception] = {}
+    faults: dict[int, OSError] = {}
+    while len(results) < len(works):
+        wanted: dict[int, list[int | Path]] = {}
+        for number, work in enumerate(works):
+            if number in results:
+                continue
+            try:
+                wanted[number] = work.throw(faults[number]) if number in faults else next(work)
+            except StopIteration as end:
+                results[number] = end.value
+            except Exception as error:  # noqa: BLE001 - the caller looks at it
+                results[number] = error
+        places = list(dict.fromkeys(each for many in wanted.values() for each in many))
+        broken = dict(zip(places, _pool().map(_fault_of_sync, places), strict=True))
+        found = {number: next((broken[each] for each in many if broken[each]), None) for number, many in wanted.items()}
+        faults = {number: error for number, error in found.items() if error is not None}
+    return [results[number] for number in range(len(works))]
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_SYNCS_AT_ONCE, thread_name_prefix="sync")
+
+
+def _fault_of_sync(what: int | Path) -> OSError | None:
+    try:
+        _sync(what)
+    except OSError as error:
+        return error
+    return None
+
+
+def _sync(what: int | Path) -> None:
+    if isinstance(what, int):
+        os.fsync(what)
+    else:
+        sync_dir(what)

@@ -7,6 +7,7 @@ daemon is here and nowhere else: the database can be deleted and is made again f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,7 +48,7 @@ class Stop(StrEnum):
     SHUTDOWN = "shutdown"  #: to queued: honed or the machine goes down
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One numbered try: one worker start, or two with a fallback."""
 
@@ -61,7 +62,7 @@ class Attempt:
     device: str | None = None  #: what it ran on: a GPU's uuid, or cpu
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """An entry. Equality is by value; `revision` grows with each change, so that of two copies the newer is known."""
 
@@ -117,6 +118,11 @@ class Job:
             raise ValueError(f"not a job entry: {error}") from error
 
 
+@functools.cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))
+
+
 def _known(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(cls)}
+    names = _names(cls)
     return {key: value for key, value in raw.items() if key in names}

@@ -24,12 +24,14 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from honed import access, durable
+from honed.catalog import Catalog
+from honed.durable import Steps, finish
 from honed.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.job import MOVES, Job, State
 from honed.layout import JobLayout, Layout
@@ -88,6 +90,7 @@ class Spool:
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
         self._lock_fd = self._take_lock() if lock else None
+        self._catalog: Catalog | None = None
         #: Whether workers are another user than we, who then shares nothing by accident.
         self._has_workers_user = access.workers_user(layout.root) is not None
 
@@ -107,6 +110,12 @@ class Spool:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+    @property
+    def catalog(self) -> Catalog:
+        """All jobs, in memory: of the spool's owner alone, once it has recovered."""
+        assert self._catalog is not None
+        return self._catalog
 
     @property
     def root(self) -> Path:
@@ -138,10 +147,17 @@ class Spool:
 
         Raises PermissionError for a directory of somebody else's: a rename changes its `..`, which is theirs to write.
         """
-        job_id = self._next_id()
+        return finish(self._claiming(arrival, self._next_id()))
+
+    def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
+        """As claim, many at once; what went wrong with one stands in its place. After a crash numbers may be missing."""
+        first = self._next_id(len(arrivals)) if arrivals else 0
+        return durable.finish_all([self._claiming(path, first + index) for index, path in enumerate(arrivals)])
+
+    def _claiming(self, arrival: Path, job_id: int) -> Steps[Claim | None]:
         place = self.claimed_dir / str(job_id)
         place.mkdir(mode=0o700)
-        durable.sync_dir(self.claimed_dir)
+        yield [self.claimed_dir]
         try:
             arrival.rename(place / arrival.name)
         except FileNotFoundError:
@@ -150,12 +166,13 @@ class Spool:
         except OSError:
             place.rmdir()
             raise
-        durable.sync_dir(place)
-        durable.sync_dir(self.incoming_dir)
+        yield [place]
+        yield [self.incoming_dir]
         return Claim(job_id, place / arrival.name)
 
-    def _next_id(self) -> int:
-        """A number that was never given before and never will be again, durable before it is used."""
+    def _next_id(self, count: int = 1) -> int:
+        """The first of so many numbers that were never given before and never will be again, durable before they are
+        used."""
         path = self.dir / "seq"
         try:
             last = int(path.read_text())
@@ -167,7 +184,7 @@ class Spool:
                 hint=f"write the highest job number ever used into it: at least {self._max_id()}",
             ) from None
         job_id = max(last, self._max_id() if last == 0 else 0) + 1
-        durable.write(path, f"{job_id}\n".encode())
+        durable.write(path, f"{job_id + count - 1}\n".encode())
         return job_id
 
     def _max_id(self) -> int:
@@ -179,6 +196,15 @@ class Spool:
 
         The person who dropped it may still hold it open: whatever they write from now on changes nothing.
         """
+        return finish(self._copying(claim, max_bytes=max_bytes, is_shared=is_shared))
+
+    def copy_all(self, claims: Sequence[Claim], *, max_bytes: int, is_shared: bool = False) -> list[Copy | Exception]:
+        """As copy, many at once; what went wrong with one stands in its place."""
+        return durable.finish_all(
+            [self._copying(claim, max_bytes=max_bytes, is_shared=is_shared) for claim in claims]
+        )
+
+    def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool) -> Steps[Copy]:
         if claim.path.suffix not in SPEC_SUFFIXES:
             raise SpecError(
                 f"{claim.name!r}: not a job file's name", hint="a job file ends in .yaml, .yml, .json or .toml"
@@ -209,20 +235,32 @@ class Spool:
             )
         directory = self._layout.job(claim.id).dir
         if self._has_workers_user:
-            durable.make_dir(directory, mode=0o1770)  # sticky: the workers leave our spec and plan in it alone
+            yield from durable.making_dir(directory, mode=0o1770)  # sticky: the workers leave our spec and plan in it alone
             access.open_job_dir(directory, info.st_uid, is_shared=is_shared)
         else:
-            durable.make_dir(directory)
-        durable.write(directory / f"spec{claim.path.suffix}", data)
+            yield from durable.making_dir(directory)
+        yield from durable.writing(directory / f"spec{claim.path.suffix}", data)
         return Copy(directory / f"spec{claim.path.suffix}", info.st_uid)
 
     def admit(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Job:
         """Accept a claimed arrival. The rename of its entry is the commit: before it, nothing happened."""
-        durable.write_json(self._layout.job(job.id).plan_path, plan)
-        durable.sync_dir(self._layout.jobs_dir)
-        path = self._entry_path(job.id, job.state)
-        durable.write(path, job.to_json())
-        self._drop(claim)
+        return finish(self._admitting(job, claim, plan))
+
+    def admit_all(self, accepted: Sequence[tuple[Job, Claim, dict[str, Any]]]) -> list[Job | Exception]:
+        """As admit, many at once; what went wrong with one stands in its place."""
+        return durable.finish_all([self._admitting(*each) for each in accepted])
+
+    def _admitting(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Steps[Job]:
+        yield from durable.writing(self._layout.job(job.id).plan_path, durable.as_json(plan))
+        yield [self._layout.jobs_dir]
+        temporary = yield from durable.writing_beside(self._entry_path(job.id, job.state), job.to_json())
+        temporary.rename(self._entry_path(job.id, job.state))
+        if self._catalog is not None:
+            self._catalog.put(job)
+        yield [self.state_dir(job.state)]
+        with contextlib.suppress(FileNotFoundError):  # what a crash leaves of it is dropped by recovery
+            claim.path.unlink()
+            claim.path.parent.rmdir()
         return job
 
     def reject(self, claim: Claim, reason: str) -> Path:
@@ -249,17 +287,21 @@ class Spool:
         with contextlib.suppress(FileNotFoundError):
             claim.path.parent.rmdir()
 
-    def claims(self) -> list[Claim]:
-        """What was claimed and has neither been accepted nor refused."""
-        places = sorted(
-            (p for p in self.claimed_dir.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name)
-        )
-        return [Claim(int(place.name), path) for place in places for path in place.iterdir()]
+    def claims(self, *, but: Container[int] = ()) -> Iterator[Claim]:
+        """What was claimed and has neither been accepted nor refused, `but` for these numbers."""
+        numbers = sorted(int(name) for name in os.listdir(self.claimed_dir) if name.isdecimal())
+        for number in numbers:
+            place = self.claimed_dir / str(number)
+            if number not in but and place.is_dir():
+                yield from (Claim(number, path) for path in list(place.iterdir()))
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def jobs(self, state: State) -> Iterator[Job]:
         """The jobs in a state, by number; an entry that cannot be read is logged and passed over."""
+        if self._catalog is not None:
+            yield from sorted(self._catalog.of_state(state), key=lambda job: job.id)
+            return
         for path in self._entries(state):
             if (job := _read_entry(path, state)) is not None:
                 yield job
@@ -270,6 +312,8 @@ class Spool:
         In the middle of a move an entry lies in two places: the newer one counts. And it may move behind the reader's
         back into a place already looked at: so the places are looked at twice.
         """
+        if self._catalog is not None:
+            return {job.id: job for job in sorted(self._catalog, key=lambda job: job.id)}
         found: dict[int, Job] = {}
         places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
         for path, state in places:
@@ -284,14 +328,24 @@ class Spool:
 
     def job(self, job_id: int) -> Job | None:
         """One job, wherever it lies; of two copies the newer."""
+        if self._catalog is not None:
+            return self._catalog.get(job_id)
         places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
         found = [job for path, state in places if (job := _read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
+
+    def named(self, name: str) -> list[Job]:
+        """The jobs of that name, oldest first."""
+        if self._catalog is not None:
+            return self._catalog.named(name)
+        return [job for job in self.all_jobs().values() if job.name == name]
 
     def update(self, job: Job, **changes: Any) -> Job:
         """Change an entry where it lies."""
         changed = dataclasses.replace(job, revision=job.revision + 1, **changes)
         durable.write(self._entry_path(job.id, job.state), changed.to_json())
+        if self._catalog is not None:
+            self._catalog.put(changed)
         return changed
 
     def move(self, job: Job, to: State, **changes: Any) -> Job:
@@ -300,6 +354,8 @@ class Spool:
         moved = dataclasses.replace(job, state=to, revision=job.revision + 1, **changes)
         old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
         durable.write_beside(old, moved.to_json()).rename(new)
+        if self._catalog is not None:
+            self._catalog.put(moved)
         durable.sync_dir(new.parent)
         old.unlink()
         durable.sync_dir(old.parent)
@@ -324,12 +380,10 @@ class Spool:
 
     def recover(self) -> None:
         """Finish what a crash cut short: half moves, half claims, hidden files of writers that died."""
-        for state in State:
-            for path in self.state_dir(state).glob(".*.tmp"):
-                path.unlink(missing_ok=True)
         for path in [*self.dir.glob(".*.tmp"), *self.rejected_dir.glob(".*.reason.tmp")]:
             path.unlink(missing_ok=True)
-        self._drop_older_copies()
+        self._catalog = None
+        self._catalog = Catalog(self._newest_copies())
         for place in list(self.claimed_dir.iterdir()):
             if not place.name.isdecimal() or not place.is_dir():
                 log.warning("%s: not honed's; left alone", place)
@@ -341,18 +395,30 @@ class Spool:
                 self._recover_claim(Claim(int(place.name), path))
         self._next_id_is_readable()
 
-    def _drop_older_copies(self) -> None:
-        copies: dict[int, list[Job]] = {}
+    def _newest_copies(self) -> Iterable[Job]:
+        """Each job once; of two copies, which a move leaves that was cut short, the older is removed."""
+        newest: dict[int, Job] = {}
         for state in State:
-            for job in self.jobs(state):
-                copies.setdefault(job.id, []).append(job)
-        for found in copies.values():
-            newest = max(found, key=lambda job: job.revision)
-            for job in found:
-                if job.state != newest.state:
-                    log.warning("job %d: dropped its older copy in %s", job.id, job.state)
-                    self._entry_path(job.id, job.state).unlink()
-                    durable.sync_dir(self.state_dir(job.state))
+            for job in self._entries_of(state):
+                other = newest.get(job.id)
+                newest[job.id] = job if other is None or job.revision > other.revision else other
+                if other is not None:
+                    older = other if newest[job.id] is job else job
+                    log.warning("job %d: dropped its older copy in %s", older.id, older.state)
+                    self._entry_path(older.id, older.state).unlink()
+                    durable.sync_dir(self.state_dir(older.state))
+        return newest.values()
+
+    def _entries_of(self, state: State) -> Iterator[Job]:
+        """What lies in a state's directory; hidden files of writers that died are removed."""
+        directory = os.fspath(self.state_dir(state))
+        for name in os.listdir(directory):
+            if name.startswith(".") and name.endswith(".tmp"):
+                (self.state_dir(state) / name).unlink(missing_ok=True)
+            elif name.endswith(".json") and name[:-5].isdecimal():
+                job = _read_entry(self.state_dir(state) / name, state)
+                if job is not None:
+                    yield job
 
     def _recover_claim(self, claim: Claim) -> None:
         # A rename between directories can leave both names after a power cut; one inode is one arrival.
