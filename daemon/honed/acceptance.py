@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +38,18 @@ from honed.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
-#: How many arrivals are claimed in one pass, so that a flood does not hold the loop.
-MAX_CLAIMS_PER_PASS = 50
+#: Of a flood, how many are claimed and not checked yet at a time: the rest waits in incoming/, where it costs nothing.
+MAX_PENDING = 64
+#: How many are claimed, or accepted, together: they share the syncs of the disk. More would hold up the loop.
+MAX_TOGETHER = 16
+#: Arrivals that are looked at in one pass, and seconds between two listings of incoming/, as many times as one takes.
+MAX_LOOKS_PER_PASS = 200
+LISTING_REST = 20
+#: Seconds that a checked arrival waits for others to be accepted with, and that a pass over those may take that wait.
+ACCEPT_TOGETHER_SEC = 0.25
+PASS_SEC = 0.1
+#: Accepted jobs that are being checked again at a time.
+MAX_ASKED_AGAIN = 32
 #: Seconds for which a job waits for the arrival of one that it names, and for other arrivals to be settled first.
 NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
@@ -57,8 +69,9 @@ class _Waiting:
 
     pending: _Pending
     answer: dict[str, Any]
+    job: Job  #: as it would be accepted
     since: float  #: by the clock
-    quiet_since: float | None = None  #: since when nothing else is on its way
+    missing_since: float | None = None  #: since when a job that it names is known not to be there
 
 
 @dataclass(frozen=True)
@@ -79,8 +92,34 @@ class Replanned:
     answer: dict[str, Any]
 
 
+class _Names:
+    """The names of the arrivals that wait, of each person, and the names that these wait for."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, str], list[int]] = {}
+        self._wanted: dict[tuple[int, str], list[str]] = {}
+
+    def add(self, job: Job, wanted: list[str]) -> None:
+        self._numbers.setdefault((job.uid, job.name), []).append(job.id)
+        self._wanted[job.uid, job.name] = wanted
+
+    def forget(self, job: Job) -> None:
+        """It waits no longer."""
+        numbers = self._numbers[job.uid, job.name]
+        numbers.remove(job.id)
+        if not numbers:
+            del self._numbers[job.uid, job.name], self._wanted[job.uid, job.name]
+
+    def newest(self, name: str, job: Job) -> int:
+        """The number of this person's newest arrival of that name, besides this one; 0 where there is none."""
+        return max((number for number in self._numbers.get((job.uid, name), ()) if number != job.id), default=0)
+
+    def wanted_by(self, name: str, uid: int) -> list[str]:
+        return self._wanted.get((uid, name), [])
+
+
 class Acceptance:
-    """The way in. `others` tells of the jobs that are not over, for what only one of them may have."""
+    """The way in."""
 
     def __init__(
         self,
@@ -88,7 +127,6 @@ class Acceptance:
         watcher: Watcher,
         client: Checker,
         config: Config,
-        others: Callable[[], Iterable[Job]],
         fetcher: Fetcher,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -97,24 +135,33 @@ class Acceptance:
         self._watcher = watcher
         self._client = client
         self.config = config
-        self._others = others
         self._fetcher = fetcher
         self._clock = clock
         self._pending: dict[int, _Pending] = {}
         self._waiting: dict[int, _Waiting] = {}
+        self._names = _Names()  # of those that wait
+        self._quiet_since: float | None = None  # since when nothing else is on its way
+        self._last_waiting = 0  # up to which number the last pass has come
         self._fetching: dict[int, _Fetching] = {}
         self._num_fetches: dict[int, int] = {}
         self._ask_again: dict[int, Callable[[], None]] = {}  # for accepted jobs that are being checked again
         self._asked_again: set[int] = set()
         self._replanned: list[Replanned] = []
+        self._checked: list[tuple[_Pending, dict[str, Any]]] = []  # to be accepted, together
+        self._checked_since = 0.0
+        self._listed: deque[Path] = deque()  # what lay in incoming/ and was not looked at yet
         self._num_unsettled = 0
+        self._list_at = 0.0
+        self._must_list = False
+        self._tried: set[int] = set()  # claims that could not be settled
         self._left: dict[str, int] = {}  # name → inode
         self.fault = ""  #: what kept the last scan's arrivals from being settled, where the machine did
 
     @property
     def is_busy(self) -> bool:
         """Whether something lies in incoming/ or is being checked."""
-        return bool(self._pending or self._num_unsettled or self._asked_again - self._fetching.keys())
+        on_their_way = self._pending or self._checked or self.num_unsettled
+        return bool(on_their_way or self._asked_again - self._fetching.keys())
 
     @property
     def num_waiting(self) -> int:
@@ -128,28 +175,72 @@ class Acceptance:
 
     @property
     def num_unsettled(self) -> int:
-        """Arrivals that may still be being written."""
-        return self._num_unsettled
+        """Arrivals that may still be being written, or were not looked at yet."""
+        return self._num_unsettled + len(self._listed) + self._must_list
+
+    @property
+    def has_room(self) -> bool:
+        """Whether accepted jobs may be checked again now: a few at a time, so that new ones get their turn."""
+        return len(self._asked_again) < MAX_ASKED_AGAIN
 
     def scan(self) -> None:
-        """Claim every arrival that is whole, and check again what was claimed before and could not be settled then."""
+        """Claim arrivals that are whole, and check again what was claimed before and could not be settled then."""
         self.fault = ""
-        for claim in self._spool.claims():
-            if not any(claim.id in known for known in (self._pending, self._waiting, self._fetching)):
-                self._check(claim)
-        arrivals = [path for path in self._spool.arrivals() if not self._is_left(path)]
-        self._watcher.keep({path.name for path in arrivals})
-        self._num_unsettled = len(arrivals)
-        for path in [path for path in arrivals if self._watcher.is_whole(path)][:MAX_CLAIMS_PER_PASS]:
-            self._num_unsettled -= 1
-            try:
-                taken = self._spool.claim(path)
-            except PermissionError as error:
-                self._leave(path, error)
+        now = self._clock()
+        self._must_list = now < self._list_at
+        if not self._must_list:
+            self._list()
+            self._list_at = now + LISTING_REST * (self._clock() - now)
+        self._check_claimed()
+        whole: list[Path] = []
+        wanted = min(MAX_TOGETHER, MAX_PENDING - len(self._pending) - len(self._checked))
+        looks = min(len(self._listed), MAX_LOOKS_PER_PASS) if wanted > 0 else 0
+        while looks and len(whole) < wanted:
+            looks -= 1
+            path = self._listed.popleft()
+            if self._is_left(path):
                 continue
+            self._num_unsettled += 1  # until it is claimed, or the next listing
+            if self._watcher.is_whole(path):
+                whole.append(path)
+        self._claim(whole)
+
+    def _list(self) -> None:
+        """Look what lies in incoming/. While a flood is taken, that is done now and then."""
+        arrivals = self._spool.arrivals()
+        self._watcher.keep({path.name for path in arrivals})
+        self._listed, self._num_unsettled = deque(arrivals), 0
+
+    def _check_claimed(self) -> None:
+        """What was claimed before: by a honed that was killed, or when the disk was full."""
+        known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked)}
+        room = min(MAX_PENDING - len(self._pending), MAX_TOGETHER)
+        found = list(itertools.islice(self._spool.claims(but=known | self._tried), max(0, room)))
+        if not found:
+            self._tried.clear()  # once more with the next look
+            return
+        self._tried |= {claim.id for claim in found}
+        self._must_list = True  # and then those behind them
+        self._copy(found)
+
+    def _claim(self, paths: list[Path]) -> None:
+        """Raises OSError where the machine keeps one of them from being claimed; the others are."""
+        claims: list[Claim] = []
+        faults: list[Exception] = []
+        for path, taken in zip(paths, self._spool.claim_all(paths), strict=True):
+            match taken:
+                case PermissionError():
+                    self._leave(path, taken)
+                case Exception():
+                    faults.append(taken)
+                    continue
+                case Claim():
+                    claims.append(taken)
             self._watcher.forget(path.name)
-            if taken is not None:
-                self._check(taken)
+            self._num_unsettled -= 1
+        self._copy(claims)
+        if faults:
+            raise faults[0]
 
     def _leave(self, path: Path, error: OSError) -> None:
         """What cannot be taken lies where it is, and is told of once: a directory of somebody else's."""
@@ -164,18 +255,17 @@ class Acceptance:
             del self._left[path.name]
             return False
 
-    def _check(self, claim: Claim) -> None:
-        try:
-            copy = self._spool.copy(
-                claim, max_bytes=self.config.spool.max_spec_bytes, is_shared=self.config.policy.share_results
-            )
-        except HonedError as error:
-            self._refuse(claim, error)
-            return
-        except OSError as error:
-            self._wait(claim, error)
-            return
-        self._submit(_Pending(claim, copy))
+    def _copy(self, claims: list[Claim]) -> None:
+        limit, is_shared = self.config.spool.max_spec_bytes, self.config.policy.share_results
+        copies = self._spool.copy_all(claims, max_bytes=limit, is_shared=is_shared)
+        for claim, copy in zip(claims, copies, strict=True):
+            match copy:
+                case HonedError():
+                    self._refuse(claim, copy)
+                case Exception():
+                    self._wait(claim, copy)
+                case Copy():
+                    self._submit(_Pending(claim, copy))
 
     def _submit(self, pending: _Pending) -> None:
         self._pending[pending.claim.id] = pending
@@ -183,7 +273,6 @@ class Acceptance:
 
     def settle(self) -> list[Job]:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
-        accepted = []
         for answer in self._client.poll():
             if not (answer["ok"] and answer["needs_fetch"]):
                 self._num_fetches.pop(answer["id"], None)
@@ -201,20 +290,40 @@ class Acceptance:
             elif answer["needs_fetch"]:
                 self._fetch(answer, pending)
             elif answer["references"] or answer["spec"].get("depends_on"):
-                self._waiting[answer["id"]] = _Waiting(pending, answer, self._clock())
+                waiting = _Waiting(pending, answer, self._job(pending, answer), self._clock())
+                self._waiting[answer["id"]] = waiting
+                self._names.add(waiting.job, _names(answer))
             else:
-                accepted += self._settle(pending, answer, self._job(pending, answer))
-        return accepted
-
-    def _settle(self, pending: _Pending, answer: dict[str, Any], job: Job) -> list[Job]:
-        try:
-            self._check_against_others(job)
-            return [self._admit(pending.claim, job, answer)]
-        except HonedError as error:
-            self._refuse(pending.claim, error)
-        except OSError as error:
-            self._wait(pending.claim, error)
+                self._checked_since = self._checked_since if self._checked else self._clock()
+                self._checked.append((pending, answer))
+        is_late = self._clock() - self._checked_since >= ACCEPT_TOGETHER_SEC
+        if self._checked and (is_late or len(self._checked) >= MAX_TOGETHER or not self._pending):
+            checked, self._checked = self._checked, []
+            return self._settle([(*each, self._job(*each)) for each in checked])
         return []
+
+    def _settle(self, checked: list[tuple[_Pending, dict[str, Any], Job]]) -> list[Job]:
+        """Accept what is in no other job's way, together. Returns the jobs accepted."""
+        free = []
+        for pending, answer, job in checked:
+            try:
+                self._check_against_others(job)
+            except HonedError as error:
+                self._refuse(pending.claim, error)
+            else:
+                self._spool.catalog.reserve(job)
+                free.append((pending, answer, job))
+        entries = [(job, pending.claim, self.plan_of(job, answer)) for pending, answer, job in free]
+        accepted = []
+        for (pending, answer, job), admitted in zip(free, self._spool.admit_all(entries), strict=True):
+            if isinstance(admitted, Job):
+                self._tell_accepted(admitted, answer)
+                accepted.append(admitted)
+                continue
+            if self._spool.job(job.id) is None:
+                self._spool.catalog.give_back(job)
+            self._wait(pending.claim, admitted)
+        return accepted
 
     # -- models to fetch ----------------------------------------------------------------------------------------------
 
@@ -294,62 +403,77 @@ class Acceptance:
 
     # -- jobs that name others ----------------------------------------------------------------------------------------
 
-    def settle_waiting(self) -> Job | None:
-        """Accept one arrival whose named jobs are known by now, and refuse those that have waited long enough."""
-        now = self._clock()
-        is_quiet = not self._pending and not self._num_unsettled
-        for number, waiting in list(self._waiting.items()):
+    def settle_waiting(self) -> list[Job]:
+        """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
+        began = self._clock()
+        is_quiet = not self._pending and not self._checked and not self.num_unsettled
+        self._quiet_since = (self._quiet_since if self._quiet_since is not None else began) if is_quiet else None
+        accepted: list[Job] = []
+        ready: list[tuple[_Pending, dict[str, Any], Job]] = []
+        fetched = self._names_fetching()
+        for number in self._waiting_in_turn():
+            waiting, now = self._waiting[number], self._clock()
             if not is_quiet and now - waiting.since < ARRIVALS_PATIENCE_SEC:
-                self._waiting[number] = replace(waiting, quiet_since=None)
                 continue
-            job = self._job(waiting.pending, waiting.answer)
-            if not self._named_by(_names(waiting.answer), job.uid).isdisjoint(self._names_fetching()):
-                self._waiting[number] = replace(waiting, quiet_since=None)
+            self._last_waiting = number
+            job, named = replace(waiting.job, submitted_at=time.time()), _names(waiting.answer)
+            if fetched and not self._named_by(named, job.uid).isdisjoint(fetched):
+                self._waiting[number] = replace(waiting, missing_since=None)
                 continue
-            found = {name: self._named(name, job) for name in _names(waiting.answer)}
+            if len(ready) >= MAX_TOGETHER or any({other.name, str(other.id)} & set(named) for _, _, other in ready):
+                accepted += self._settle(ready)  # first those that this one names
+                ready = []
+            found = {name: self._named(name, job) for name in named}
             missing = next((name for name, other in found.items() if other is None), None)
-            quiet_since = waiting.quiet_since if waiting.quiet_since is not None else now
-            if missing is not None and now - quiet_since < NAMED_JOB_PATIENCE_SEC:
-                self._waiting[number] = replace(waiting, quiet_since=quiet_since)
+            if missing is not None and self._may_still_come(waiting, now):
                 continue
             problem = self._unknown(missing, job) if missing is not None else None
             del self._waiting[number]
-            if problem is not None:
-                self._refuse(waiting.pending.claim, problem)
-                continue
+            self._names.forget(job)
             try:
+                if problem is not None:
+                    raise problem
                 job = self._with_inputs(job, waiting.answer, {name: other for name, other in found.items() if other})
             except HonedError as error:
                 self._refuse(waiting.pending.claim, error)
-                continue
-            if accepted := self._settle(waiting.pending, waiting.answer, job):
-                return accepted[0]
-        return None
+            else:
+                ready.append((waiting.pending, waiting.answer, job))
+            if now - began >= PASS_SEC:
+                break  # the rest in the next pass
+        else:
+            self._last_waiting = 0
+        return accepted + self._settle(ready)
+
+    def _waiting_in_turn(self) -> list[int]:
+        """Those that the last pass has not come to, then the others."""
+        numbers = list(self._waiting)
+        at = next((index for index, number in enumerate(numbers) if number > self._last_waiting), 0)
+        return numbers[at:] + numbers[:at]
+
+    def _may_still_come(self, waiting: _Waiting, now: float) -> bool:
+        """Whether a job that an arrival names is missing for too short a time to be given up."""
+        missing_since = waiting.missing_since if waiting.missing_since is not None else now
+        self._waiting[waiting.job.id] = replace(waiting, missing_since=missing_since)
+        return now - max(missing_since, self._quiet_since or missing_since) < NAMED_JOB_PATIENCE_SEC
 
     def _named(self, name: str, job: Job) -> Job | None:
         """The accepted job of that number, or the newest of that name; None while a newer one is still waiting."""
-        waiting = self._names_waiting(job)
-        known = [other for other in self._jobs() if name in {other.name, str(other.id)} and other.id != job.id]
+        known = [other for other in self._known(name) if other.id != job.id]
         if not self.config.policy.share_results and job.uid != 0:
             known = [other for other in known if other.uid == job.uid]  # what others make is theirs
         # Of a name that several people use, one's own: nobody else's newer job takes its place.
         known = [other for other in known if other.uid == job.uid] or known
         newest = max(known, key=lambda other: other.id, default=None)
-        return None if waiting.get(name, 0) > (newest.id if newest else 0) else newest
+        return None if self._names.newest(name, job) > (newest.id if newest else 0) else newest
 
-    def _names_waiting(self, job: Job) -> dict[str, int]:
-        """The other arrivals that wait, by name."""
-        others = [
-            each for number, each in self._waiting.items() if number != job.id and each.pending.copy.uid == job.uid
-        ]
-        return {self._job(each.pending, each.answer).name: each.pending.claim.id for each in others}
-
-    def _jobs(self) -> list[Job]:
-        return list(self._spool.all_jobs().values())
+    def _known(self, name: str) -> list[Job]:
+        numbered = self._spool.job(int(name)) if name.isdecimal() else None
+        named = self._spool.named(name)
+        return [*named, numbered] if numbered is not None else named
 
     def _unknown(self, name: str, job: Job) -> SpecError:
-        if name in self._names_waiting(job):
-            if self._waits_for(name, job):
+        if self._names.newest(name, job):
+            if not self._named_by([name], job.uid).isdisjoint({job.name, str(job.id)}):
                 return SpecError(f"{name!r} and this job wait for each other", hint="one of them has to come first")
             return SpecError(
                 f"{name!r}, which this one names, waits itself for a job that is not there",
@@ -359,24 +483,15 @@ class Acceptance:
             f"there is no job {name!r}, which this one names", hint="drop it first, or both together; honectl list"
         )
 
-    def _waits_for(self, name: str, job: Job) -> bool:
-        """Whether the waiting arrival of that name waits for this job, by however many others."""
-        return not self._named_by([name], job.uid).isdisjoint({job.name, str(job.id)})
-
     def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
         """These names, those that this user's waiting arrivals of these names wait for, and so on."""
-        names = {
-            self._job(each.pending, each.answer).name: _names(each.answer)
-            for each in self._waiting.values()
-            if each.pending.copy.uid == uid
-        }
         seen: set[str] = set()
         ahead = list(first)
         while ahead:
             found = ahead.pop()
             if found not in seen:
                 seen.add(found)
-                ahead += names.get(found, [])
+                ahead += self._names.wanted_by(found, uid)
         return seen
 
     def _with_inputs(self, job: Job, answer: dict[str, Any], named: dict[str, Job]) -> Job:
@@ -422,13 +537,11 @@ class Acceptance:
 
     # -- one arrival --------------------------------------------------------------------------------------------------
 
-    def _admit(self, claim: Claim, job: Job, answer: dict[str, Any]) -> Job:
-        job = self._spool.admit(job, claim, self.plan_of(job, answer))
+    def _tell_accepted(self, job: Job, answer: dict[str, Any]) -> None:
         log.info("job %d (%s): accepted from %s, %s", job.id, job.name, job.source, job.state,
                  extra=about(job, message.ACCEPTED, file=job.source, uid=job.uid))  # fmt: skip
         for warning in answer.get("warnings", []):
             log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
-        return job
 
     def _job(self, pending: _Pending, answer: dict[str, Any]) -> Job:
         spec = answer["spec"]
@@ -448,13 +561,11 @@ class Acceptance:
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(job.output_dir).resolve()
-        for other in self._others():
-            theirs = Path(other.output_dir).resolve()
-            if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
-                raise SpecError(
-                    f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {theirs})",
-                    hint="give this job a directory of its own, or leave output_dir out",
-                )
+        if (other := self._spool.catalog.owner_of(str(ours))) is not None:
+            raise SpecError(
+                f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {other.output_dir})",
+                hint="give this job a directory of its own, or leave output_dir out",
+            )
 
     def _refuse(self, claim: Claim, error: HonedError) -> None:
         try:
@@ -462,10 +573,11 @@ class Acceptance:
         except OSError as problem:
             self._wait(claim, problem)
 
-    def _wait(self, claim: Claim, error: OSError) -> None:
+    def _wait(self, claim: Claim, error: Exception) -> None:
         """An arrival that the machine, and not its dropper, keeps us from settling is tried again at the next scan."""
         self.fault = durable.machine_fault(error) or str(error)
-        log.error("%r waits in %s: %s", claim.name, claim.path.parent, error)
+        unforeseen = None if isinstance(error, OSError) else error
+        log.error("%r waits in %s: %s", claim.name, claim.path.parent, error, exc_info=unforeseen)
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
         target = self._spool.reject(claim, refusal(claim.name, error, when=timestamp(time.time())))

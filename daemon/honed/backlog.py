@@ -1,14 +1,18 @@
 """The jobs that are queued or held: which of them is next, what each of them waits for.
 
-Nobody else knows the set of them. Those that start from another job's output, and those that are to run on another
-device than they were planned for, are planned again from here.
+Nobody else knows the set of them. What a job waits for is looked at when it comes and when one that it depends on
+changes: so a pass over a long queue costs what has changed since the last one, and not its length. Those that start
+from another job's output, and those that are to run on another device than they were planned for, are planned again
+from here.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,12 @@ class Backlog:
         self._placement = placement
         self._clock = clock
         self._jobs: dict[int, Job] = {}
+        self._num_queued = 0
+        # (-priority, number) of what nothing but a device keeps from starting, by whether a GPU is wanted
+        self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._unplanned: set[int] = set()  # deferred, and their inputs are there
+        self._users: dict[int, set[int]] = {}  # the jobs here that depend on that one
+        self._unsure: set[int] = set()  # to be looked at again
         self._not_before: dict[int, float] = {}
         self._waiting: set[int] = set()  # jobs of which it was said that they wait
         self._asked_for: dict[int, Device] = {}  # jobs that are planned again, for that device
@@ -60,19 +70,60 @@ class Backlog:
 
     @property
     def num_queued(self) -> int:
-        return sum(job.state is State.QUEUED for job in self._jobs.values())
+        return self._num_queued
 
     @property
     def num_held(self) -> int:
-        return len(self._jobs) - self.num_queued
+        return len(self._jobs) - self._num_queued
 
     @property
     def has_queued(self) -> bool:
-        return any(job.state is State.QUEUED for job in self._jobs.values())
+        return self._num_queued > 0
 
     def jobs(self) -> Iterable[Job]:
         """All of them, queued and held, in no order that means anything."""
         return self._jobs.values()
+
+    def _put(self, job: Job) -> None:
+        """Keep a job, as it is now; what it waits for is looked at in the next pass."""
+        self._pop(job.id)
+        self._jobs[job.id] = job
+        if job.state is State.QUEUED:
+            self._num_queued += 1
+            self._unsure.add(job.id)
+        for before in self._before(job):
+            self._users.setdefault(before.id, set()).add(job.id)
+
+    def _pop(self, job_id: int) -> None:
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return
+        self._num_queued -= job.state is State.QUEUED
+        self._unsure.discard(job_id)
+        self._unplanned.discard(job_id)
+        self._unready(job)
+        for before in self._before(job):
+            if (users := self._users.get(before.id)) is not None:
+                users.discard(job_id)
+                if not users:
+                    del self._users[before.id]
+
+    def _unready(self, job: Job) -> None:
+        place = (-job.priority, job.id)
+        ready = self._ready[job.num_gpus > 0]
+        at = bisect_left(ready, place)
+        if ready[at : at + 1] == [place]:
+            del ready[at]
+
+    def _before(self, job: Job) -> list[Job]:
+        """The jobs that one depends on, as far as they are there."""
+        return [found for reference in job.depends_on if (found := self._find_any(reference)) is not None]
+
+    def _told(self, old: Job | None, new: Job | None) -> None:
+        """A job has changed: those that depend on it are looked at again."""
+        changed = new or old
+        if changed is not None and (users := self._users.get(changed.id)):
+            self._unsure |= users
 
     def next_retry_at(self) -> float | None:
         """When the first of the jobs may start that are not tried before some time to come."""
@@ -81,60 +132,60 @@ class Backlog:
 
     def all_wait_for_a_person(self) -> bool:
         """Whether nothing here will start by itself."""
-        return all(self._waits_for_a_person(job) for job in self._jobs.values())
-
-    def _waits_for_a_person(self, job: Job, seen: frozenset[int] = frozenset()) -> bool:
-        """Whether a job is held, or queued behind one that is."""
-        if job.state is not State.QUEUED:
-            return job.state is State.HELD
-        before = [self._find_any(reference) for reference in job.depends_on]
-        ahead = [other for other in before if other is not None and other.id not in {*seen, job.id}]
-        return any(self._waits_for_a_person(other, seen | {job.id}) for other in ahead)
+        stuck: set[int] = set()
+        ahead = [job.id for job in self._jobs.values() if job.state is State.HELD]
+        while ahead:
+            number = ahead.pop()
+            if number not in stuck:
+                stuck.add(number)
+                ahead += self._users.get(number, ())
+        return stuck >= self._jobs.keys()
 
     # -- what comes and goes ------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Take in what the spool has, and have the database know it."""
         for state in (State.QUEUED, State.HELD):
-            self._jobs |= {job.id: job for job in self._spool.jobs(state)}
-        for job in self._jobs.values():
-            self._database.put_job(job)
+            for job in self._spool.jobs(state):
+                self._put(job)
+        self._spool.catalog.listen(self._told)
+        self._database.put_jobs(self._spool.catalog)
 
     def add(self, job: Job) -> None:
         """A job that was accepted."""
-        self._jobs[job.id] = job
+        self._put(job)
         self._database.put_job(job)
 
     def put_back(self, job: Job, *, delay_sec: float = 0.0) -> None:
         """A job that ran, or could not be started, where it is to run again; not before so many seconds."""
         if job.state not in {State.QUEUED, State.HELD}:
             return
-        self._jobs[job.id] = job
         if delay_sec:
             self._not_before[job.id] = self._clock() + delay_sec
+        self._put(job)
 
     def follow_change(self, changed: Job) -> None:
         """A person has changed a job that is not running, whatever it was before."""
-        self._jobs.pop(changed.id, None)
+        self._pop(changed.id)
         self._not_before.pop(changed.id, None)
         if changed.state in {State.QUEUED, State.HELD}:
-            self._jobs[changed.id] = changed
+            self._put(changed)
 
     def defer_users_of(self, job: Job) -> None:
         """Have those planned anew that start from this one, which is made anew."""
         for other in [other for other in self._jobs.values() if job.id in other.inputs.values()]:
-            self._jobs[other.id] = self._spool.update(other, is_deferred=True)
+            self._put(self._spool.update(other, is_deferred=True))
 
     def take(self, job: Job) -> None:
         """A job that is to start now: here it is no longer."""
         self._waiting.discard(job.id)
         self._not_before.pop(job.id, None)
         self._placement.forget(job)
-        self._jobs.pop(job.id, None)
+        self._pop(job.id)
 
     def fail(self, job: Job, error: HonedError) -> None:
         """End a job that cannot be started."""
-        self._jobs.pop(job.id, None)
+        self._pop(job.id)
         log.error("job %d (%s): %s", job.id, job.name, error.message,
                   extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint))  # fmt: skip
         self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
@@ -151,22 +202,42 @@ class Backlog:
 
     def next_that_fits(self) -> tuple[Job, Device] | None:
         """The most urgent job that fits on a free device: highest priority, then first come. It stays until taken."""
+        self.look_again()
         now = self._clock()
-        ready = [job for job in self._jobs.values() if job.state is State.QUEUED and not job.is_deferred]
-        ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
-        for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
-            if self._acceptance.is_asked_again(job.id) or (job.depends_on and not self._dependencies_are_met(job)):
+        with_device = [ready for wants_gpu, ready in self._ready.items() if self._placement.is_any_free(wants_gpu)]
+        for _, number in merge(*with_device):
+            job = self._jobs[number]
+            if self._not_before.get(job.id, now) > now or self._acceptance.is_asked_again(job.id):
                 continue
             if (free := self._placement.free_device(job)) is not None:
                 if self._placement.holds_on(job, free):
                     return job, free
+                if not self._acceptance.has_room:
+                    break
                 self._asked_for[job.id] = free
                 self._acceptance.plan_again(job, self._made_for(job), free)
-                continue
-            if not self._attempts.running and job.id not in self._waiting:
-                self._waiting.add(job.id)
-                log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
+        if self._ready[True] and not self._attempts.running and not self._placement.is_any_free(wants_gpu=True):
+            self._tell_waits(self._jobs[self._ready[True][0][1]])
         return None
+
+    def _tell_waits(self, job: Job) -> None:
+        if job.id not in self._waiting:
+            self._waiting.add(job.id)
+            log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
+
+    def look_again(self) -> None:
+        """What the jobs wait for that are new, or that depend on one that has changed."""
+        while self._unsure:
+            job = self._jobs.get(self._unsure.pop())
+            if job is None or job.state is not State.QUEUED:
+                continue
+            is_free = not job.depends_on or self._dependencies_are_met(job)
+            self._unready(job)
+            self._unplanned.discard(job.id)
+            if is_free and job.is_deferred:
+                self._unplanned.add(job.id)
+            elif is_free:
+                insort(self._ready[job.num_gpus > 0], (-job.priority, job.id))
 
     def _dependencies_are_met(self, job: Job) -> bool:
         for reference in job.depends_on:
@@ -186,24 +257,26 @@ class Backlog:
         problem = EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
         log.warning("job %d (%s): held: %s", job.id, job.name, problem.message,
                     extra=about(job, message.HELD, state=State.HELD, hint=problem.hint))  # fmt: skip
-        self._jobs[job.id] = self._spool.move(job, State.HELD, error=problem.as_dict())
-        self._database.put_job(self._jobs[job.id])
+        held = self._spool.move(job, State.HELD, error=problem.as_dict())
+        self._put(held)
+        self._database.put_job(held)
 
     def _find_any(self, reference: str) -> Job | None:
         """The job of that number, else the newest of that name."""
         if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
             return job
-        named = [job for job in self._spool.all_jobs().values() if job.name == reference]
-        return max(named, key=lambda job: job.id, default=None)
+        return max(self._spool.named(reference), key=lambda job: job.id, default=None)
 
     # -- planned again ------------------------------------------------------------------------------------------------
 
     def plan_deferred(self) -> None:
         """Have the jobs planned whose inputs are made by now."""
-        deferred = [job for job in self._jobs.values() if job.is_deferred and job.state is State.QUEUED]
-        for job in deferred:
-            if not self._acceptance.is_asked_again(job.id) and self._dependencies_are_met(job):
-                self._acceptance.plan_again(job, self._made_for(job))
+        self.look_again()
+        for number in sorted(self._unplanned):
+            if not self._acceptance.has_room:
+                return
+            if not self._acceptance.is_asked_again(number):
+                self._acceptance.plan_again(self._jobs[number], self._made_for(self._jobs[number]))
 
     def settle_replanned(self) -> None:
         """Take the plans that were made again; a fault that was found then ends the job."""
@@ -217,7 +290,7 @@ class Backlog:
         if answer["ok"] and not answer["waits_for"]:
             durable.write_json(self._layout.job(job.id).plan_path, self._acceptance.plan_of(job, answer))
             self._placement.reread_plan(job)
-            self._jobs[job.id] = self._spool.update(job, is_deferred=False)
+            self._put(self._spool.update(job, is_deferred=False))
             log.info(
                 "job %d (%s): planned again, for %s", job.id, job.name, found.name if found else "what is there now"
             )

@@ -103,7 +103,7 @@ class Daemon:
         self._fetcher = Fetcher(
             layout, config, fetch_runner or choose_fetch_runner(layout, config, systemd), clock=clock
         )
-        self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._unfinished, self._fetcher)
+        self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._fetcher)
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._placement = Placement(layout, config, self._attempts, probe=probe, clock=clock)
@@ -307,8 +307,8 @@ class Daemon:
             self._watcher.rearm()
             self._acceptance.scan()
         # After the look at incoming/: what was dropped together is known together.
-        while (waited := self._acceptance.settle_waiting()) is not None:
-            self._backlog.add(waited)
+        for job in self._acceptance.settle_waiting():
+            self._backlog.add(job)
 
     def _plan_deferred(self) -> None:
         self._backlog.settle_replanned()

@@ -51,6 +51,11 @@ CREATE TABLE IF NOT EXISTS offsets (
     job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, offset INTEGER NOT NULL, num_bad INTEGER NOT NULL,
     PRIMARY KEY (job_id, attempt));
 """
+PUT_JOB = (
+    "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
+    " outcome = excluded.outcome, priority = excluded.priority"
+)
 #: Figures of a `step` event that become metrics.
 STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 PROGRESS_KEYS = ("step", "num_steps", "epoch", "loss", "eta_sec")
@@ -102,14 +107,20 @@ class Database:
         """Set a job's row to what its entry says; its progress stays. A row that cannot be written harms no job."""
         self.moved.add(job.id)
         try:
-            self._db.execute(
-                "INSERT INTO jobs (id, name, state, outcome, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
-                " outcome = excluded.outcome, priority = excluded.priority",
-                (job.id, job.name, job.state, job.outcome, job.priority, timestamp(job.submitted_at)),
-            )
+            self._db.execute(PUT_JOB, _job_row(job))
         except sqlite3.Error as error:
             log.error("%s: job %d: %s", self.path, job.id, error)  # noqa: TRY400
+
+    def put_jobs(self, jobs: Iterable[Job]) -> None:
+        """As put_job, of all jobs there are; those whose rows say so already are not touched."""
+        try:
+            known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
+            rows = [row for row in map(_job_row, jobs) if known.get(row[0]) != row[:5]]
+            self.moved |= {row[0] for row in rows}
+            with self._transaction():
+                self._db.executemany(PUT_JOB, rows)
+        except sqlite3.Error as error:
+            log.error("%s: the rows of all jobs: %s", self.path, error)  # noqa: TRY400
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Bytes of an attempt's events that have been counted."""
@@ -175,6 +186,10 @@ class Database:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _job_row(job: Job) -> tuple[Any, ...]:
+    return (job.id, job.name, str(job.state), job.outcome, job.priority, timestamp(job.submitted_at))
 
 
 def _check(db: sqlite3.Connection) -> None:

@@ -181,6 +181,8 @@ def finish_all(works: Sequence[Steps[T]]) -> list[T | Exception]:
             except Exception as error:  # noqa: BLE001 - the caller looks at it
                 results[number] = error
         places = list(dict.fromkeys(each for many in wanted.values() for each in many))
+        if not places:
+            continue
         broken = dict(zip(places, _pool().map(_fault_of_sync, places), strict=True))
         found = {number: next((broken[each] for each in many if broken[each]), None) for number, many in wanted.items()}
         faults = {number: error for number, error in found.items() if error is not None}

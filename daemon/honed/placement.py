@@ -59,22 +59,27 @@ class Placement:
         else:
             log.info("no NVIDIA GPU here: jobs train on %s", names)
 
+    def is_any_free(self, wants_gpu: bool) -> bool:
+        """Whether a device is free at all: else a long queue need not be looked through."""
+        return bool(self._free(wants_gpu, self._attempts.devices_in_use()))
+
     def free_device(self, job: Job) -> Device | None:
         """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds.
 
         Of several, one for which the job's plan holds as it is.
         """
+        free = self._free(job.num_gpus > 0, self._attempts.devices_in_use() | self._unfit.get(job.id, set()))
+        return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
+
+    def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
         if self._clock() - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
             self._look()
-        in_use = self._attempts.devices_in_use()
-        wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
-        taken = in_use | self._unfit.get(job.id, set())
-        free = [
+        wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
+        return [
             found for found in (self._devices if wants_gpu else [_cpu(self._devices)])
             if (found.uuid or found.kind) not in taken and (found.kind == "cuda") == wants_gpu
             and (found.kind != "cuda" or device.is_free(found, self.config.device.busy_bytes))
         ]  # fmt: skip
-        return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
 
     def holds_on(self, job: Job, found: Device) -> bool:
         """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""

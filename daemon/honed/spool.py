@@ -150,7 +150,7 @@ class Spool:
         return finish(self._claiming(arrival, self._next_id()))
 
     def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
-        """As claim, many at once; what went wrong with one stands in its place. After a crash numbers may be missing."""
+        """As claim, many at once; what went wrong with one stands in its place. Numbers may stay unused."""
         first = self._next_id(len(arrivals)) if arrivals else 0
         return durable.finish_all([self._claiming(path, first + index) for index, path in enumerate(arrivals)])
 
@@ -200,9 +200,7 @@ class Spool:
 
     def copy_all(self, claims: Sequence[Claim], *, max_bytes: int, is_shared: bool = False) -> list[Copy | Exception]:
         """As copy, many at once; what went wrong with one stands in its place."""
-        return durable.finish_all(
-            [self._copying(claim, max_bytes=max_bytes, is_shared=is_shared) for claim in claims]
-        )
+        return durable.finish_all([self._copying(claim, max_bytes=max_bytes, is_shared=is_shared) for claim in claims])
 
     def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool) -> Steps[Copy]:
         if claim.path.suffix not in SPEC_SUFFIXES:
@@ -235,7 +233,9 @@ class Spool:
             )
         directory = self._layout.job(claim.id).dir
         if self._has_workers_user:
-            yield from durable.making_dir(directory, mode=0o1770)  # sticky: the workers leave our spec and plan in it alone
+            yield from durable.making_dir(
+                directory, mode=0o1770
+            )  # sticky: the workers leave our spec and plan in it alone
             access.open_job_dir(directory, info.st_uid, is_shared=is_shared)
         else:
             yield from durable.making_dir(directory)
@@ -289,7 +289,7 @@ class Spool:
 
     def claims(self, *, but: Container[int] = ()) -> Iterator[Claim]:
         """What was claimed and has neither been accepted nor refused, `but` for these numbers."""
-        numbers = sorted(int(name) for name in os.listdir(self.claimed_dir) if name.isdecimal())
+        numbers = sorted(int(name) for name in _names_in(self.claimed_dir) if name.isdecimal())
         for number in numbers:
             place = self.claimed_dir / str(number)
             if number not in but and place.is_dir():
@@ -411,8 +411,7 @@ class Spool:
 
     def _entries_of(self, state: State) -> Iterator[Job]:
         """What lies in a state's directory; hidden files of writers that died are removed."""
-        directory = os.fspath(self.state_dir(state))
-        for name in os.listdir(directory):
+        for name in _names_in(self.state_dir(state)):
             if name.startswith(".") and name.endswith(".tmp"):
                 (self.state_dir(state) / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
@@ -443,6 +442,11 @@ class Spool:
 
     def job_layout(self, job_id: int) -> JobLayout:
         return self._layout.job(job_id)
+
+
+def _names_in(directory: Path) -> list[str]:
+    """Ten thousand Paths would take longer than to read what they name."""
+    return os.listdir(directory)  # noqa: PTH208
 
 
 def _read_entry(path: Path, state: State) -> Job | None:
