@@ -62,6 +62,15 @@ class Answers:
             case "show" if (found := self._arrival(reference, self._asker(request))) is not None:
                 fetched = f"{found['repo_id']} at {found['revision']}"
                 raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
+            case "list":
+                choice = query.Choice.of(request.arguments)
+                return control.Rows(query.rows(self._spool, self._layout, choice, self._asker(request)))
+            case "overview":
+                choice = query.Choice.of(request.arguments)
+                return query.overview(self._spool, self._layout, choice, self._asker(request))
+            case "accepted":
+                since = str(request.arguments.get("since", ""))
+                return query.accepted(self._spool, self._layout, reference, self._asker(request), since)
             case str() if verb in query.READING_VERBS:
                 return query.READING_VERBS[verb](self._spool, self._layout, reference, self._asker(request))
             case "status":
@@ -92,6 +101,8 @@ class Answers:
         """What waits for a model and is no job yet, by its number or, where no job has it, its name. Raises
         NotPermittedError for somebody else's number; their names are not looked at."""
         found = [each for each in self._acceptance.fetching() if each["source"] is not None]
+        if not found:
+            return None
         closed = [each for each in found if not (asker.reads_all or each["uid"] == asker.uid)]
         if any(str(each["id"]) == reference for each in closed):
             raise NotPermittedError(f"job {reference} is another user's", hint="honectl list shows your own")

@@ -123,6 +123,10 @@ class Catalog:
         found = (self._jobs[each[3]] for each in islice(self._order, first, last))
         return found if rank < _ENDED else (job for job in found if job.state is state)
 
+    def ended(self) -> Iterator[Job]:
+        """Those that are over, newest first."""
+        return (self._jobs[each[3]] for each in islice(self._order, bisect_left(self._order, (_ENDED,)), None))
+
     # -- output directories -------------------------------------------------------------------------------------------
 
     def reserve(self, job: Job) -> None:

@@ -2,6 +2,8 @@
 
     {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint}}
 
+A long list is made as it is read, some rows at a time, in between the loop's other work.
+
 Who asks is known from the socket (SO_PEERCRED), never from the text.
 """
 
@@ -14,7 +16,7 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,29 @@ class Request:
     gids: frozenset[int] = frozenset()  #: all groups of the asking process
 
 
+@dataclass(frozen=True)
+class Rows:
+    """An answer that is a list of any length."""
+
+    rows: Iterator[dict[str, Any]]
+
+
+#: Bytes of a long answer that are made at a time.
+CHUNK_BYTES = 64 * 1024
+
+
+def _chunks(rows: Rows) -> Iterator[bytes]:
+    """The answer's line, in pieces."""
+    piece, comma = b'{"ok": true, "result": [', b""
+    for row in rows.rows:
+        piece += comma + json.dumps(row).encode()
+        comma = b", "
+        if len(piece) >= CHUNK_BYTES:
+            yield piece
+            piece = b""
+    yield piece + b"]}\n"
+
+
 @dataclass
 class _Connection:
     socket: socket.socket
@@ -51,6 +76,7 @@ class _Connection:
     gids: frozenset[int]
     received: bytes = b""
     to_send: bytes = field(default=b"")
+    more: Iterator[bytes] | None = None  #: the rest of a long answer
 
 
 class Server:
@@ -98,6 +124,7 @@ class Server:
             if events & selectors.EVENT_READ:
                 self._receive(connection)
             self._answer_next(connection)
+            self._go_on(connection)
             if connection.to_send:
                 sent = connection.socket.send(connection.to_send)
                 connection.to_send = connection.to_send[sent:]
@@ -108,7 +135,7 @@ class Server:
             return
         if connection.socket.fileno() >= 0:
             # Who has not read the last answer is not listened to; who has asked more can mostly be written to at once.
-            has_more = connection.to_send or b"\n" in connection.received
+            has_more = connection.to_send or connection.more is not None or b"\n" in connection.received
             wanted = selectors.EVENT_WRITE if has_more else selectors.EVENT_READ
             self._selector.modify(connection.socket, wanted, lambda events: self._serve(connection, events))
 
@@ -120,9 +147,26 @@ class Server:
 
     def _answer_next(self, connection: _Connection) -> None:
         """One request a pass of the loop: a thousand sent at once hold up the loop no longer than one."""
-        if b"\n" in connection.received and not connection.to_send and connection.socket.fileno() >= 0:
+        is_idle = not connection.to_send and connection.more is None
+        if b"\n" in connection.received and is_idle and connection.socket.fileno() >= 0:
             line, connection.received = connection.received.split(b"\n", 1)
-            connection.to_send = json.dumps(self._respond(line, connection)).encode() + b"\n"
+            answer = self._respond(line, connection)
+            if isinstance(rows := answer.get("result"), Rows):
+                connection.more = _chunks(rows)
+            else:
+                connection.to_send = json.dumps(answer).encode() + b"\n"
+
+    def _go_on(self, connection: _Connection) -> None:
+        """The next piece of a long answer, once the one before is sent."""
+        if connection.to_send or connection.more is None:
+            return
+        try:
+            connection.to_send = next(connection.more, b"")
+        except Exception:
+            log.exception("control: an answer breaks off")
+            self._close(connection)  # half a line: who asked sees that it is one
+            return
+        connection.more = connection.more if connection.to_send else None
 
     def _respond(self, line: bytes, asking: _Connection) -> dict[str, Any]:
         try:
@@ -192,6 +236,11 @@ class Client:
             ) from error
         if not line:
             raise EnvironmentInvalidError("honed closed the connection", hint="see its log")
+        if not line.endswith(b"\n"):
+            raise EnvironmentInvalidError(
+                f"honed broke off its answer to {verb!r} after {len(line)} bytes",
+                hint="ask again; if it happens again, see honed's log",
+            )
         answer = json.loads(line)
         if answer.get("ok"):
             return answer["result"]

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +208,26 @@ class Reader:
         if self._db is not None:
             self._db.close()
 
-    def progress(self) -> dict[int, dict[str, Any]]:
-        """Of each job that has any: step, num_steps, epoch, loss, eta_sec."""
-        return {
-            row[0]: json.loads(row[1]) for row in self._rows("SELECT id, progress FROM jobs WHERE progress <> '{}'")
-        }
+    def progress(self, job_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Of each of these jobs that has any: step, num_steps, epoch, loss, eta_sec. A few hundred at a time."""
+        some = ", ".join("?" * len(job_ids))
+        sql = f"SELECT id, progress FROM jobs WHERE id IN ({some}) AND progress <> '{{}}'"
+        return {number: json.loads(text) for number, text in self._rows(sql, *job_ids)}
+
+    def overview(self, num_jobs: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """The first so many jobs of each kind, in the order of the list, and how many there are of each state."""
+        keys = ("id", "name", "state", "outcome", "priority", "submitted_at")
+        found: list[dict[str, Any]] = []
+        for condition, order in (
+            ("state = 'running'", "-priority, id"),
+            ("state = 'queued'", "-priority, id"),
+            ("state = 'held'", "-priority, id"),
+            ("state NOT IN ('running', 'queued', 'held')", "-id"),
+        ):
+            sql = f"SELECT {', '.join(keys)}, progress FROM jobs WHERE {condition} ORDER BY {order} LIMIT ?"
+            for row in self._rows(sql, num_jobs):
+                found.append({**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])})
+        return found, dict(self._rows("SELECT state, count(*) FROM jobs GROUP BY state"))
 
     def latest_metrics(self, job_id: int) -> dict[str, float]:
         """The last value of each figure."""

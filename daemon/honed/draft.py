@@ -35,7 +35,7 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
         return {}  # the check says what is wrong with it
     made = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
-        known = [job for job in instance.read("list") if name in {job["name"], str(job["id"])}]
+        known = instance.jobs(names=[name])
         newest = max(known, key=lambda job: int(job["id"]), default=None)
         if newest is not None and newest["state"] == "succeeded":
             made[name] = Path(instance.read("show", str(newest["id"]))["artifacts"]["output_dir"])

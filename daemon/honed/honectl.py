@@ -150,10 +150,14 @@ def _add_files(add: Add) -> None:
 
 def _add_jobs(add: Add) -> None:
     """What is told of jobs."""
-    verb = add("list", listing.list_jobs, "all jobs and their progress")
+    verb = add("list", listing.list_jobs, "jobs and their progress: the first of each kind, or with --json all")
+    verb.add_argument("ids", metavar="ID", nargs="*", help="only these")
     verb.add_argument(
         "--state", action="append", choices=[state.value for state in State], help="only these; may be repeated"
     )
+    verb.add_argument("--all", action="store_true", help="each and every one, however many there are")
+    verb.add_argument("--limit", type=int, metavar="N", help="at most so many of all")
+    verb.add_argument("--after", type=int, metavar="ID", help="those that stand behind this job in the list of all")
     add("show", listing.show, "all that is known of one job").add_argument("id", metavar="ID")
     verb = add("logs", joblog.logs, "what a job's attempts told", as_json=False)
     verb.add_argument("id", metavar="ID")

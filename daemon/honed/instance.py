@@ -36,6 +36,27 @@ class Instance:
             return self._client.ask(verb, id=reference)
         return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
 
+    def jobs(self, **choice: Any) -> list[dict[str, Any]]:
+        """The jobs that are chosen; see query.Choice."""
+        if self.is_up:
+            return list(self._client.ask("list", **choice))
+        return [*query.rows(self._spool(), self.layout, query.Choice.of(choice))]
+
+    def overview(self, **choice: Any) -> dict[str, Any]:
+        """The first jobs of each kind, and how many there are."""
+        if self.is_up:
+            return dict(self._client.ask("overview", **choice))
+        return query.overview(self._spool(), self.layout, query.Choice.of(choice))
+
+    def accepted(self, source: str, *, since: str) -> dict[str, Any] | None:
+        """The job that was made of a file since then, if one was."""
+        found = (
+            self._client.ask("accepted", id=source, since=since)
+            if self.is_up
+            else query.accepted(self._spool(), self.layout, source, query.ANYBODY, since)
+        )
+        return dict(found) if found is not None else None
+
     def change(self, verb: str, reference: str, **arguments: Any) -> Any:
         """Change a job, through the daemon or, where it is down, in the spool itself."""
         if self.is_up:

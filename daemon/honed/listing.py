@@ -13,24 +13,47 @@ from honed import comparison, terminal
 from honed.error import EnvironmentInvalidError, NotPermittedError
 from honed.instance import Instance
 
+#: Jobs up to which JSON is drawn in colours; more of it is for a script.
+MAX_PRETTY = 500
+COLUMNS = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
+ENDED = ("succeeded", "failed", "cancelled")
+
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
-    jobs = instance.read("list")
-    if options.state:
-        jobs = [job for job in jobs if job["state"] in options.state]
+    """A person sees the first of each kind unless they ask for more; a script all of them unless it asks for fewer."""
+    choice: dict[str, Any] = {"states": options.state, "names": options.ids}
+    is_whole = options.all or options.json or options.limit is not None or options.after is not None
+    if is_whole:
+        jobs = instance.jobs(**choice, limit=options.limit, after=options.after)
+        counts: dict[str, int] = {}
+    else:
+        found = instance.overview(**choice)
+        jobs, counts = found["jobs"], found["counts"]
     if options.json:
-        terminal.console.print_json(json.dumps(jobs))
+        terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
     rows = [
         [job["id"], terminal.plain(job["name"], limit=40), job["state"], job["outcome"] or "", job["priority"],
          *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
         for job in jobs
     ]  # fmt: skip
-    columns = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
-    terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
+    terminal.table(COLUMNS, rows, right=["id", "priority", "step", "loss", "ETA"])
+    if left := _left_out(jobs, counts):
+        terminal.say(f"… and {left}: honectl list --all", style="dim")
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
     return 0
+
+
+def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
+    """What the list does not show, in words."""
+    kinds = [("running", ("running",)), ("queued", ("queued",)), ("held", ("held",)), ("that have ended", ENDED)]
+    parts = []
+    for words, states in kinds:
+        shown = sum(job["state"] in states for job in jobs)
+        if (num := sum(counts.get(state, 0) for state in states) - shown) > 0:
+            parts.append(f"{num:,} more {words}")
+    return ", ".join(parts)
 
 
 def _fetch_line(arrival: dict[str, Any]) -> str:

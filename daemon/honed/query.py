@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from honed import foreign
+from honed.catalog import Catalog
 from honed.database import Reader, timestamp
 from honed.error import NotPermittedError, UsageError
 from honed.job import Attempt, Job, State
 from honed.layout import Layout
 from honed.spool import Spool
+
+#: Rows of a list that are made at a time: what one asks must not hold up the daemon.
+ROWS_AT_ONCE = 256
+#: Jobs of each kind that an overview shows.
+OVERVIEW_JOBS = 20
 
 #: Kinds of events that `show` has.
 SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
@@ -44,7 +51,7 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
     """
     if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
         return job
-    named = [job for job in spool.all_jobs().values() if job.name == reference and asker.may_read(job)]
+    named = [job for job in spool.named(reference) if asker.may_read(job)]
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
     active = [job for job in named if not job.state.is_final]
@@ -66,19 +73,82 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
     return job
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which jobs a list is to have: all where nothing is said."""
+
+    states: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  #: numbers, too
+    limit: int | None = None
+    after: int | None = None  #: those that stand behind this job
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Choice:
+        """From a request. Raises UsageError for what makes no sense."""
+        limit, after = arguments.get("limit"), arguments.get("after")
+        if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
+            raise UsageError("limit and after are numbers", hint="honectl list --limit 50 --after 7")
+        return cls(tuple(map(str, arguments.get("states") or ())), tuple(map(str, arguments.get("names") or ())),
+                   limit, after)  # fmt: skip
+
+    def has(self, job: Job, asker: Asker) -> bool:
+        if self.states and job.state not in self.states:
+            return False
+        return not self.names or str(job.id) in self.names or (job.name in self.names and asker.may_read(job))
+
+
 def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[dict[str, Any]]:
     """Every job: running first, then the queue in its order, then the rest, newest first."""
-    reader = Reader(layout.database_path)
-    try:
-        progress = reader.progress()
-    finally:
-        reader.close()
-    order = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
-    ranked = sorted(
-        spool.all_jobs().values(),
-        key=lambda job: (order.get(job.state, 3), *((-job.priority, job.id) if job.state in order else (-job.id, 0))),
-    )
-    return [_row(job, progress.get(job.id, {}), asker) for job in ranked]
+    return list(rows(spool, layout, Choice(), asker))
+
+
+def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Iterator[dict[str, Any]]:
+    """As list_jobs, some of them: as they are now, each made when it is asked for."""
+    chosen = (job for job in spool.all().ordered(choice.after) if choice.has(job, asker))
+    jobs = list(islice(chosen, choice.limit))
+    return _rows(layout, jobs, asker)
+
+
+def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[dict[str, Any]]:
+    for first in range(0, len(jobs), ROWS_AT_ONCE):
+        some = jobs[first : first + ROWS_AT_ONCE]
+        reader = Reader(layout.database_path)
+        try:
+            progress = reader.progress([job.id for job in some])
+        finally:
+            reader.close()
+        yield from (_row(job, progress.get(job.id, {}), asker) for job in some)
+
+
+def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> dict[str, Any]:
+    """The first jobs of each kind, and how many there are of each."""
+    jobs = spool.all()
+    num = choice.limit if choice.limit is not None else OVERVIEW_JOBS
+    counts = {state.value: jobs.num(state) for state in State if not choice.states or state in choice.states}
+    if choice.names:
+        chosen = [job for job in jobs.ordered() if choice.has(job, asker)]
+        counts = {state: sum(job.state == state for job in chosen) for state in counts}
+    else:
+        chosen = list(_heads(jobs, choice, num))
+    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts}
+
+
+def _heads(jobs: Catalog, choice: Choice, num: int) -> Iterator[Job]:
+    for state in (State.RUNNING, State.QUEUED, State.HELD):
+        if not choice.states or state in choice.states:
+            yield from islice(jobs.of_state(state), num)
+    ended = (job for job in jobs.ended() if not choice.states or job.state in choice.states)
+    yield from islice(ended, num)
+
+
+def accepted(spool: Spool, layout: Layout, source: str, asker: Asker, since: str) -> dict[str, Any] | None:
+    """The newest job that was made of a file of that name; None where none was since then."""
+    for job in spool.all().newest():
+        if timestamp(job.submitted_at) < since:
+            return None
+        if job.source == source and asker.may_read(job):
+            return next(_rows(layout, [job], asker))
+    return None
 
 
 def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
@@ -111,7 +181,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     files = layout.job(job.id)
     reader = Reader(layout.database_path)
     try:
-        progress, metrics = reader.progress().get(job.id, {}), reader.latest_metrics(job.id)
+        progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     finally:
         reader.close()
@@ -183,7 +253,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
     job = _readable(spool, reference, asker)
     reader = Reader(layout.database_path)
     try:
-        progress, metrics = reader.progress().get(job.id, {}), reader.latest_metrics(job.id)
+        progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
         seen = {"stage": reader.stage(job.id), "course": reader.course(job.id, "loss"),
                 "predictions": reader.last_predictions(job.id)}  # fmt: skip
     finally:
@@ -209,8 +279,8 @@ def refusal(spool: Spool, _layout: Layout, file_name: str, asker: Asker = ANYBOD
     """The last word on a file of that name that was refused, of the asker's own; None where there is none."""
     stem, suffix = Path(file_name).stem, Path(file_name).suffix
     found = [
-        path for path in spool.rejected_dir.iterdir()
-        if path.name == file_name or (path.name.startswith(f"{stem}.") and path.suffix == suffix)
+        spool.rejected_dir / name for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
+        if name == file_name or (name.startswith(f"{stem}.") and Path(name).suffix == suffix)
     ]  # fmt: skip
     answers: list[dict[str, Any]] = []
     for path in found:

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 def rebuild(database: Database, spool: Spool, layout: Layout, outbox: Outbox | None) -> None:
     """Every job, and all that its workers told; of a running one the outbox gets what nobody has heard."""
-    for job in spool.all_jobs().values():
-        database.put_job(job)
+    jobs = spool.all_jobs()
+    database.put_jobs(jobs.values())
+    for job in jobs.values():
         for index, attempt in enumerate(job.attempts):
             then = replace(job, attempts=job.attempts[: index + 1])
             for reading in _readings(layout, then):

@@ -56,6 +56,9 @@ _PARTS = (
     ("there is", "available_bytes"),
 )  # fmt: skip
 
+#: Jobs of each kind (running, queued, held, over) on the index: a page of ten thousand is read by nobody.
+MAX_INDEX_JOBS = 200
+
 
 @dataclass(frozen=True)
 class Story:
@@ -494,8 +497,10 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 # -- the index --------------------------------------------------------------------------------------------------------
 
 
-def render_index(rows: Sequence[Mapping[str, Any]], layout: Layout, *, now: float) -> bytes:
-    """All jobs: running first, then the queue in its order, then the rest, newest first."""
+def render_index(
+    rows: Sequence[Mapping[str, Any]], layout: Layout, *, now: float, counts: Mapping[str, int] | None = None
+) -> bytes:
+    """Jobs: running first, then the queue in its order, then the rest, newest first. `counts`: of each state, all."""
     lines = []
     for row in rows:
         name = text(row["name"] or f"job {row['id']}")
@@ -511,6 +516,9 @@ def render_index(rows: Sequence[Mapping[str, Any]], layout: Layout, *, now: floa
             f'<p class="dim small">honed {text(__version__)}; as of {text(timestamp(now)[:19])} UTC.</p>',
             table(("job", "name", "state", "how far", "dropped (UTC)"), lines, numbers=frozenset({0}), stack=True)
             or "<p>There is no job yet.</p>"]  # fmt: skip
+    if (num_more := sum((counts or {}).values()) - len(rows)) > 0:
+        told = ", ".join(f"{number:,} {state}" for state, number in (counts or {}).items() if number)
+        body.append(f'<p class="dim">And {num_more:,} more, of these in all: {text(told)}. See honectl list --all.</p>')
     return document("honed: all jobs", body)
 
 
@@ -536,7 +544,12 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
             num_failed += 1
         except Exception:  # noqa: BLE001 - a worker that tells nonsense costs its own page, and no other's
             print(f"job {job_id}: its report cannot be made:\n{traceback.format_exc()}", file=sys.stderr)
-    page = render_index(query.list_jobs(spool, layout), layout, now=now)
+    reader = Reader(layout.database_path)
+    try:
+        rows, counts = reader.overview(MAX_INDEX_JOBS)
+    finally:
+        reader.close()
+    page = render_index(rows, layout, now=now, counts=counts)
     path = durable.write_beside(layout.index_path, page, mode=0o644 if is_shared else 0o600)
     path.chmod(0o644 if is_shared else 0o600)
     administrators = access.group_id(admin_group)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from honed.config import PolicyConfig
 from honed.layout import Layout
@@ -29,6 +29,8 @@ TIMEOUT_SEC = 300.0
 FINISH_SEC = 20.0
 #: Jobs in one child, so that a command line has an end.
 MAX_JOBS = 500
+#: Jobs that are due at a time from which on they are no longer made at once, but within that twentieth of a core.
+FLOOD = 20
 
 
 class Reporter:
@@ -55,7 +57,7 @@ class Reporter:
         if self._process is not None:
             self._look(now)
         if self._process is None and self._due and now >= self._rest_until:
-            self._start(now, policy)
+            self._start(now, policy, running)
 
     def finish(self, policy: PolicyConfig) -> None:
         """Make what is due, for a little while: the daemon ends."""
@@ -75,8 +77,9 @@ class Reporter:
             if self._has_failed:
                 return
 
-    def _start(self, now: float, policy: PolicyConfig) -> None:
-        self._at_work = set(sorted(self._due)[:MAX_JOBS])
+    def _start(self, now: float, policy: PolicyConfig, running: Set[int] = frozenset()) -> None:
+        # Of a flood, those first that run or have just changed: the others are mostly queued, and little to read.
+        self._at_work = set(sorted(self._due, key=lambda job_id: (job_id not in running, job_id))[:MAX_JOBS])
         self._due -= self._at_work
         self._began = now
         command = [sys.executable, "-P", "-m", "honed.report", "--root", str(self._layout.root),
@@ -98,7 +101,8 @@ class Reporter:
         if status is None:
             self._end()
         self._process = None
-        self._rest_until = now + (now - self._began)
+        is_flood = len(self._due) + len(self._at_work) > FLOOD
+        self._rest_until = now + (REST if is_flood else 1) * (now - self._began)
         self._running_due_at = max(self._running_due_at, now + REST * (now - self._began))
         if status != 0:
             self._fail(now, f"it ended with status {status}" if status is not None else "it hung")

@@ -117,6 +117,10 @@ class Spool:
         assert self._catalog is not None
         return self._catalog
 
+    def all(self) -> Catalog:
+        """Every job; for a reader beside the daemon, as the entries are at this moment."""
+        return self._catalog if self._catalog is not None else Catalog(self.all_jobs().values())
+
     @property
     def root(self) -> Path:
         """The prefix of the instance whose spool this is."""

@@ -99,9 +99,8 @@ def _verdict(instance: Instance, name: str, since: float, *, is_fetched: bool) -
     """What honed made of a file just dropped. Where a model `is_fetched` first, that may take hours."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
-        for job in instance.read("list"):
-            if job["source"] == name and job["submitted_at"] >= timestamp(since):
-                return dict(job)
+        if (job := instance.accepted(name, since=timestamp(since))) is not None:
+            return job
         refused = instance.read("refusal", name)
         if refused is not None and refused["refused_at"] >= since:
             return {"id": None, "state": "rejected", "reason": refused["reason"]}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
@@ -19,6 +20,8 @@ from honed.trial import ASKED, Findings, words
 
 #: Columns of what goes into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
+#: Rows of a table beyond which there are no colours.
+MAX_DRAWN_ROWS = 500
 console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 STATE_STYLES = {
     "running": "bold cyan",
@@ -61,6 +64,10 @@ def complain(error: HonedError, *, prefix: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
     """One table; a cell that is a known state gets its colour."""
+    rows = list(rows)
+    if len(rows) > MAX_DRAWN_ROWS:
+        _long_table(columns, rows, right)
+        return
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(column.strip() for column in columns))
     for column in columns:
         drawn.add_column(
@@ -69,6 +76,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
     for row in rows:
         drawn.add_row(*(Text(plain(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
     console.print(drawn)
+
+
+def _long_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str]) -> None:
+    """As table, in plain text: drawing thousands of rows takes rich many seconds."""
+    cells = [list(columns), *([plain(cell).replace("\n", " ") for cell in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = [
+            f"{' ' * (width - cell_len(cell))}{cell}" if column in right else set_cell_size(cell, width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ]
+        print(" ".join(padded).rstrip())
 
 
 def progress_cells(progress: dict[str, Any]) -> tuple[str, str, str]:

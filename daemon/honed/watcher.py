@@ -49,21 +49,30 @@ class Watcher:
         self._sightings: dict[str, _Sighting] = {}
         self._observer: BaseObserver | None = None
         self._inode: tuple[int, int] | None = None
+        self._fault = ""  # why it cannot be watched; said once
+        self._absent: set[str] = set()  # named by a hint, and not there at the last look
 
     @property
     def is_watching(self) -> bool:
         return self._observer is not None and self._observer.is_alive()
 
     def start(self) -> None:
-        """Watch, or say why not: then the rescan carries on alone."""
+        """Watch, or say why not, once: then the rescan carries on alone."""
         self._inode = self._identity()
         observer = Observer()
         try:
             observer.schedule(_Hints(self), str(self._directory))
             observer.start()
         except OSError as error:
-            log.warning("%s: cannot be watched (%s); it is scanned instead", self._directory, error.strerror or error)
+            # inotify(7): ENOSPC and EMFILE are limits of a user's, fs.inotify.max_user_watches and _instances.
+            fault = error.strerror or str(error)
+            if fault != self._fault:
+                log.warning("%s: cannot be watched (%s); it is scanned instead", self._directory, fault)
+            self._fault = fault
             return
+        if self._fault:
+            log.info("%s: watched again", self._directory)
+        self._fault = ""
         self._observer = observer
 
     def stop(self) -> None:
@@ -75,6 +84,9 @@ class Watcher:
         """Watch again where the directory was replaced, which inotify does not tell."""
         if self._inode != self._identity():
             log.warning("%s was replaced; watching it again", self._directory)
+            self.stop()
+            self.start()
+        elif not self.is_watching:  # a limit that was reached, or a thread that died
             self.stop()
             self.start()
 
@@ -113,8 +125,13 @@ class Watcher:
 
     def keep(self, names: set[str]) -> None:
         """Forget all arrivals but these, so that nothing is remembered for ever."""
-        for name in [name for name in self._sightings if name not in names]:
+        with self._lock:
+            hinted = self._closed | self._moved
+        # The word that a file is gone can be lost, too. What came a moment ago may be hinted and not listed yet.
+        absent = hinted - names
+        for name in [*(self._sightings.keys() - names), *(absent & self._absent)]:
             self.forget(name)
+        self._absent = absent
 
     def is_whole(self, path: Path) -> bool:
         """Whether nobody is still writing this arrival, as far as can be known."""
