@@ -397,7 +397,7 @@ def _toml(text: str, record: _Record) -> Any:
         data = tomllib.loads(known)
     except tomllib.TOMLDecodeError as error:
         _refuse_toml(str(error), known, latest, record)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # Python reads no number of more than 4300 digits
         raise fault("this is not TOML: a number too large, or nested too deeply") from None
     if end is not None:
         raise fault("this is not TOML", line=text.count("\n", 0, end) + 1)

@@ -431,7 +431,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         )
     for item in job["events"]:
         if item["event"] == "fallback":
-            terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
+            words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
+            terminal.say(words, style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
@@ -468,14 +469,15 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
     keys = ["role", "dtype", "device", "num_parameters"]
     terminal.say()
     terminal.say(
-        f"audit ({last['when']}): model {last['model_dtype']}, quantization {last['quantization']}, "
-        f"config {last['config_dtype']}, embeddings {last['embedding_dtype']}"
+        f"audit ({last.get('when')}): model {last.get('model_dtype')}, quantization {last.get('quantization')}, "
+        f"config {last.get('config_dtype')}, embeddings {last.get('embedding_dtype')}"
     )
-    terminal.table(["role", "dtype", "device", "parameters"], [[each[key] for key in keys] for each in last["counts"]],
+    counts = [each for each in event.items(last, "counts") if isinstance(each, dict)]
+    terminal.table(["role", "dtype", "device", "parameters"], [[each.get(key) for key in keys] for each in counts],
                    right=["parameters"])  # fmt: skip
     for item in audits:
-        for text in item["mended"]:
-            terminal.say(f"mended ({item['when']}): {text}", style="yellow")
+        for text in event.items(item, "mended"):
+            terminal.say(f"mended ({item.get('when')}): {text}", style="yellow")
 
 
 def logs(instance: Instance, options: argparse.Namespace) -> int:
@@ -574,8 +576,10 @@ def _told(item: event.Event) -> str:
         case "predictions":
             return f"predictions: step {item.data.get('step')}, {item.data.get('num_failed', 0)} failed"
         case "example":
-            parts = item.data.get("segments") or []
-            return "example: " + "".join(f"⟦{part['text']}⟧" if part["trained"] else part["text"] for part in parts)
+            parts = [part for part in event.items(item.data, "segments") if isinstance(part, dict)]
+            return "example: " + "".join(
+                f"⟦{part.get('text')}⟧" if part.get("trained") else str(part.get("text")) for part in parts
+            )
         case "stage":
             return f"stage: {item.data.get('stage')}"
         case _:
@@ -874,7 +878,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _complain(error, prefix="honectl: ")
         return _status(error)
     except PermissionError as error:
-        print(f"honectl: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(terminal.plain(f"honectl: {error.filename}: {error.strerror}"), file=sys.stderr)
         return 77  # EX_NOPERM
     except (KeyboardInterrupt, BrokenPipeError):
         return 130

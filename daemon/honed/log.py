@@ -48,9 +48,10 @@ class _Formatter(logging.Formatter):
         self._prefixed = prefixed
 
     def format(self, record: logging.LogRecord) -> str:
-        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix.
+        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix. Lines
+        # after the first are indented: what a job or a worker says must not pass for an entry of ours.
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._prefixed else ""
-        return "\n".join(prefix + line for line in _plain(super().format(record)).split("\n"))
+        return prefix + f"\n{prefix}    ".join(_plain(super().format(record)).split("\n"))
 
 
 class JournalHandler(logging.Handler):

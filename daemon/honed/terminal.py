@@ -18,7 +18,25 @@ from honed.trial import ASKED, Findings, words
 
 #: Columns of what goes into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
-console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+class _Console(Console):
+    def print_json(self, json: str | None = None, **options: Any) -> None:  # type: ignore[override]
+        """As rich does, with what a terminal may act on, or UTF-8 not carry, written by its number, as JSON can."""
+        with self.capture() as drawn:
+            super().print_json(json, **options)
+        # What JSON itself escapes does not turn up here: an escape character is one of rich's colours.
+        self.file.write(
+            "".join(char if char.isprintable() or char in "\n\x1b" else _escape(char) for char in drawn.get())
+        )
+
+
+def _escape(char: str) -> str:
+    units = char.encode("utf-16-be", errors="surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+console = _Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 STATE_STYLES = {
     "running": "bold cyan",
     "succeeded": "green",
