@@ -109,7 +109,8 @@ class PolicyConfig(_Section):
     """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
     share_results: bool = False
     """Whether everybody may read every job: its name, spec, metrics and predictions. By default the one who dropped it
-    alone may, besides root and the administrators' group; of the others' jobs the queue shows number and state."""
+    alone may, besides root and the administrators' group; of the others' jobs the queue, and the status line of
+    `systemctl status honed`, show number and state."""
 
 
 class ReportingConfig(_Section):

@@ -182,7 +182,7 @@ class Daemon:
         """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
         self._catch_signals()
         self._recover()
-        self._notifier.status(self._status())  # first: who waits for us to be ready looks at it then
+        self._notifier.status(self._status(self._everybody()))  # first: who waits for us to be ready looks at it then
         self._notifier.ready()
         log.info("honed %s ready: %s", __version__, self._status(), extra=about(message=message.READY))
         self._tell_of_machine("")
@@ -628,7 +628,7 @@ class Daemon:
         fault = self._machine_fault or self._device_fault
         trouble = f"degraded: {fault}; " if fault else ""
         trouble += "" if is_healthy else "a step of the loop fails, see the log; "
-        self._notifier.status(trouble + self._status())
+        self._notifier.status(trouble + self._status(self._everybody()))
         if is_healthy:
             self._notifier.watchdog()
         if self._is_stopping and self._attempts.running:
@@ -646,7 +646,7 @@ class Daemon:
         parts = [f"running {', '.join(running)}" if running else "idle", f"{num_queued} queued"]
         num_held = len(self._queue) - num_queued
         parts += [f"{num_held} held"] if num_held else []
-        parts += self._fetcher.status() if asker.reads_all else []
+        parts += self._fetcher.status(is_named=asker.reads_all)
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []
         parts += (
@@ -710,6 +710,10 @@ class Daemon:
         is_member = access.group_id(policy.admin_group) in request.gids
         is_administrator = request.uid in {0, os.getuid()} or is_member
         return query.Asker(request.uid, is_administrator, is_administrator or policy.share_results)
+
+    def _everybody(self) -> query.Asker:
+        """Who reads STATUS=: every user of the machine, in `systemctl status`."""
+        return query.Asker(query.NOBODY_UID, is_administrator=False, reads_all=self._config.policy.share_results)
 
     def _require_owner(self, request: control.Request, job_id: int, uid: int | None) -> None:
         if request.uid != uid and not self._asker(request).is_administrator:

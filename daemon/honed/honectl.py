@@ -563,7 +563,10 @@ def _read_told(attempt: Any, offset: int) -> int:
     while reading.offset != offset:
         for item in reading.events:
             when = time.strftime("%H:%M:%S", time.localtime(item.time))
-            print(f"{when} {terminal.plain(_told(item))}")
+            told = terminal.plain(_told(item)).replace(
+                "\n", "\n         "
+            )  # none of its lines passes for another event
+            print(f"{when} {told}")
         offset = reading.offset
         reading = event.read(attempt.events_path, offset)
     return offset

@@ -19,6 +19,8 @@ from honed.message import Message
 #: syslog(3) priorities.
 PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 STDERR_FD = 2
+#: Characters of an entry or a field; journald cuts what it reads as lines at 48 KiB.
+MAX_CHARS = 32_000
 #: The attribute of a record that has its fields.
 FIELDS = "honed_fields"
 
@@ -39,6 +41,8 @@ def about(job: Job | int | None = None, message: Message | None = None, **fields
 
 def _plain(text: str) -> str:
     """What a job file says must not paint the administrator's terminal."""
+    if len(text) > MAX_CHARS:
+        text = f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
 
 

@@ -54,7 +54,7 @@ _ANIMATIONS = (".gif", ".webp", ".png", ".apng", ".avif")
 #: files and addresses that names, of which nobody was asked whether the job may read them.
 _FORMATS = (
     "mov,matroska,webm,avi,flv,mpegts,mpeg,mpegvideo,m4v,h263,h264,hevc,av1,obu,ivf,asf,mxf,nut,rm,dv,mjpeg,gif,apng,"
-    "ogg,wav,w64,mp3,aac,flac,aiff,au,amr,amrnb,amrwb,caf,ape,ac3,eac3,dts,wv,tta,voc,loas,mpc,mpc8,tak,gsm"
+    "png_pipe,jpeg_pipe,bmp_pipe,webp_pipe,tiff_pipe,ogg,wav,w64,mp3,aac,flac,aiff,au,amr,amrnb,amrwb,caf,ape,ac3,eac3,dts,wv,tta,voc,loas,mpc,mpc8,tak,gsm"
 )
 _SELF_CONTAINED = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
 

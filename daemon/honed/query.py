@@ -20,6 +20,8 @@ from honed.spool import Spool
 
 #: Kinds of events that `show` has.
 SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
+#: Nobody has it, and drops no job.
+NOBODY_UID = -1
 
 
 @dataclass(frozen=True)

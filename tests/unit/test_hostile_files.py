@@ -6,6 +6,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import wave
 import zlib
 from collections.abc import Callable
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from honed import basemodel, config, dataset, event, media, outcome, preflight, spec
+from honed import basemodel, config, dataset, event, media, outcome, spec
+from honed.checker import HELPER_ENVIRONMENT
 from honed.config import Config
 from honed.control import Client, Server, _Connection
 from honed.device import cpu
@@ -205,23 +208,30 @@ def test_a_list_of_files_that_calls_itself_a_video_opens_none_of_them(tmp_path: 
         media.probe(media.Media("video", tmp_path / "x.mp4"))
 
 
-def test_a_compressed_parquet_file_that_unpacks_to_gigabytes_is_refused_within_limits(tmp_path: Path) -> None:
+def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(tmp_path: Path) -> None:
+    """By the helper itself, in a process that has nothing yet."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
-    path = tmp_path / "bomb.parquet"
-    job_path = tmp_path / "job.json"
-    job_path.write_text(json.dumps(plain.spec(plain.write_base_model(tmp_path / "model"), path, resources={"gpus": 0})))
-    column = pyarrow.array(["x" * (4 * MiB)]).dictionary_encode()
-    many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 60, pyarrow.int32()), column.dictionary)
-    pyarrow.parquet.write_table(pyarrow.table({"text": many.cast(pyarrow.string())}), path, compression="gzip")
+    path, job_path = tmp_path / "bomb.parquet", tmp_path / "job.json"
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 120, pyarrow.int32()), ["x" * (4 * MiB)])
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts.cast(pyarrow.string())}), path, compression="zstd")
     assert path.stat().st_size < MiB
-
-    def check(path: Path) -> object:
-        return preflight.check(path, layout=Layout(tmp_path), config=Config(), device=cpu())
-
-    said = in_child(lambda: refusal(check, job_path), max_bytes=MAX_BYTES // 4, cpu_sec=CPU_SEC)
-    assert "bomb.parquet" in said or "more memory" in said
+    job_path.write_text(json.dumps(plain.spec(plain.write_base_model(tmp_path / "model"), path, resources={"gpus": 0})))
+    request = {
+        "id": 1,
+        "spec_path": str(job_path),
+        "config": Config().model_dump(mode="json"),
+        "device": cpu().as_dict(),
+    }
+    command = [sys.executable, "-m", "honed.preflight", "--root", str(tmp_path), "--max-bytes", str(800 * MiB)]
+    done = subprocess.run(
+        command, input=json.dumps(request).encode() + b"\n", capture_output=True, check=True,
+        env=os.environ | HELPER_ENVIRONMENT,
+    )  # fmt: skip
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["error"]["code"] == "dataset_invalid", done.stderr
+    assert "bomb.parquet" in answer["error"]["message"] or "more memory" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("depth", [40, 60, 300, 900, 10**5])
