@@ -688,9 +688,9 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(rows))
     elif options.jsonl:
-        comparison.write_jsonl(rows, sys.stdout)
+        comparison.write_jsonl(rows, terminal.stream())
     elif options.csv:
-        comparison.write_csv(rows, sys.stdout)
+        comparison.write_csv(rows, terminal.stream())
     elif not rows:
         terminal.say("no predictions" + (" of that example or step" if everything else " yet"))
     else:
@@ -779,7 +779,7 @@ def _complain(error: HonedError, *, prefix: str) -> None:
     from honed import terminal
 
     for line in [f"{prefix}{error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
-        print(terminal.plain(line), file=sys.stderr)
+        print(terminal.plain(line).replace("\n", "\n  "), file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:  # noqa: PLR0915 - one verb after the other

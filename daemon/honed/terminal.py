@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -60,7 +60,18 @@ def plain(value: Any, *, limit: int | None = None) -> str:
 
 
 def say(text: str = "", *, style: str = "") -> None:
-    console.print(Text(plain(text), style=style))
+    """One thing; lines after its first are indented, so that none passes for another thing that is said."""
+    console.print(Text(plain(text).replace("\n", "\n  "), style=style))
+
+
+def stream() -> TextIO:
+    """stdout for a format that programs read: into a pipe all as it is, onto a terminal what does no harm there."""
+    return cast("TextIO", _Harmless()) if console.is_terminal else sys.stdout
+
+
+class _Harmless:
+    def write(self, text: str) -> int:
+        return sys.stdout.write(plain(text.replace("\r\n", "\n")))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
@@ -71,8 +82,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
             column, justify="right" if column in right else "left", no_wrap=column not in {"detail", "hint"}
         )
     for row in rows:
-        drawn.add_row(*(Text(plain(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
+        drawn.add_row(*(Text(_flat(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
     console.print(drawn)
+
+
+def _flat(cell: Any) -> str:
+    return plain(cell).replace("\n", "⏎")
 
 
 def progress_cells(progress: dict[str, Any]) -> tuple[str, str, str]:
@@ -123,7 +138,7 @@ def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequenc
     """One example's way through the `steps`, differences from the truth marked; of a step without a row it is said."""
     truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
     compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
-    console.print(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
+    console.print(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]).replace("\n", "\n  "), "dim")))
     is_wide = console.is_terminal and console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
     drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
     drawn.add_column("step", justify="right", no_wrap=True)
