@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
+
 from zoo import fuzz
 
 #: Bytes of address space that one reader may have, Python, pyarrow and FFmpeg included; as the helper that checks jobs.
@@ -54,7 +55,7 @@ def run(name: str, minutes: float) -> dict[str, Any]:
     """One reader in a child; what it died of where it did."""
     began = time.monotonic()
     command = [sys.executable, __file__, "--one", name, "--minutes", str(minutes)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(command, capture_output=True, check=False)
     try:
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

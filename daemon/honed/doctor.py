@@ -333,7 +333,8 @@ def _acls(layout: Layout) -> Finding:
 def _machine(config: Config) -> list[Finding]:
     """Of the units and what they lean on."""
     service, job = _unit("honed.service"), _unit("honed-job@0.service")
-    return [_service(service), _job_unit(job), *_fetch_unit(config, job), _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
+    return [_service(service), _job_unit(job), *_fetch_unit(config, job),
+            _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
             _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
 
 

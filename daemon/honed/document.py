@@ -73,6 +73,8 @@ class _Record:
         """Note where a key or list item stands. With `once`, a key that is there already is refused."""
         if len(path) > MAX_DEPTH:
             raise fault(f"nested more than {MAX_DEPTH} levels deep", line=line)
+        if path[-1] == "":
+            raise fault("a value without a key", line=line)
         if len(self.lines) >= MAX_VALUES:
             raise fault(f"more than {MAX_VALUES} keys and values", line=line, hint="data sets are named by path")
         if once and path in self.lines:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-
 #: Characters of a message. What it quotes is another person's text, of any length.
 MAX_CHARS = 16_000
 

@@ -17,7 +17,11 @@ from honed.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 def lines_of(text: str) -> dict[KeyPath, int]:
     """Where each key stands, as far as the text is TOML."""
     lines: dict[KeyPath, int] = {}
-    tomlmap.scan(text, lambda path, line: lines.setdefault(path, line) and None)
+
+    def note(path: KeyPath, line: int) -> None:
+        lines.setdefault(path, line)
+
+    tomlmap.scan(text, note)
     return lines
 
 

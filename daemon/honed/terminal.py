@@ -21,7 +21,7 @@ PIPE_WIDTH = 400
 
 
 class _Console(Console):
-    def print_json(self, json: str | None = None, **options: Any) -> None:  # type: ignore[override]
+    def print_json(self, json: str | None = None, **options: Any) -> None:
         """As rich does, with what a terminal may act on, or UTF-8 not carry, written by its number, as JSON can."""
         with self.capture() as drawn:
             super().print_json(json, **options)

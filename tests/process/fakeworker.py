@@ -40,7 +40,7 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
     from test_hostile_jobs import ALL, LONG
 
     text = ALL + LONG
-    shown = {key: text for key in ("model_dtype", "config_dtype", "embedding_dtype", "quantization", "when")}
+    shown = dict.fromkeys(("model_dtype", "config_dtype", "embedding_dtype", "quantization", "when"), text)
     rows = [{"sample_index": 0, "prompt": text, "ground_truth": ALL, "prediction": ALL + "!", text: text}]
     with events_path.open("ab") as file:
         for data in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+
 from zoo import fuzz
 from zoo.fuzz import TARGETS, Target
 

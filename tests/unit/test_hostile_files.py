@@ -123,12 +123,15 @@ FILES: dict[str, tuple[str, Callable[[], bytes], Read, str]] = {
     "JSON: keys twice": ("x.json", lambda: b'{"name": "a",\n "name": "b"}', spec.load, "line 2: name: stands here twice"),
     "YAML: keys twice": ("x.yaml", lambda: b"name: a\nname: b", spec.load, "line 2: name: stands here twice"),
     "TOML: keys twice": ("x.toml", lambda: b"name = 'a'\nname = 'b'", spec.load, "line 2: name: stands here twice"),
+    "YAML: an empty key": ("x.yaml", lambda: b'name: a\n"": 1', spec.load, "line 2: a value without a key"),
+    "JSON: an empty key": ("x.json", lambda: b'{"name": "a",\n "": 1}', spec.load, "line 2: a value without a key"),
+    "TOML: an empty key": ("x.toml", lambda: b"name = 'a'\n'' = 1", spec.load, "line 2: a value without a key"),
     "not UTF-8": ("x.yaml", lambda: b"name: a\nbase_model: \xff", spec.load, "line 2: not UTF-8"),
     "UTF-16": ("x.yaml", lambda: "name: a".encode("utf-16"), spec.load, "not UTF-8"),
     "NUL": ("x.toml", lambda: b"name = 'a\0'", spec.load, "control character"),
     "half a character": ("x.json", lambda: b'{"name": "\\ud800"}', spec.load, "U+D800"),
     "a path with a line break": ("x.json", lambda: b'{"base_model": "/m\\n7: ok", "datasets": [{"path": "/d"}]}', spec.load, "a line break"),
-    "a path with C1": ("x.json", lambda: '{"output_dir": "/m\x9b2J", "base_model": "/m", "datasets": [{"path": "/d"}]}'.encode(), spec.load, "a control character"),
+    "a path with C1": ("x.json", lambda: b"" + '{"output_dir": "/m\x9b2J", "base_model": "/m", "datasets": [{"path": "/d"}]}'.encode(), spec.load, "a control character"),
     "honed.toml: nested": ("x.toml", lambda: b"a = " + b"[" * 200_000, of_honed_toml, "honed.toml"),
     "honed.toml: infinite": ("x.toml", lambda: b"[jobs]\nstop_timeout_sec = inf", of_honed_toml, "stop_timeout_sec"),
     "jsonl: nested": ("x.jsonl", lambda: b'{"text": ' + b"[" * 10**6, of_dataset, "line 1: not JSON: nested too deeply"),
@@ -210,7 +213,8 @@ def test_a_list_of_files_that_calls_itself_a_video_opens_none_of_them(tmp_path: 
 
 def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(tmp_path: Path) -> None:
     """By the helper itself, in a process that has nothing yet."""
-    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow")
+    import pyarrow
     import pyarrow.parquet
 
     path, job_path = tmp_path / "bomb.parquet", tmp_path / "job.json"

@@ -278,12 +278,9 @@ def _run_spec_values(_directory: Path, value: Any) -> None:
         return
     told = []
     for suffix, data in _rendered(value).items():
-        try:
-            with refusing(SpecError):
-                told.append(spec.loads(data, suffix))
-                continue
-        except HonedError:  # pragma: no cover - refusing lets none through
-            raise
+        with refusing(SpecError):
+            told.append(spec.loads(data, suffix))
+            continue
         told.append(None)
     by_format = dict(zip((".yaml", ".json", ".toml"), told, strict=True))
     assert by_format[".yaml"] == by_format[".json"]

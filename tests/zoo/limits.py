@@ -1,4 +1,4 @@
-"""A function in a child of ours with limits, so that what eats the machine, hangs or crashes is seen and not suffered."""
+"""A function in a child of ours with limits, so that what eats the machine, hangs or crashes is seen, not suffered."""
 
 from __future__ import annotations
 
