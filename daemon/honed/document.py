@@ -200,7 +200,7 @@ class _Yaml:
             line = _line(event)
             if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
                 raise fault("a key is a word, not a list or mapping", line=line)
-            if getattr(event, "value", "") == "<<":
+            if getattr(event, "value", "") == "<<" and event.implicit[0]:  # in quotes it is a name
                 raise fault("a merge key (<<)", line=line, hint="write the keys out")
             if getattr(event, "value", None) == "":
                 raise fault("a value without a key", line=line)
