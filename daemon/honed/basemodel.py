@@ -25,9 +25,12 @@ from typing import Any, BinaryIO
 from honed import modality, snapshot
 from honed.error import ModelError
 from honed.modality import Senses
+from honed.problem import shown
 
 #: Bytes; the safetensors library refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000
+#: Dimensions of a tensor; torch takes 64.
+MAX_DIMENSIONS = 64
 #: Bytes; a config.json has a few thousand, a tokenizer_config.json with many added tokens a few million.
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
 
@@ -350,14 +353,14 @@ def _parse_header(path: Path, header: bytes, num_data_bytes: int, hint: str) -> 
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
-        places = sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items())
+        places = sorted((_offsets(entry["data_offsets"]), name) for name, entry in entries.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: its safetensors header cannot be read ({_brief(error)})", hint=hint) from error
     end = 0
     for (begin, stop), name in places:
         if begin != end or stop - begin != tensors[name].num_bytes:
             raise ModelError(
-                f"{path}: the header's place for {name!r} does not fit its shape and neighbours", hint=hint
+                f"{path}: the header's place for {shown(name)} does not fit its shape and neighbours", hint=hint
             )
         end = stop
     if end > num_data_bytes:
@@ -369,12 +372,20 @@ def _parse_header(path: Path, header: bytes, num_data_bytes: int, hint: str) -> 
     return tuple(tensors.values())
 
 
+def _offsets(given: Any) -> tuple[int, int]:
+    begin, end = given
+    if not all(type(offset) is int for offset in (begin, end)):
+        raise ValueError(f"data_offsets {shown(given)}")
+    return begin, end
+
+
 def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
     shape = tuple(entry["shape"])
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"shape {shape}")
+    # The product of a hundred thousand large numbers takes minutes.
+    if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise ValueError(f"shape {shown(entry['shape'])}")
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {entry['dtype']}")
+        raise ValueError(f"dtype {shown(entry['dtype'])}")
     return Tensor(name, DTYPES[entry["dtype"]][0], shape)
 
 
@@ -438,7 +449,7 @@ def _check_dtype(path: Path, config: dict[str, Any]) -> None:
     for key, value in _dtype_entries(config):
         if value is not None and not (isinstance(value, str) and value in BITS):
             raise ModelError(
-                f"{path / 'config.json'}: {key}: {value!r} is not a dtype",
+                f"{path / 'config.json'}: {key}: {shown(value)} is not a dtype",
                 hint="correct it there; most models have bfloat16, float16 or float32",
             )
 
@@ -506,7 +517,9 @@ def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
     num_bytes = 0
     for shard in sorted(set(weight_map.values())):
         if "/" in shard or shard in (".", ".."):
-            raise ModelError(f"{index_path}: shard {shard!r} lies outside the directory", hint="shards are plain names")
+            raise ModelError(
+                f"{index_path}: shard {shown(shard)} lies outside the directory", hint="shards are plain names"
+            )
         if not (index_path.parent / shard).exists():
             raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing", hint=hint)
         found, size = read_header(index_path.parent / shard, hint=hint)
@@ -515,7 +528,7 @@ def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
         shard = weight_map[missing[0]]
-        raise ModelError(f"{index_path.parent / shard}: {missing[0]!r} is not in it, as the index says", hint=hint)
+        raise ModelError(f"{index_path.parent / shard}: {shown(missing[0])} is not in it, as the index says", hint=hint)
     return tuple(tensors.values()), num_bytes
 
 
@@ -620,8 +633,9 @@ def _template_entry(path: Path) -> str | None:
         case str() as template:
             return template
         case list() as named:
-            by_name = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
-            default = by_name.get("default")
-            return default if isinstance(default, str) else None
+            default = [
+                each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"
+            ]
+            return default[-1] if default and isinstance(default[-1], str) else None
         case _:
             return None

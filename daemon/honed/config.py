@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from honed import setting
 from honed.error import SpecError
 from honed.layout import Layout
+from honed.problem import MAX_PROBLEMS
 
 
 def _absolute(value: str) -> str:
@@ -40,7 +42,7 @@ Directory = Annotated[str, AfterValidator(_absolute)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class SpoolConfig(_Section):
@@ -107,7 +109,8 @@ class PolicyConfig(_Section):
     """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
     share_results: bool = False
     """Whether everybody may read every job: its name, spec, metrics and predictions. By default the one who dropped it
-    alone may, besides root and the administrators' group; of the others' jobs the queue shows number and state."""
+    alone may, besides root and the administrators' group; of the others' jobs the queue, and the status line of
+    `systemctl status honed`, show number and state."""
 
 
 class ReportingConfig(_Section):
@@ -170,16 +173,21 @@ def load(layout: Layout) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        data = tomllib.loads(text)
     except FileNotFoundError:
         return {}
+    except RecursionError as error:
+        raise SpecError(f"{path}: nested too deeply", hint="see docs/configuration.md for every key") from error
     except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: {error}", hint="honed.toml is TOML; see docs/configuration.md") from error
+        words = error.strerror if isinstance(error, OSError) else error
+        raise SpecError(f"{path}: {words}", hint="honed.toml is TOML; see docs/configuration.md") from error
     try:
         Config.model_validate(data)
     except ValidationError as error:
-        lines = [f"{path}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise SpecError("; ".join(lines), hint="see docs/configuration.md for every key") from error
+        found = setting.problems(error, Config, setting.lines_of(text))
+        told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
+        raise SpecError("; ".join(told), hint="see docs/configuration.md for every key") from error
     return data
 
 

@@ -229,6 +229,11 @@ class Client:
                 stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
                 stream.flush()
                 line = stream.readline()
+        except (TimeoutError, BlockingIOError) as error:  # the second: its queue of callers is full
+            raise EnvironmentInvalidError(
+                f"honed is there, and has not answered at {self._path} within {TIMEOUT_SEC:g} s",
+                hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
+            ) from error
         except OSError as error:
             raise EnvironmentInvalidError(
                 f"honed does not answer at {self._path}: {error.strerror or error}",
@@ -241,7 +246,10 @@ class Client:
                 f"honed broke off its answer to {verb!r} after {len(line)} bytes",
                 hint="ask again; if it happens again, see honed's log",
             )
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise EnvironmentInvalidError(f"honed's answer at {self._path} is none", hint="see its log") from error
         if answer.get("ok"):
             return answer["result"]
         raise _remote(answer.get("error") or {})

@@ -127,7 +127,7 @@ class Daemon:
         """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
         self._wake.catch_signals()
         self._recover()
-        self._notifier.status(self._status())  # first: who waits for us to be ready looks at it then
+        self._notifier.status(self._status(self._everybody()))  # first: who waits for us to be ready looks at it then
         self._notifier.ready()
         log.info("honed %s ready: %s", __version__, self._status(), extra=about(message=message.READY))
         self._tell_of_machine("")
@@ -347,11 +347,15 @@ class Daemon:
         fault = self._machine_fault or self._placement.fault
         trouble = f"degraded: {fault}; " if fault else ""
         trouble += "" if is_healthy else "a step of the loop fails, see the log; "
-        self._notifier.status(trouble + self._status())
+        self._notifier.status(trouble + self._status(self._everybody()))
         if is_healthy:
             self._notifier.watchdog()
         if self._is_stopping and self._attempts.running:
             self._notifier.extend_timeout(STOP_EXTENSION_SEC)
+
+    def _everybody(self) -> query.Asker:
+        """Who reads STATUS=: every user of the machine, in `systemctl status`."""
+        return query.Asker(query.NOBODY_UID, is_administrator=False, reads_all=self._config.policy.share_results)
 
     def _status(self, asker: query.Asker = query.ANYBODY) -> str:
         """One line that a person wants to read; without the names of jobs that are not the asker's to read."""
@@ -363,7 +367,7 @@ class Daemon:
         ]
         parts = [f"running {', '.join(running)}" if running else "idle", f"{self._backlog.num_queued} queued"]
         parts += [f"{self._backlog.num_held} held"] if self._backlog.num_held else []
-        parts += self._fetcher.status() if asker.reads_all else []
+        parts += self._fetcher.status(is_named=asker.reads_all)
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []
         parts += (

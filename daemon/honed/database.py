@@ -277,7 +277,7 @@ class Reader:
     def events(self, job_id: int) -> list[dict[str, Any]]:
         sql = "SELECT attempt, kind, data, created_at FROM events WHERE job_id = ? ORDER BY rowid"
         return [
-            {"attempt": attempt, "event": kind, "created_at": when, **json.loads(data)}
+            {**json.loads(data), "attempt": attempt, "event": kind, "created_at": when}
             for attempt, kind, data, when in self._rows(sql, job_id)
         ]
 

@@ -10,11 +10,10 @@ import csv
 import json
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, AnyStr
 
 from honed import attachment
 from honed.attachment import RowError
@@ -33,6 +32,8 @@ __all__ = [
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 #: How many of a data set's bad rows are named; the rest is counted.
 MAX_NAMED = 5
+#: Bytes of one line, embedded images and all. A file without line breaks must not fill the memory.
+MAX_LINE_BYTES = 256 * 1024 * 1024
 #: Images, videos and sounds of a data set that are opened for a look at it.
 NUM_OPENED = 100
 
@@ -152,7 +153,7 @@ def _read_any(path: Path) -> Iterator[tuple[Any, str]]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+        for number, raw in enumerate(_lines(file, path), start=1):
             line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if not line.strip():
                 continue
@@ -160,7 +161,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
                 row = json.loads(line.decode().rstrip())
             except UnicodeDecodeError as error:
                 raise DatasetError(f"{path}: line {number}: not UTF-8 at byte {error.start + 1} of the line") from error
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise DatasetError(
                     f"{path}: line {number}{_column(error)}: not JSON: {_json_words(error)}",
                     hint="a .jsonl file has one JSON object on each line",
@@ -168,10 +169,24 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
             yield row, f"line {number}"
 
 
+def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DatasetError(
+                f"{path}: line {number}: longer than {MAX_LINE_BYTES} bytes",
+                hint="each row stands on a line of its own; large images are named by path",
+            )
+        yield line
+
+
 def _read_json(path: Path) -> Iterator[tuple[Any, str]]:
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
         where = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
         raise DatasetError(
             f"{path}: {where}not JSON: {_json_words(error)}", hint="one object on each line is a .jsonl file"
@@ -183,9 +198,9 @@ def _read_json(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[Any, str]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    csv.field_size_limit(MAX_LINE_BYTES)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
+        reader = csv.DictReader(_lines(file, path), strict=True)
         try:
             if not reader.fieldnames:
                 raise DatasetError(f"{path}: empty", hint="the first line of a .csv file names its columns")
@@ -208,15 +223,18 @@ def _read_parquet(path: Path) -> Iterator[tuple[Any, str]]:
         raise DatasetError(
             f"{path}: reading .parquet needs pyarrow", hint="pip install pyarrow, or use .jsonl"
         ) from error
+    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
                     yield _without_nulls(row), f"row {number}"
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DatasetError(f"{path}: not a readable .parquet file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path}: row {number + 1} or one after it has text that is not UTF-8") from error
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
+        # The last ones come of values that Python has no word for, such as a date before the year 1.
+        raise DatasetError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -235,7 +253,13 @@ def _column(error: Exception) -> str:
 
 
 def _json_words(error: Exception) -> str:
-    return error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    match error:
+        case json.JSONDecodeError():
+            return error.msg
+        case RecursionError():
+            return "nested too deeply"
+        case _:  # Python reads no number of more than 4300 digits
+            return "a number with thousands of digits"
 
 
 # --- data sets -------------------------------------------------------------------------------------------------------

@@ -333,7 +333,8 @@ def _acls(layout: Layout) -> Finding:
 def _machine(config: Config) -> list[Finding]:
     """Of the units and what they lean on."""
     service, job = _unit("honed.service"), _unit("honed-job@0.service")
-    return [_service(service), _job_unit(job), _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
+    return [_service(service), _job_unit(job), *_fetch_unit(config, job),
+            _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
             _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
 
 
@@ -382,6 +383,19 @@ def _job_unit(unit: dict[str, str]) -> Finding:
             return Finding("honed-job@.service", "warning", "changed since systemd read it", "systemctl daemon-reload")
         return Finding("honed-job@.service", "ok", "each job has a unit of its own")
     return Finding("honed-job@.service", "warning", "not there: jobs run as honed's children, without limits", INSTALL)
+
+
+def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
+    """Of honed-fetch@.service, where policy.hub needs it: where jobs are units, honed itself has no network."""
+    if not config.policy.hub or job.get("LoadState") != "loaded":
+        return []
+    check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
+    if unit.get("LoadState") != "loaded":
+        detail = f"policy.hub is on, and the unit is {unit.get('LoadState') or 'not known'}: no model is fetched"
+        return [Finding(check, "error", detail, INSTALL)]
+    if unit.get("NeedDaemonReload") == "yes":
+        return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
+    return [Finding(check, "ok", "models of the hub are fetched")]
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:

@@ -73,6 +73,8 @@ class _Record:
         """Note where a key or list item stands. With `once`, a key that is there already is refused."""
         if len(path) > MAX_DEPTH:
             raise fault(f"nested more than {MAX_DEPTH} levels deep", line=line)
+        if path[-1] == "":
+            raise fault("a value without a key", line=line)
         if len(self.lines) >= MAX_VALUES:
             raise fault(f"more than {MAX_VALUES} keys and values", line=line, hint="data sets are named by path")
         if once and path in self.lines:
@@ -198,7 +200,7 @@ class _Yaml:
             line = _line(event)
             if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
                 raise fault("a key is a word, not a list or mapping", line=line)
-            if getattr(event, "value", "") == "<<":
+            if getattr(event, "value", "") == "<<" and event.implicit[0]:  # in quotes it is a name
                 raise fault("a merge key (<<)", line=line, hint="write the keys out")
             if getattr(event, "value", None) == "":
                 raise fault("a value without a key", line=line)
@@ -397,7 +399,7 @@ def _toml(text: str, record: _Record) -> Any:
         data = tomllib.loads(known)
     except tomllib.TOMLDecodeError as error:
         _refuse_toml(str(error), known, latest, record)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # Python reads no number of more than 4300 digits
         raise fault("this is not TOML: a number too large, or nested too deeply") from None
     if end is not None:
         raise fault("this is not TOML", line=text.count("\n", 0, end) + 1)

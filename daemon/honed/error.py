@@ -28,6 +28,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: Characters of a message. What it quotes is another person's text, of any length.
+MAX_CHARS = 16_000
+
+
+def plain(text: str) -> str:
+    """A text that no terminal acts on, no log takes for two entries and no reader drowns in: it may quote anything."""
+    cut = text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"
+    return (
+        cut if cut.isprintable() else "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in cut)
+    )
+
 
 class HonedError(Exception):
     """What went wrong, in one sentence; `hint` says what to do."""
@@ -38,8 +49,8 @@ class HonedError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = plain(message)
+        self.hint = plain(hint)
 
     def as_dict(self) -> dict[str, str]:
         """As it stands in result files, entries and `--json`."""
@@ -60,14 +71,21 @@ class SpecError(HonedError):
     exit_status = 78  #: EX_CONFIG
 
 
-class DatasetError(HonedError):
+class QuotingError(HonedError):
+    """One that quotes names and values of files: a line break among them does not begin a line of ours."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message.replace("\n", "⏎"), hint=hint.replace("\n", "⏎"))
+
+
+class DatasetError(QuotingError):
     """A data set that is missing, does not parse, or has no row to train on."""
 
     code = "dataset_invalid"
     exit_status = 65  #: EX_DATAERR
 
 
-class ModelError(HonedError):
+class ModelError(QuotingError):
     """A base model directory that is incomplete or cannot be read."""
 
     code = "model_invalid"

@@ -34,7 +34,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ from honed import foreign
 MAX_LINE_BYTES = 4 * 1024 * 1024
 #: Bytes read in one pass of the daemon's loop, so that a chatty worker cannot hold the loop.
 MAX_READ_BYTES = 8 * 1024 * 1024
+#: Levels of lists and objects in an event; ours have five. Python reads some hundred, and whoever writes or walks them
+#: further on gives up at fewer.
+MAX_DEPTH = 50
 #: Seconds since the epoch (the year 9999): what lies beyond is not a time.
 MAX_TIME = 253_000_000_000
 
@@ -149,17 +152,32 @@ def _parse(line: bytes) -> Event | None:
         return None
     if not 0 <= when <= MAX_TIME:  # NaN is not
         return None
-    return Event(_encodable(kind), float(when), {_encodable(key): _encodable(value) for key, value in data.items()})
+    try:
+        return Event(_encodable(kind), float(when), _encodable(data))
+    except ValueError:
+        return None
 
 
-def _encodable(value: Any) -> Any:
-    """The same, without lone surrogates: JSON can carry them, UTF-8, and so the log and the database, cannot."""
+def items(data: Mapping[str, Any], key: str) -> list[Any]:
+    """The list that an event should have there; empty where it has something else."""
+    return value if isinstance(value := data.get(key), list) else []
+
+
+def _encodable(value: Any, *, depth: int = 0) -> Any:
+    """The same, without lone surrogates: JSON can carry them, UTF-8, and so the log and the database, cannot.
+
+    Nor NaN and infinity, which Python's JSON has and nobody else's. Raises ValueError for what is nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
     match value:
         case str():
             return value.encode(errors="replace").decode()
+        case float() if not math.isfinite(value):
+            return None
         case dict():
-            return {_encodable(key): _encodable(item) for key, item in value.items()}
+            return {_encodable(key): _encodable(item, depth=depth + 1) for key, item in value.items()}
         case list():
-            return [_encodable(item) for item in value]
+            return [_encodable(item, depth=depth + 1) for item in value]
         case _:
             return value

@@ -231,9 +231,12 @@ class Fetcher:
         """How far the fetch is that this number waits for, in the fetch's own words; nothing before it is started."""
         return next((fetch.progress for fetch in self._fetches.values() if number in fetch.waiting), {})
 
-    def status(self) -> list[str]:
+    def status(self, *, is_named: bool = True) -> list[str]:
         """A few words on each fetch."""
-        return [f"fetching {fetch.missing.repo_id}{_share(fetch.progress)}" for fetch in self._fetches.values()]
+        return [
+            f"fetching {fetch.missing.repo_id if is_named else 'a model'}{_share(fetch.progress)}"
+            for fetch in self._fetches.values()
+        ]
 
     def close(self) -> None:
         self._runner.close()

@@ -154,7 +154,14 @@ def absolute(value: str) -> str:
         refuse(f"paths are absolute, {_shown(value)} begins with ~", "whose home is not known here; write it out")
     if not value.startswith("/"):
         refuse(f"paths are absolute, got {_shown(value)}", "begin with /")
+    if _BREAK.search(value):
+        refuse(f"a path with a line break or a control character, {_shown(value)}", "rename the file")
     return str(PurePosixPath(value))
+
+
+#: What no path needs, and what would end a line of a unit file, a log or a list of files. U+0080 to U+009F begin
+#: escape sequences, too.
+_BREAK = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _shown(value: str) -> str:

@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             terminal.complain(error, prefix="honectl: ")
         return _status(error)
     except PermissionError as error:
-        print(f"honectl: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(terminal.plain(f"honectl: {error.filename}: {error.strerror}"), file=sys.stderr)
         return 77  # EX_NOPERM
     except (KeyboardInterrupt, BrokenPipeError):
         return 130

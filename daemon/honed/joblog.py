@@ -96,7 +96,10 @@ def _read_told(attempt: Any, offset: int) -> int:
     while reading.offset != offset:
         for item in reading.events:
             when = time.strftime("%H:%M:%S", time.localtime(item.time))
-            print(f"{when} {terminal.plain(_told(item))}")
+            told = terminal.plain(_told(item)).replace(
+                "\n", "\n         "
+            )  # none of its lines passes for another event
+            print(f"{when} {told}")
         offset = reading.offset
         reading = event.read(attempt.events_path, offset)
     return offset
@@ -109,8 +112,10 @@ def _told(item: event.Event) -> str:
         case "predictions":
             return f"predictions: step {item.data.get('step')}, {item.data.get('num_failed', 0)} failed"
         case "example":
-            parts = item.data.get("segments") or []
-            return "example: " + "".join(f"⟦{part['text']}⟧" if part["trained"] else part["text"] for part in parts)
+            parts = [part for part in event.items(item.data, "segments") if isinstance(part, dict)]
+            return "example: " + "".join(
+                f"⟦{part.get('text')}⟧" if part.get("trained") else str(part.get("text")) for part in parts
+            )
         case "stage":
             return f"stage: {item.data.get('stage')}"
         case _:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from honed import comparison, terminal
+from honed import comparison, event, terminal
 from honed.error import EnvironmentInvalidError, NotPermittedError
 from honed.instance import Instance
 
@@ -91,7 +90,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         )
     for item in job["events"]:
         if item["event"] == "fallback":
-            terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
+            words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
+            terminal.say(words, style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
@@ -126,14 +126,15 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
     keys = ["role", "dtype", "device", "num_parameters"]
     terminal.say()
     terminal.say(
-        f"audit ({last['when']}): model {last['model_dtype']}, quantization {last['quantization']}, "
-        f"config {last['config_dtype']}, embeddings {last['embedding_dtype']}"
+        f"audit ({last.get('when')}): model {last.get('model_dtype')}, quantization {last.get('quantization')}, "
+        f"config {last.get('config_dtype')}, embeddings {last.get('embedding_dtype')}"
     )
-    terminal.table(["role", "dtype", "device", "parameters"], [[each[key] for key in keys] for each in last["counts"]],
+    counts = [each for each in event.items(last, "counts") if isinstance(each, dict)]
+    terminal.table(["role", "dtype", "device", "parameters"], [[each.get(key) for key in keys] for each in counts],
                    right=["parameters"])  # fmt: skip
     for item in audits:
-        for text in item["mended"]:
-            terminal.say(f"mended ({item['when']}): {text}", style="yellow")
+        for text in event.items(item, "mended"):
+            terminal.say(f"mended ({item.get('when')}): {text}", style="yellow")
 
 
 def predictions(instance: Instance, options: argparse.Namespace) -> int:
@@ -142,9 +143,9 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(rows))
     elif options.jsonl:
-        comparison.write_jsonl(rows, sys.stdout)
+        comparison.write_jsonl(rows, terminal.stream())
     elif options.csv:
-        comparison.write_csv(rows, sys.stdout)
+        comparison.write_csv(rows, terminal.stream())
     elif not rows:
         terminal.say("no predictions" + (" of that example or step" if everything else " yet"))
     else:

@@ -19,6 +19,8 @@ from honed.message import Message
 #: syslog(3) priorities.
 PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 STDERR_FD = 2
+#: Characters of an entry or a field; journald cuts what it reads as lines at 48 KiB.
+MAX_CHARS = 32_000
 #: The attribute of a record that has its fields.
 FIELDS = "honed_fields"
 
@@ -39,6 +41,8 @@ def about(job: Job | int | None = None, message: Message | None = None, **fields
 
 def _plain(text: str) -> str:
     """What a job file says must not paint the administrator's terminal."""
+    if len(text) > MAX_CHARS:
+        text = f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
 
 
@@ -48,9 +52,10 @@ class _Formatter(logging.Formatter):
         self._prefixed = prefixed
 
     def format(self, record: logging.LogRecord) -> str:
-        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix.
+        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix. Lines
+        # after the first are indented: what a job or a worker says must not pass for an entry of ours.
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._prefixed else ""
-        return "\n".join(prefix + line for line in _plain(super().format(record)).split("\n"))
+        return prefix + f"\n{prefix}    ".join(_plain(super().format(record)).split("\n"))
 
 
 class JournalHandler(logging.Handler):

@@ -12,6 +12,8 @@ import io
 import math
 import os
 import re
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,6 +48,15 @@ MIN_SIDE = 8
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".jp2")
 #: Formats that may move, and are read as video by Pillow.
 _ANIMATIONS = (".gif", ".webp", ".png", ".apng", ".avif")
+
+
+#: FFmpeg's readers of files that are whole in themselves. Others (concat, HLS, DASH, SDP) read text, and open whatever
+#: files and addresses that names, of which nobody was asked whether the job may read them.
+_FORMATS = (
+    "mov,matroska,webm,avi,flv,mpegts,mpeg,mpegvideo,m4v,h263,h264,hevc,av1,obu,ivf,asf,mxf,nut,rm,dv,mjpeg,gif,apng,"
+    "png_pipe,jpeg_pipe,bmp_pipe,webp_pipe,tiff_pipe,ogg,wav,w64,mp3,aac,flac,aiff,au,amr,amrnb,amrwb,caf,ape,ac3,eac3,dts,wv,tta,voc,loas,mpc,mpc8,tak,gsm"
+)
+_SELF_CONTAINED = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
 
 
 class MediaError(DatasetError):
@@ -286,6 +297,8 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     pillow = _pillow()
     try:
         with pillow.open(_source(media)) as image:
+            if image.format == "EPS":
+                raise MediaError(f"{media.place}: PostScript, which is a program and not run", hint="convert it to PNG")
             _check_size(media, *image.size)
             yield image
     except MediaError:
@@ -294,9 +307,15 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
         raise MediaError(f"{media.place}: more than {MAX_PIXELS:,} pixels", hint="make it smaller") from error
     except pillow.UnidentifiedImageError as error:
         raise MediaError(_unreadable(media, "an image")) from error
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, ArithmeticError, KeyError) as error:
-        # What Pillow's readers raise for files that are torn or made up.
+    except _TORN as error:
         raise MediaError(f"{media.place}: a broken image: {_said(error)}") from error
+
+
+#: What Pillow's readers raise for files that are torn or made up; struct.error is none of the others.
+_TORN = (
+    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError,
+    NotImplementedError, RuntimeError, struct.error, zlib.error,
+)  # fmt: skip
 
 
 def _check_size(media: Media, width: int, height: int) -> None:
@@ -527,13 +546,13 @@ def _container(media: Media) -> Iterator[av.container.InputContainer]:
     what = "sound" if media.kind == "audio" else "a video"
     source = _source(media)
     try:
-        with av_module.open(source, mode="r", metadata_errors="replace") as container:
+        with av_module.open(source, mode="r", options=dict(_SELF_CONTAINED), metadata_errors="replace") as container:
             yield container
     except MediaError:
         raise
-    except (av_module.error.InvalidDataError, av_module.error.EOFError) as error:
+    except (av_module.error.InvalidDataError, av_module.error.EOFError, av_module.error.ArgumentError) as error:
         raise MediaError(_unreadable(media, what)) from error
-    except (av_module.error.FFmpegError, OSError, ValueError, IndexError) as error:
+    except (av_module.error.FFmpegError, OSError, ValueError, LookupError, ArithmeticError) as error:
         raise MediaError(f"{media.place}: broken: {_said(error)}") from error
 
 
@@ -541,6 +560,8 @@ def _stream(media: Media, container: Any, kind: Literal["video", "audio"]) -> An
     streams = container.streams.video if kind == "video" else container.streams.audio
     if not streams:
         raise MediaError(f"{media.place}: there is no {'picture' if kind == 'video' else 'sound'} in it")
+    if streams[0].codec_context is None:
+        raise MediaError(f"{media.place}: a codec that is not known here")
     return streams[0]
 
 

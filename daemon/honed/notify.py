@@ -7,6 +7,11 @@ import time
 
 import sdnotify
 
+from honed.error import plain
+
+#: Characters of a status line.
+MAX_STATUS = 2000
+
 
 class Notifier:
     """One wrapper around sdnotify, for what it gets wrong and for the rate."""
@@ -29,7 +34,7 @@ class Notifier:
 
     def status(self, text: str) -> None:
         """One line a person wants to read; sent when it changes."""
-        line = " ".join(text.split())
+        line = plain(" ".join(text.split()))[:MAX_STATUS]  # a worker's own words are in it
         if line != self._status:
             self._status = line
             self._send(f"STATUS={line}")

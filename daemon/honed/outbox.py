@@ -298,10 +298,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """What the other side has written; nothing where it has not, or a disk lost it."""
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value >= 0 else 0
+    return value if isinstance(value, int) and 0 <= value < 2**63 else 0  # more no file has

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from honed import durable, foreign
 from honed.layout import AttemptLayout, Layout
@@ -123,15 +124,18 @@ class ProcessRunner:
             os.close(fd)
 
     def _worker_pid(self, child: _Child) -> int | None:
-        pid = read_lock_record(child.layout, child.start).get("worker_pid")
-        return pid if isinstance(pid, int) else None
+        return _process(read_lock_record(child.layout, child.start).get("worker_pid"))
 
     def _shim_pid(self, child: _Child) -> int | None:
         if child.process is not None:
             return child.process.pid if child.process.poll() is None else None
         # The lock is held, so the process that the record names lives and its number is its own.
-        pid = None if self._settle(child) else read_lock_record(child.layout, child.start).get("shim_pid")
-        return pid if isinstance(pid, int) else None
+        return None if self._settle(child) else _process(read_lock_record(child.layout, child.start).get("shim_pid"))
+
+
+def _process(pid: Any) -> int | None:
+    """The number of one process that a worker's file names; -1 would be all that we may signal, 0 and 1 are ours."""
+    return pid if type(pid) is int and 1 < pid < 2**31 else None
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from honed import foreign
 from honed.catalog import Catalog
-from honed.database import Reader, timestamp
-from honed.error import NotPermittedError, UsageError
+from honed.database import Reader, figures, timestamp
+from honed.error import NotPermittedError, UsageError, plain
+from honed.event import Event
 from honed.job import Attempt, Job, State
 from honed.layout import Layout
 from honed.spool import Spool
@@ -26,6 +27,8 @@ OVERVIEW_JOBS = 20
 
 #: Kinds of events that `show` has.
 SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
+#: Nobody has it, and drops no job.
+NOBODY_UID = -1
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,8 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     plan = _read_json(files.plan_path, num_names=1)
     spec = plan.pop("spec", {})
     result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
-    artifacts, final = (value if isinstance(value := result.get(key), dict) else {} for key in ("artifacts", "metrics"))
+    artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
+    final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
     report = str(files.report_path) if files.report_path.exists() else None
     return {
         **summary(job, progress),
@@ -197,9 +201,9 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "attempts": [_attempt(attempt) for attempt in job.attempts],
         "error": job.error,
         "artifacts": {
-            "output_dir": artifacts.get("output_dir") or job.output_dir,
+            "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
             "report": report,
-            "merged": artifacts.get("merged"),
+            "merged": _text(artifacts.get("merged")),
         },
         "metrics": {**metrics, **final},
         "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
@@ -209,10 +213,16 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     }
 
 
+def _text(value: Any) -> str | None:
+    """A path, as the worker's user wrote it: whatever else stands there is none."""
+    return plain(value) if isinstance(value, str) else None
+
+
 def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
     """What the worker held, each part as it was when it was last told."""
     told = [event for event in events if event["event"] == "memory"]
-    return {key: value for event in told for key, value in event.items() if key.endswith("_bytes")}
+    return {key: value for event in told for key, value in event.items()
+            if key.endswith("_bytes") and type(value) is int and abs(value) < 2**63}  # fmt: skip
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:

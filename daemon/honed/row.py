@@ -21,6 +21,7 @@ from honed import attachment
 from honed.attachment import RowError
 from honed.error import DatasetError
 from honed.media import Kind, Media
+from honed.problem import shown
 
 _WANTED = {
     "messages": "`messages`",
@@ -31,6 +32,8 @@ _WANTED = {
 }
 FORMATS_HINT = "formats: " + "; ".join(f"{name} has {wanted}" for name, wanted in _WANTED.items())
 
+#: Columns of a row that are named.
+MAX_COLUMNS = 20
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 #: ShareGPT's words for who speaks.
 _SHAREGPT_ROLES = {
@@ -89,7 +92,8 @@ def recognise(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) 
         return "alpaca"
     if "text" in named:
         return "text"
-    found = ", ".join(map(str, row)) or "none"
+    found = ", ".join(shown(key).strip("'\"") for key in list(row)[:MAX_COLUMNS]) or "none"
+    found += f", and {len(row) - MAX_COLUMNS} more" if len(row) > MAX_COLUMNS else ""
     raise DatasetError(
         f"the format cannot be told from the columns ({found})",
         hint=f"{FORMATS_HINT}; `columns` maps these names to yours, as in {{prompt: question}}",
@@ -131,7 +135,18 @@ def fields(
     made = _of_format(named, format, has_chat_template=has_chat_template)
     if made["kind"] == "messages":
         made["messages"], made["media"] = attachment.place(named, made["messages"], directories)
+    _check_text({key: value for key, value in made.items() if key != "media"})
     return made
+
+
+def _check_text(made: dict[str, Any]) -> None:
+    """JSON can carry halves of surrogate pairs; no tokenizer takes them, nor what is nested without end."""
+    try:
+        json.dumps(made, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise RowError("a half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+    except RecursionError:
+        raise RowError("nested too deeply") from None
 
 
 def _of_format(row: Mapping[str, Any], format: str, *, has_chat_template: bool) -> dict[str, Any]:  # noqa: A002
@@ -222,7 +237,7 @@ def _sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
         raise RowError(f"turn {number} has no `from`")
     role = _SHAREGPT_ROLES.get(turn["from"].lower())
     if role is None:
-        raise RowError(f"turn {number}: `from` is {turn['from']!r}, not one of {', '.join(_SHAREGPT_ROLES)}")
+        raise RowError(f"turn {number}: `from` is {shown(turn['from'])}, not one of {', '.join(_SHAREGPT_ROLES)}")
     if turn["from"].lower() in ("function_call", "tool_call"):
         calls = _unpacked(turn.get("value"))
         listed = calls if isinstance(calls, list) else [calls]
@@ -246,7 +261,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         raise RowError(f"message {number} is {kind_of(turn)}, not an object with role and content")
     role = turn.get("role")
     if role not in _ROLES:
-        raise RowError(f"message {number}: the role is {role!r}, not one of {', '.join(_ROLES)}")
+        raise RowError(f"message {number}: the role is {shown(role)}, not one of {', '.join(_ROLES)}")
     message = {key: value for key, value in turn.items() if value is not None}
     calls = _unpacked(message.pop("tool_calls", None)) or []
     if not isinstance(calls, list):
@@ -278,7 +293,7 @@ def _part(part: Any, number: int) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if isinstance(part, dict) and (attached := attachment.part(part, number)):
         return attached
-    kind = f"of type {part.get('type')}" if isinstance(part, dict) else f"that is {kind_of(part)}"
+    kind = f"of type {shown(part.get('type'))}" if isinstance(part, dict) else f"that is {kind_of(part)}"
     raise RowError(f"message {number} has a part {kind}: parts are text, image, video or audio")
 
 
@@ -291,8 +306,8 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise RowError(f"message {number}: the arguments of {function['name']} are not JSON") from error
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"message {number}: the arguments of {shown(function['name'])} are not JSON") from error
     outer = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": arguments or {}}}
 
@@ -337,7 +352,7 @@ def _unpacked(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return value
     return value
 

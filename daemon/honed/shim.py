@@ -249,7 +249,7 @@ def has_ended(attempt_dir: str, start: int) -> bool:
     try:
         with open(f"{attempt_dir}/exit.json", "rb") as file:  # noqa: PTH123
             return bool(json.load(file)["start"] >= start)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

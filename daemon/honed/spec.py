@@ -57,7 +57,9 @@ def _name(value: str) -> str:
 def _base_model(value: str) -> str:
     if value.startswith(("./", "../", "~")):
         refuse(f"paths are absolute, got {shown(value)}", "begin with /")
-    if not (value.startswith("/") or _HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
+    if value.startswith("/"):
+        absolute(value)  # which refuses line breaks
+    elif not (_HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
         raise ValueError
     return value
 

@@ -64,7 +64,7 @@ def _compile(text: str, where: str, kind: type[HonedError]) -> None:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[Generation, jinja2.ext.loopcontrols])
     try:
         environment.compile(text)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except (jinja2.TemplateError, ValueError, RecursionError) as error:  # a number with thousands of digits
         line = getattr(error, "lineno", None)
         at = f", line {line}" if line else ""
         raise kind(

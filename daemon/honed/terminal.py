@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -22,7 +22,25 @@ from honed.trial import ASKED, Findings, words
 PIPE_WIDTH = 400
 #: Rows of a table beyond which there are no colours.
 MAX_DRAWN_ROWS = 500
-console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+class _Console(Console):
+    def print_json(self, json: str | None = None, **options: Any) -> None:
+        """As rich does, with what a terminal may act on, or UTF-8 not carry, written by its number, as JSON can."""
+        with self.capture() as drawn:
+            super().print_json(json, **options)
+        # What JSON itself escapes does not turn up here: an escape character is one of rich's colours.
+        self.file.write(
+            "".join(char if char.isprintable() or char in "\n\x1b" else _escape(char) for char in drawn.get())
+        )
+
+
+def _escape(char: str) -> str:
+    units = char.encode("utf-16-be", errors="surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+console = _Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 STATE_STYLES = {
     "running": "bold cyan",
     "succeeded": "green",
@@ -46,7 +64,18 @@ def plain(value: Any, *, limit: int | None = None) -> str:
 
 
 def say(text: str = "", *, style: str = "") -> None:
-    console.print(Text(plain(text), style=style))
+    """One thing; lines after its first are indented, so that none passes for another thing that is said."""
+    console.print(Text(plain(text).replace("\n", "\n  "), style=style))
+
+
+def stream() -> TextIO:
+    """stdout for a format that programs read: into a pipe all as it is, onto a terminal what does no harm there."""
+    return cast("TextIO", _Harmless()) if console.is_terminal else sys.stdout
+
+
+class _Harmless:
+    def write(self, text: str) -> int:
+        return sys.stdout.write(plain(text.replace("\r\n", "\n")))
 
 
 def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
@@ -59,7 +88,7 @@ def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
 def complain(error: HonedError, *, prefix: str) -> None:
     """Say on stderr what is wrong."""
     for line in [f"{prefix}{error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
-        print(plain(line), file=sys.stderr)
+        print(plain(line).replace("\n", "\n  "), file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
@@ -74,13 +103,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
             column, justify="right" if column in right else "left", no_wrap=column not in {"detail", "hint"}
         )
     for row in rows:
-        drawn.add_row(*(Text(plain(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
+        drawn.add_row(*(Text(_flat(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
     console.print(drawn)
 
 
 def _long_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str]) -> None:
     """As table, in plain text: drawing thousands of rows takes rich many seconds."""
-    cells = [list(columns), *([plain(cell).replace("\n", " ") for cell in row] for row in rows)]
+    cells = [list(columns), *([_flat(cell) for cell in row] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = [
@@ -88,6 +117,10 @@ def _long_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Se
             for cell, width, column in zip(row, widths, columns, strict=True)
         ]
         print(" ".join(padded).rstrip())
+
+
+def _flat(cell: Any) -> str:
+    return plain(cell).replace("\n", "⏎")
 
 
 def progress_cells(progress: dict[str, Any]) -> tuple[str, str, str]:
@@ -138,7 +171,7 @@ def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequenc
     """One example's way through the `steps`, differences from the truth marked; of a step without a row it is said."""
     truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
     compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
-    console.print(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
+    console.print(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]).replace("\n", "\n  "), "dim")))
     is_wide = console.is_terminal and console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
     drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
     drawn.add_column("step", justify="right", no_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 
 from honed.problem import KeyPath
@@ -163,5 +164,12 @@ def _unquoted(key: str) -> str:
         return key[1:-1]
     try:
         return str(json.loads(key)) if key[0] == '"' else key
+    except ValueError:  # \\U0001F600, which JSON lacks, or no TOML at all, which tomllib says of the whole
+        return _of_toml(key)
+
+
+def _of_toml(key: str) -> str:
+    try:
+        return next(iter(tomllib.loads(f"{key} = 0")))
     except ValueError:
         return key

@@ -12,6 +12,7 @@ hang             never says a word                   deaf         as slow, but i
 fallback         backend_unavailable under unsloth, success under transformers
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
+hostile          escape sequences, markup and forged lines in all that it says, then an explanation of that kind
 torn             half a result file, then exit 0       make[-N]     as succeed, and leaves what such a job makes
 """
 
@@ -31,6 +32,43 @@ from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker.pulse import Pulse
 from zoo import plain
+
+
+def be_hostile(events_path: Path, result_path: Path) -> int:
+    """Put one text that nobody should print as it is wherever a text can stand."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from test_hostile_jobs import ALL, LONG
+
+    text = ALL + LONG
+    shown = dict.fromkeys(("model_dtype", "config_dtype", "embedding_dtype", "quantization", "when"), text)
+    rows = [{"sample_index": 0, "prompt": text, "ground_truth": ALL, "prediction": ALL + "!", text: text}]
+    with events_path.open("ab") as file:
+        for data in (
+            {"event": "stage", "stage": text},
+            {"event": "log", "level": "warning", "message": text, "code": text},
+            {"event": "step", "step": text, "num_steps": text, "loss": text, "eta_sec": text, "epoch": text},
+            {"event": "step", "step": 3, "num_steps": 9, "loss": 1.0, "eta_sec": 5.0, "epoch": 0.5},
+            {"event": "evaluation", "step": 3, "metrics": {"eval_loss" + text: text, ALL: 1.0}},
+            {"event": "predictions", "step": 3, "num_failed": text, "rows": rows, "scores": {ALL: 1.0}},
+            {"event": "audit", **shown, "counts": [{"role": text, "dtype": ALL}], "mended": [ALL]},
+            {"event": "data", "num_train": ALL, "num_" + ALL: ALL, "lengths": ALL},
+            {"event": "example", "segments": [{"text": ALL, "trained": True}]},
+            {"event": "fallback", "from": ALL, "to": ALL, "reason": ALL},
+            {"event": "memory", "when": ALL, "weights_bytes": 10**400, "device_peak_bytes": ALL},
+            {"event": "started", "pid": ALL, "versions": {ALL: ALL}, "backend": ALL},
+            {"event": "artifact", "name": ALL, "path": ALL},
+            {"event": "resumed", "step": ALL, "path": ALL},
+            {"event": ALL, "x": ALL},
+        ):
+            file.write(json.dumps({"time": time.time(), **data}).encode() + b"\n")
+    print(ALL.encode(errors="replace").decode(), flush=True)
+    time.sleep(1.5)  # so that the daemon has it in its status line
+    error = {"code": "mask_invalid", "message": text, "hint": text}
+    result_path.write_text(json.dumps({
+        "outcome": "failed", "step": ALL, "metrics": {ALL: ALL, "loss": 10**400}, "error": error,
+        "artifacts": {"output_dir": ALL, "merged": [ALL]},
+    }))  # fmt: skip
+    return 81
 
 
 def main() -> int:
@@ -135,6 +173,8 @@ def main() -> int:
         case "liar":
             result("succeeded", 3)
             return 3
+        case "hostile":
+            return be_hostile(attempt.events_path, attempt.result_path)
         case "torn":
             attempt.result_path.write_text('{"outcome": "succ')
         case "garbage":

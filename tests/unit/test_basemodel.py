@@ -195,7 +195,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "config.json: dtype: 'bfloat61'",
         "correct it",
     ),
-    "dtype is a list": (lambda path: edit_config(path, dtype=[1]), "config.json: dtype: \\[1\\]", "correct it"),
+    "dtype is a list": (lambda path: edit_config(path, dtype=[1]), "config.json: dtype: a list of 1", "correct it"),
     "unnamed quantization": (
         lambda path: edit_config(path, quantization_config={"bits": 4}),
         "config.json: quantization_config names no quant_method",

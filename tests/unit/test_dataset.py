@@ -144,7 +144,7 @@ def test_a_prompt_of_messages_keeps_its_own_answers_out_of_training(tmp_path: Pa
         ({"messages": [{"role": "User", "content": "a"}, TURNS[1]]}, "the role is 'User'"),
         ({"messages": [TURNS[0], {"role": "assistant", "content": 4}]}, "content is a number"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, TURNS[1]]}, "nothing says which"),
-        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}, TURNS[1]]}, "a part of type smell"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}, TURNS[1]]}, "a part of type 'smell'"),
         ({"messages": [TURNS[0], "4"]}, "message 2 is a string"),
         ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a function with a name"),
         ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "not JSON"),

@@ -215,6 +215,19 @@ def test_a_unit_that_is_closed_to_what_the_configuration_allows_is_told() -> Non
     assert doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 /srv"}).status == "ok"
 
 
+def test_a_missing_unit_for_fetches_is_told_where_the_configuration_fetches() -> None:
+    config = Config(policy=PolicyConfig(hub=True))
+    assert doctor._fetch_unit(Config(), WELL, {"LoadState": "not-found"}) == []
+    assert doctor._fetch_unit(config, {"LoadState": "not-found"}, {"LoadState": "not-found"}) == []  # jobs are children
+    [found] = doctor._fetch_unit(config, WELL, {"LoadState": "not-found"})
+    assert found.status == "error"
+    assert "no model is fetched" in found.detail
+    assert [each.status for each in doctor._fetch_unit(config, WELL, WELL)] == ["ok"]
+    assert [each.status for each in doctor._fetch_unit(config, WELL, {**WELL, "NeedDaemonReload": "yes"})] == [
+        "warning"
+    ]
+
+
 def test_odd_names_are_known_as_systemctl_shows_them() -> None:
     odd = ["/srv/we ird", '/srv/q"uote', "/srv/back\\slash", "/home/anna/my data: 1"]
     shown = {

@@ -133,7 +133,7 @@ def test_what_the_journal_does_not_take_goes_to_stderr(tmp_path: Path, capsys: p
     logger = logging.Logger("honed.test")
     logger.addHandler(JournalHandler(Journal(tmp_path / "nobody")))
     logger.error("two\nlines")
-    assert capsys.readouterr().err == "<3>two\n<3>lines\n"
+    assert capsys.readouterr().err == "<3>two\n<3>    lines\n"
 
 
 def test_text_from_a_job_file_paints_no_terminal(receiver: Receiver) -> None:
