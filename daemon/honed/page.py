@@ -92,14 +92,17 @@ def text(value: Any, *, limit: int | None = None, more: str = "") -> str:
     return "".join(pieces)
 
 
-def document(title: str, body: Iterable[str]) -> bytes:
-    """The whole file. `title` is text, `body` is HTML."""
+def document(title: str, body: Iterable[str], *, head: str = "", nonce: str = "") -> bytes:
+    """The whole file. `title` is text, `body` and `head` are HTML. With a `nonce` its policy comes from the server."""
+    policy = "" if nonce else f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    style = f' nonce="{nonce}"' if nonce else ""
     made = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{policy}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
-        f"<title>{text(title)}</title><style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+        f"<title>{text(title)}</title><style{style}>{_STYLE}</style>{head}</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
     )
     return made.encode(errors="replace")
 

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -101,6 +101,11 @@ def _read(path: Path) -> str:
 
 def render(story: Story, *, now: float) -> bytes:
     """The whole page."""
+    return document(*parts(story, now=now))
+
+
+def parts(story: Story, *, now: float) -> tuple[str, list[str]]:
+    """What the page is made of: its title, which is text, and its body, which is HTML."""
     job = story.job
     name = job.name or f"job {job.id}"
     kind, line = outcome(story)
@@ -125,7 +130,7 @@ def render(story: Story, *, now: float) -> bytes:
         *section("Versions", [_versions(story)]),
         *section("How to load it", _loading(story)),
     ]
-    return document(f"{name}: {line}", body)
+    return f"{name}: {line}", body
 
 
 def outcome(story: Story) -> tuple[str, str]:
@@ -496,22 +501,30 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 def render_index(rows: Sequence[Mapping[str, Any]], layout: Layout, *, now: float) -> bytes:
     """All jobs: running first, then the queue in its order, then the rest, newest first."""
+
+    def address(job_id: int) -> str | None:
+        return f"jobs/{job_id}/report.html" if layout.job(job_id).report_path.exists() else None
+
+    return document("honed: all jobs", index_body(rows, address, now=now))
+
+
+def index_body(rows: Sequence[Mapping[str, Any]], address: Callable[[int], str | None], *, now: float) -> list[str]:
+    """The same as HTML. `address`: where a job's page is, if anywhere."""
     lines = []
     for row in rows:
         name = text(row["name"] or f"job {row['id']}")
-        if layout.job(row["id"]).report_path.exists():
-            name = f'<a href="jobs/{row["id"]}/report.html"><bdi>{name}</bdi></a>'
+        if (href := address(row["id"])) is not None:
+            name = f'<a href="{href}"><bdi>{name}</bdi></a>'
         kind = {"succeeded": "good", "failed": "bad", "held": "warn", "cancelled": "warn"}.get(row["state"], "")
         state = row["outcome"] if row["state"] == "failed" and row["outcome"] else row["state"]
         progress = row["progress"]
         how_far = progress_text(progress) if progress.get("step") is not None else ""
         lines.append([text(row["id"]), name, f'<span class="word {kind}">{text(state)}</span>', text(how_far),
                       f'<span class="dim">{text(row["submitted_at"][:19].replace("T", " "))}</span>'])  # fmt: skip
-    body = ["<h1>honed: all jobs</h1>",
+    return ["<h1>honed: all jobs</h1>",
             f'<p class="dim small">honed {text(__version__)}; as of {text(timestamp(now)[:19])} UTC.</p>',
             table(("job", "name", "state", "how far", "dropped (UTC)"), lines, numbers=frozenset({0}), stack=True)
             or "<p>There is no job yet.</p>"]  # fmt: skip
-    return document("honed: all jobs", body)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class Spool:
     def jobs(self, state: State) -> Iterator[Job]:
         """The jobs in a state, by number; an entry that cannot be read is logged and passed over."""
         for path in self._entries(state):
-            if (job := _read_entry(path, state)) is not None:
+            if (job := read_entry(path, state)) is not None:
                 yield job
 
     def all_jobs(self) -> dict[int, Job]:
@@ -273,7 +273,7 @@ class Spool:
         found: dict[int, Job] = {}
         places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
         for path, state in places:
-            job = _read_entry(path, state)
+            job = read_entry(path, state)
             if job is not None and (job.id not in found or job.revision > found[job.id].revision):
                 found[job.id] = job
         return dict(sorted(found.items()))
@@ -285,7 +285,7 @@ class Spool:
     def job(self, job_id: int) -> Job | None:
         """One job, wherever it lies; of two copies the newer."""
         places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
-        found = [job for path, state in places if (job := _read_entry(path, state)) is not None]
+        found = [job for path, state in places if (job := read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
 
     def update(self, job: Job, **changes: Any) -> Job:
@@ -379,7 +379,8 @@ class Spool:
         return self._layout.job(job_id)
 
 
-def _read_entry(path: Path, state: State) -> Job | None:
+def read_entry(path: Path, state: State) -> Job | None:
+    """None where it is gone, or damaged, which is logged."""
     try:
         return Job.from_json(path.read_bytes(), state)
     except FileNotFoundError:
