@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
@@ -40,9 +40,9 @@ log = logging.getLogger("honed.web")
 
 #: Connections at a time, and of one user over a unix socket.
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 128, 48
-#: Seconds for the head of a request, from the connection's or the last answer's end on; seconds in which a reader must
-#: take something; seconds that an idle connection is kept.
-HEAD_SEC, READER_SEC, KEEP_ALIVE_SEC = 10.0, 20.0, 15
+#: Seconds for the head of a request, from the connection's begin on, and twice as many in which a reader must take
+#: something; seconds that an idle connection is kept.
+PATIENCE_SEC, KEEP_ALIVE_SEC = 10.0, 15
 #: Bytes of the head of a request.
 MAX_HEAD_BYTES = 16 * 1024
 #: Seconds without a connection after which one that systemd started ends: it is started again by the next.
@@ -64,8 +64,12 @@ _FULL = (
 class Connection(H11Protocol):
     """One connection: uvicorn's own, bounded in number and in patience, and with who is at the other end."""
 
-    _timer: asyncio.TimerHandle | None = None
+    patience_sec = PATIENCE_SEC
     _uid: int | None = None
+    #: End the connection of one who does not say what they want, and of one who does not take what they have asked
+    #: for: two, since answers may wait while the next request is there already.
+    _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         peer = transport.get_extra_info("socket")
@@ -75,12 +79,10 @@ class Connection(H11Protocol):
             self.app_state = {**self.app_state, "peer": Peer(uid, gids)}
         theirs = sum(getattr(each, "_uid", None) == self._uid for each in self.connections) if self._uid else 0
         super().connection_made(transport)
+        self._await_head(self.patience_sec)
         if len(self.connections) > MAX_CONNECTIONS or theirs >= MAX_CONNECTIONS_PER_USER:
             transport.write(_FULL)
             transport.close()
-            self._wait(READER_SEC)
-            return
-        self._wait(HEAD_SEC)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -88,35 +90,37 @@ class Connection(H11Protocol):
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._stop_waiting()  # a whole head; from now on it is our turn
+            self._await_head(None)  # a whole head is there: from now on it is our turn
 
     def on_response_complete(self) -> None:
-        self._wait(HEAD_SEC + KEEP_ALIVE_SEC)
+        self._await_head(self.patience_sec + KEEP_ALIVE_SEC)
         before = self.cycle
         super().on_response_complete()
         if self.cycle is not before:  # the next request was there already
-            self._stop_waiting()
+            self._await_head(None)
 
     def pause_writing(self) -> None:
-        self._wait(READER_SEC)
+        self._await_reader(2 * self.patience_sec)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._stop_waiting()
+        self._await_reader(None)
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._await_head(None)
+        self._await_reader(None)
         super().connection_lost(exc)
 
-    def _wait(self, seconds: float) -> None:
-        self._stop_waiting()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
+    def _await_head(self, seconds: float | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _await_reader(self, seconds: float | None) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        self._reader_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 class Server(uvicorn.Server):
@@ -168,9 +172,7 @@ def listen(address: str) -> socket.socket:
     cannot be had."""
     if address.startswith("/"):
         kind, where = socket.AF_UNIX, address
-        path = Path(address)
-        if path.is_socket():
-            path.unlink()
+        _remove_dead(Path(address))
     else:
         host, _, port = address.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
@@ -196,6 +198,18 @@ def listen(address: str) -> socket.socket:
             f"{address}: {error.strerror}", hint="web.listen says where it listens"
         ) from error
     return made
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket that nobody listens on any more."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(FileNotFoundError):
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            if path.is_socket():
+                path.unlink()
+        except OSError:
+            pass  # bind says what it is
 
 
 def is_local(listening: socket.socket) -> bool:
@@ -254,9 +268,10 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def serve(layout: Layout, *, address: str | None) -> int:
+def serve(layout: Layout, *, address: str | None, patience_sec: float = PATIENCE_SEC) -> int:
     """Answer until told to stop. Returns the exit status."""
     loaded = config.load(layout)
+    Connection.patience_sec = patience_sec
     sockets = passed_sockets()
     is_activated = bool(sockets)
     sockets = sockets or [listen(address or loaded.web.listen)]
@@ -287,18 +302,11 @@ def serve(layout: Layout, *, address: str | None) -> int:
     # uvicorn hands on what it was ended with, when it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    own = [Path(each.getsockname()) for each in sockets if each.family == socket.AF_UNIX and not is_activated]
     asyncio.run(run())
-    with contextlib.suppress(OSError):
-        for path in _own_paths(sockets) if not is_activated else ():
-            path.unlink()
+    for path in own:
+        path.unlink(missing_ok=True)
     return 0
-
-
-def _own_paths(sockets: Sequence[socket.socket]) -> Iterator[Path]:
-    for each in sockets:
-        with contextlib.suppress(OSError):  # closed
-            if each.family == socket.AF_UNIX:
-                yield Path(os.fsdecode(each.getsockname()))
 
 
 def _warn(found: Rules) -> None:
@@ -318,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     root = layouts.user_root() if options.user else options.root
     try:
-        return serve(layouts.of(root), address=options.listen)
+        return serve(layouts.of(root), address=options.listen, patience_sec=options.patience_sec)
     except HonedError as error:
         log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
         return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
@@ -333,6 +341,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--user", action="store_true", help="one's own instance, where XDG says")
     made.add_argument("--listen", metavar="ADDRESS",
                       help="where to listen, HOST:PORT or a path (default: web.listen)")  # fmt: skip
+    made.add_argument(
+        "--patience-sec",
+        type=float,
+        default=PATIENCE_SEC,
+        metavar="SEC",
+        help="seconds for a request's head; twice as many for a reader (default: %(default)s)",
+    )
     made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
     made.add_argument("--version", action="version", version=f"honed-web {__version__}")
     return made

@@ -41,7 +41,7 @@ from honed import access, report, webapi, webmetric
 from honed.config import PolicyConfig
 from honed.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 from honed.job import State
-from honed.page import document
+from honed.page import STYLE_SOURCE, document
 from honed.progress import progress_text
 from honed.query import Asker
 from honed.webapi import ENDPOINTS, Endpoint
@@ -59,6 +59,10 @@ STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
 MAX_READERS = 4
 #: Jobs on the page over all jobs; what waits and runs is always there, up to so many.
 INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
+#: Bytes of a page that wait for their reader.
+PIECE_BYTES = 64 * 1024
+#: Where the body begins; no title has it, for `<` is written otherwise there.
+_MARK = "<!-- the page -->"
 #: No user of this machine has it: who asks over loopback without a token.
 NOBODY = -1
 _HEADERS = (
@@ -69,7 +73,7 @@ _HEADERS = (
     (b"cache-control", b"no-store"),
 )
 _POLICY = (
-    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src {style}; img-src data:; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
 #: Makes a page live: the line on top as events tell it, and the whole page anew, as the server makes it, when there is
@@ -214,7 +218,7 @@ class Web:
         made = await self.pages.page(job)
         more = f'<p class="dim small"><a href="/api/jobs/{job.id}">as JSON</a></p>'
         events = "" if job.state.is_final else f"/api/jobs/{job.id}/events"
-        return _html(made.title, [made.body, more], events=events)
+        return _html(made.title, [more], events=events, made=made.body)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -412,13 +416,24 @@ def _parameters(endpoint: Endpoint, request: Request) -> Any:
         raise UsageError(f"{name[:80]}: {first['msg']}", hint=f"parameters: {known}; see /openapi.json") from None
 
 
-def _html(title: str, body: list[str], *, events: str) -> Response:
+def _html(title: str, body: list[str], *, events: str, made: bytes = b"") -> Response:
+    """A page: what was `made` before, sent in pieces since many may be on their way at a time, and after it `body`."""
     nonce = secrets.token_urlsafe(16)
     live = f'<script nonce="{nonce}" src="/live.js" data-events="{events}" defer></script>' if events else ""
     # For a browser without scripts.
     live += '<noscript><meta http-equiv="refresh" content="30"></noscript>' if events else ""
-    made = document(title, body, head=live, nonce=nonce)
-    return Response(made, headers={"Content-Security-Policy": _POLICY.format(nonce=nonce)}, media_type="text/html")
+    first, mark, rest = document(title, [_MARK, *body], head=live, is_served=True).partition(_MARK.encode())
+    assert mark
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield first
+        for start in range(0, len(made), PIECE_BYTES):
+            yield made[start : start + PIECE_BYTES]
+        yield rest
+
+    headers = {"Content-Security-Policy": _POLICY.format(nonce=nonce, style=STYLE_SOURCE),
+               "Content-Length": str(len(first) + len(made) + len(rest))}  # fmt: skip
+    return StreamingResponse(pieces(), headers=headers, media_type="text/html")
 
 
 def _encode(value: Any) -> bytes:

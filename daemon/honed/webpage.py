@@ -42,7 +42,7 @@ class Made:
     """A page, and what it was made of."""
 
     title: str
-    body: str
+    body: bytes
     revision: int
     made_at: float
 
@@ -107,7 +107,7 @@ class Pages:
 
     def _keep(self, job: Job, data: bytes) -> Made:
         told = json.loads(data)
-        made = Made(told["title"], told["body"], job.revision, time.monotonic())
+        made = Made(told["title"], told["body"].encode(errors="replace"), job.revision, time.monotonic())
         self._kept.pop(job.id, None)
         self._kept[job.id] = made
         while self._kept and sum(len(each.body) for each in self._kept.values()) > MAX_KEPT_BYTES:
