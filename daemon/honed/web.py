@@ -126,10 +126,10 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's, which tells systemd how it is, and ends when nobody has asked for a while where it may."""
 
-    def __init__(self, settings: uvicorn.Config, *, ends_idle: bool) -> None:
+    def __init__(self, settings: uvicorn.Config, *, idle_sec: float | None) -> None:
         super().__init__(settings)
         self._notifier = Notifier()
-        self._ends_idle = ends_idle
+        self._idle_sec = idle_sec
         self._busy_at = time.monotonic()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -143,7 +143,7 @@ class Server(uvicorn.Server):
         if counter % 50 == 0:
             self._notifier.status(f"{len(self.server_state.connections)} connections, "
                                   f"{self.server_state.total_requests} answers")  # fmt: skip
-        is_idle = self._ends_idle and time.monotonic() - self._busy_at >= IDLE_SEC
+        is_idle = self._idle_sec is not None and time.monotonic() - self._busy_at >= self._idle_sec
         return await super().on_tick(counter) or is_idle
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -268,7 +268,7 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def serve(layout: Layout, *, address: str | None, patience_sec: float = PATIENCE_SEC) -> int:
+def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec: float) -> int:
     """Answer until told to stop. Returns the exit status."""
     loaded = config.load(layout)
     Connection.patience_sec = patience_sec
@@ -281,7 +281,7 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float = PATIENCE
         proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SEC,
         timeout_graceful_shutdown=GRACE_SEC, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )  # fmt: skip
-    server = Server(settings, ends_idle=is_activated)
+    server = Server(settings, idle_sec=idle_sec if is_activated else None)
     web.is_ending = lambda: server.should_exit
     for each in sockets:
         log.info("honed-web %s listens on %s", __version__, shown_address(each))
@@ -326,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     root = layouts.user_root() if options.user else options.root
     try:
-        return serve(layouts.of(root), address=options.listen, patience_sec=options.patience_sec)
+        return serve(layouts.of(root), address=options.listen, patience_sec=options.patience_sec,
+                     idle_sec=options.idle_sec)  # fmt: skip
     except HonedError as error:
         log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
         return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
@@ -348,6 +349,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SEC",
         help="seconds for a request's head; twice as many for a reader (default: %(default)s)",
     )
+    made.add_argument("--idle-sec", type=float, default=IDLE_SEC, metavar="SEC",
+                      help="end when nobody has connected for so long, if systemd started it (%(default)s)")  # fmt: skip
     made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
     made.add_argument("--version", action="version", version=f"honed-web {__version__}")
     return made

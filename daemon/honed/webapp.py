@@ -153,6 +153,7 @@ class Web:
         routes = [
             Route("/", self._index),
             Route("/index.html", self._index),
+            Route("/login", _log_in),
             Route("/jobs/{job_id:int}", self._job_page),
             # As the index that honed writes has it.
             Route(
@@ -200,7 +201,10 @@ class Web:
         before = request.query_params.get("before", "")
         if before and not re.fullmatch(r"[0-9]{1,18}", before):
             raise UsageError(f"before: not a job's number: {before[:40]!r}", hint="follow the link to older jobs")
-        return _html(*await self.read(self._index_body, _asker(request), int(before or 0)), events="/api/events")
+        title, body = await self.read(self._index_body, _asker(request), int(before or 0))
+        if request.state.may_log_in:
+            body.append('<p><a href="/login">Log in with the token</a>, to see names and results.</p>')
+        return _html(title, body, events="/api/events")
 
     def _index_body(self, asker: Asker, before: int) -> tuple[str, list[str]]:
         rows = self.source.rows(asker)
@@ -395,6 +399,11 @@ def _is_ours(host: str, names: frozenset[str]) -> bool:
 def _asker(request: Request) -> Asker:
     asker: Asker = request.state.asker
     return asker
+
+
+def _log_in(request: Request) -> Response:
+    """Where a browser is asked for the token: at the root, so that it shows it everywhere from then on."""
+    return _token_wanted() if request.state.may_log_in else RedirectResponse("/")
 
 
 def _token_wanted() -> Response:

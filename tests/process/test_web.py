@@ -296,8 +296,11 @@ def test_without_a_token_others_jobs_show_their_number_and_state(instance: Insta
     instance.configure(f'[web]\ntoken_file = "{token_path}"\n')
     with serving(instance) as web:
         assert web.json("/api/jobs")["jobs"][0]["name"] == ""
-        status, headers, _ = web.ask("/jobs/1")
-        assert (status, headers["www-authenticate"][:5]) == (401, "Basic")
+        assert b'<a href="/login">' in web.ask("/")[2]
+        for path in ("/jobs/1", "/login"):
+            status, headers, _ = web.ask(path)
+            assert (status, headers["www-authenticate"][:5]) == (401, "Basic")
+        assert web.ask("/login", Authorization=bearer(TOKEN))[1]["location"] == "/"
         password = base64.b64encode(f"anybody:{TOKEN}".encode()).decode()
         for right in (bearer(TOKEN), f"Basic {password}"):
             assert web.json("/api/jobs/1", Authorization=right)["name"] == "succeed"

@@ -168,3 +168,21 @@ def test_where_other_machines_reach_it_it_wants_a_token(machine: Machine) -> Non
         assert ask_json(machine, where, "/api/jobs/1", f"Authorization: Bearer {TOKEN}")["name"] == "facts"
     assert ask_json(machine, SOCKET, "/api/jobs/1", user="anna")["name"] == "facts"
     assert not any(TOKEN in message for message in machine.messages())
+
+
+def test_it_ends_when_nobody_asks_and_comes_again_with_the_next_request(machine: Machine) -> None:
+    machine.write("/etc/systemd/system/honed-web.service.d/50-idle.conf",
+                  "[Service]\nExecStart=\nExecStart=/opt/honed/current/bin/honed-web --idle-sec 2\n")  # fmt: skip
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "restart", "honed-web")
+    machine.wait_property("honed-web", "ActiveState", "inactive")
+    assert machine.property("honed-web", "Result") == "success"
+    assert ask_json(machine, SOCKET, "/api/jobs/1", user="anna")["name"] == "facts"
+
+
+def test_an_uninstall_takes_it_away(machine: Machine) -> None:
+    machine.sh("rm -r /etc/systemd/system/honed-web.service.d /etc/systemd/system/honed-web.socket.d")
+    machine.run(f"{CHECKOUT}/scripts/install", "--uninstall", "--purge")
+    left = machine.sh("find /etc /opt /run /usr /var -name '*honed-web*' -not -path '/run/systemd/*'")
+    assert left == ""
+    assert machine.try_run("systemctl", "is-active", "honed-web.socket").stdout.strip() == "inactive"
