@@ -1,7 +1,8 @@
 """Install honed on a machine with systemd, upgrade it, or remove it again. Can be run again at any time.
 
     /opt/honed/<version>/     a Python environment, never changed once a worker may run from it
-    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed and honectl go through it
+    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed, honectl and
+                              honed-web go through it
     /opt/honed/files          what else was installed, a path a line, for the next install and for --uninstall
     /usr/lib/systemd/system/  units; beside them sysusers.d, tmpfiles.d, the catalog, and below /usr/share the polkit
                               rule, man pages and completions

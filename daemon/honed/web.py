@@ -349,8 +349,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="SEC",
         help="seconds for a request's head; twice as many for a reader (default: %(default)s)",
     )
-    made.add_argument("--idle-sec", type=float, default=IDLE_SEC, metavar="SEC",
-                      help="end when nobody has connected for so long, if systemd started it (%(default)s)")  # fmt: skip
+    made.add_argument(
+        "--idle-sec",
+        type=float,
+        default=IDLE_SEC,
+        metavar="SEC",
+        help="end when nobody has connected for so long, if systemd started it (%(default)s)",
+    )
     made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
     made.add_argument("--version", action="version", version=f"honed-web {__version__}")
     return made
