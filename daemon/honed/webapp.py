@@ -257,7 +257,7 @@ class Web:
         last: list[Any] | None = None
         async for _ in self._ticks():
             rows = await self.read(self.source.rows, asker)
-            if rows != last:
+            if rows is not last and rows != last:
                 if last is not None:
                     yield _event("changed", {"num_jobs": len(rows)})
                 last = rows

@@ -31,8 +31,12 @@ from honed.spool import Spool, read_entry
 
 #: Bytes of text on one page of predictions; a row that alone is larger comes alone.
 MAX_PAGE_BYTES = 1024 * 1024
-#: Seconds for which a list of the entries is good enough.
+#: Seconds for which a list of jobs is good enough, and at least so many times as long as it took to make: with ten
+#: thousand jobs and many who watch, lists take a tenth of one core.
 LIST_SEC = 1.0
+REST = 10
+#: Lists that are kept, one for each who asks.
+MAX_LISTS = 32
 #: Seconds that honed has for a word.
 CONTROL_SEC = 3.0
 
@@ -50,15 +54,15 @@ class Entries(Spool):
         super().__init__(layout, lock=False)
         self._known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
         self._listed: dict[int, Job] = {}
-        self._listed_at = -LIST_SEC
+        self._list_until = 0.0
         self._listing = threading.Lock()
 
     def all_jobs(self) -> dict[int, Job]:
-        """As in Spool; at most a second old."""
+        """As in Spool, a moment old."""
         with self._listing:
-            if time.monotonic() - self._listed_at >= LIST_SEC:
+            if (began := time.monotonic()) >= self._list_until:
                 self._listed = self._list()
-                self._listed_at = time.monotonic()
+                self._list_until = _good_until(began)
             return self._listed
 
     def _list(self) -> dict[int, Job]:
@@ -76,6 +80,11 @@ class Entries(Spool):
             if job is not None and (job.id not in found or job.revision > found[job.id].revision):
                 found[job.id] = job
         return dict(sorted(found.items()))
+
+
+def _good_until(began: float) -> float:
+    now = time.monotonic()
+    return now + max(LIST_SEC, REST * (now - began))
 
 
 def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
@@ -107,6 +116,8 @@ class Source:
         self.layout = layout
         self._entries: Entries | None = None
         self._opening = threading.Lock()
+        self._lists: dict[Asker, tuple[float, list[dict[str, Any]]]] = {}
+        self._listing = threading.Lock()
 
     @property
     def entries(self) -> Entries:
@@ -119,8 +130,17 @@ class Source:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def rows(self, asker: Asker) -> list[dict[str, Any]]:
-        """As `honectl list --json`, in its order: of other people's jobs what one wants to know who waits behind."""
-        return query.list_jobs(self.entries, self.layout, "", asker)
+        """As `honectl list --json`, in its order: of other people's jobs what one wants to know who waits behind.
+
+        A moment old. Not to be changed: all who ask get the same."""
+        with self._listing:
+            good_until, rows = self._lists.get(asker, (0.0, []))
+            if (began := time.monotonic()) >= good_until:
+                rows = query.list_jobs(self.entries, self.layout, "", asker)
+                while len(self._lists) >= MAX_LISTS:
+                    del self._lists[next(iter(self._lists))]
+                self._lists[asker] = _good_until(began), rows
+            return rows
 
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
         """The newest first."""
@@ -160,8 +180,10 @@ class Source:
             where.append("name = ?")
             arguments.append(name)
         if cursor is not None:
-            where.append("(name, step, rowid) > (?, ?, ?)")
-            arguments += _place(cursor, str, int, int)
+            place = _place(cursor, str, int, int)
+            # With the name given as well, SQLite would look through all of its steps for the place.
+            where.append("(step, rowid) > (?, ?)" if name is not None else "(name, step, rowid) > (?, ?, ?)")
+            arguments += place[1:] if name is not None else place
         sql = (
             f"SELECT rowid, {', '.join(keys)} FROM metrics WHERE {' AND '.join(where)}"
             " ORDER BY name, step, rowid LIMIT ?"
