@@ -329,6 +329,14 @@ def test_it_does_not_listen_where_other_machines_reach_it_without_a_token(instan
     assert "other machines reach it, and there is no token" in refused.stderr
     assert start("localhost:80").returncode == 78
     assert "web.listen" in start("127.0.0.1:99999").stderr
+    right = instance.root / "right"
+    right.write_text(f"{TOKEN}\n")
+    instance.configure(f'{SHARED}[web]\ntoken_file = "{right}"\n')
+    with serving(instance, "--listen", "0.0.0.0:0") as web:
+        for path in ("/", "/healthz", "/metrics", "/live.js", "/nothing"):
+            assert web.ask(path)[0] == 401, path
+            assert web.ask(path, Authorization=bearer(TOKEN), Host="any.example")[0] != 401, path
+        assert "in the clear" in web.log
     short = instance.root / "token"
     short.write_text("short\n")
     instance.configure(f'[web]\ntoken_file = "{short}"\n')
@@ -531,9 +539,9 @@ def test_streams_are_bounded_and_one_that_ends_makes_room(instance: Instance) ->
         streams = [web.open(request_head("/api/jobs/1/events")) for _ in range(32)]
         for each in streams:
             assert b"200 OK" in each.recv(4096)
-        status, headers, body = web.ask("/api/jobs/1/events")
-        assert (status, headers["retry-after"]) == (503, "5")
-        assert b"32 pages are live" in body
+        refused = web.stream("/api/jobs/1/events")
+        assert (refused.status, refused.getheader("retry-after")) == (503, "5")
+        assert b"32 pages are live" in refused.read()
         assert web.ask("/api/jobs")[0] == 200  # who only asks is answered
         streams.pop().close()
         wait_for(lambda: web.stream("/api/jobs/1/events").status == 200, what="room")
