@@ -275,8 +275,9 @@ class Source:
         is_well = daemon["is_up"] and found["is_open"]
         return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
 
-    def last_events(self, job_ids: list[int]) -> dict[int, dict[str, Any]]:
-        """Of each of these jobs its progress, and the tokens of its rows where its data stage has told them."""
+    def running(self, job_ids: list[int]) -> dict[int, dict[str, Any]]:
+        """Of each of these jobs its progress; where it has told them, the tokens of its rows, and those that it had
+        trained on at its last evaluation."""
         found: dict[int, dict[str, Any]] = {}
         with self.database() as db:
             for job_id in job_ids if db else ():
@@ -284,7 +285,10 @@ class Source:
                 sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'data' ORDER BY rowid DESC LIMIT 1"
                 data = _one(db, sql, job_id)
                 tokens = json.loads(data).get("num_tokens") if data else None
-                found[job_id] = {**{key: progress.get(key) for key in PROGRESS_KEYS}, "num_tokens": tokens}
+                trained = _one(db, "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_num_tokens'"
+                               " ORDER BY step DESC, rowid DESC LIMIT 1", job_id)  # fmt: skip
+                found[job_id] = {**{key: progress.get(key) for key in PROGRESS_KEYS}, "num_tokens": tokens,
+                                 "num_trained": trained}  # fmt: skip
         return found
 
 

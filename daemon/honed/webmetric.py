@@ -24,6 +24,7 @@ _PROGRESS = (
     ("epoch", "honed_job_epoch", "Passes over the training data of a running job"),
     ("loss", "honed_job_loss", "Training loss of a running job at its last step"),
     ("eta_sec", "honed_job_eta_seconds", "Seconds until a running job is through, by its own estimate"),
+    ("num_trained", "honed_job_tokens", "Tokens that a running job had trained on at its last evaluation"),
     ("num_tokens", "honed_job_data_tokens", "Tokens of a running job's training data"),
 )
 
@@ -68,7 +69,7 @@ class Figures(Collector):
 
     def _running(self) -> Iterator[GaugeMetricFamily]:
         running = {job.id: job for job in self._source.entries.all_jobs().values() if job.state is State.RUNNING}
-        told = self._source.last_events(sorted(running))
+        told = self._source.running(sorted(running))
         for key, name, words in _PROGRESS:
             family = GaugeMetricFamily(name, words, labels=("job",))
             for job_id, progress in told.items():

@@ -423,7 +423,9 @@ def test_a_browser_shows_a_running_job_live_and_complains_of_nothing(instance: I
             assert "running" in seen["text"]
         # The same document from here on: a load would forget this.
         chromium.value("window.isSame = true")
-        events = EventWriter(instance.layout.job(1).attempt(job.attempt.number).events_path)
+        path = instance.layout.job(1).attempt(job.attempt.number).events_path
+        wait_for(path.exists, what="the worker's first event")
+        events = EventWriter(path)
         rows = [{"sample_index": 0, "prompt": f"Was? {HOSTILE}", "ground_truth": "Köln",
                  "prediction": HOSTILE + "x" * 50_000}]  # fmt: skip
         events.emit("predictions", step=1, epoch=0.1, num_failed=0, rows=rows, scores={})
@@ -494,7 +496,13 @@ def test_prometheus_gets_the_queue_the_running_job_and_the_outcomes(instance: In
     assert instance.drain() == 0
     instance.drop("slow-4000")
     instance.start()
-    instance.wait_state("slow-4000", State.RUNNING)
+    running = instance.wait_state("slow-4000", State.RUNNING)
+    path = instance.layout.job(running.id).attempt(1).events_path
+    wait_for(path.exists, what="the worker's first event")
+    told = EventWriter(path)
+    told.emit("data", num_tokens=81234)
+    told.emit("evaluation", step=1, metrics={"eval_loss": 2.5, "eval_num_tokens": 512})
+    told.close()
     instance.drop("waits", name="slow")
     instance.wait_state("slow", State.QUEUED)
 
@@ -514,13 +522,16 @@ def test_prometheus_gets_the_queue_the_running_job_and_the_outcomes(instance: In
         assert found["honed_outcomes"] == {("succeeded",): 1}
         assert found["honed_queue_age_seconds"][()] > 0
         assert found["honed_job_steps"] == {("2",): 4000}
-        assert found["honed_job_loss"] == {}  # results are not shared
+        assert found["honed_job_loss"] == found["honed_job_tokens"] == {}  # results are not shared
         assert found["honed_outbox_waiting_bytes"] == {(): 0}
         assert found["process_resident_memory_bytes"][()] > 1e6
         instance.configure(SHARED)
         web.process.send_signal(signal.SIGHUP)
         wait_for(lambda: "configuration reloaded" in web.log, what="a reload")
-        assert 0 < scraped(web)["honed_job_loss"][("2",)] < 1
+        found = scraped(web)
+        assert 0 < found["honed_job_loss"][("2",)] < 1
+        assert found["honed_job_tokens"] == {("2",): 512}
+        assert found["honed_job_data_tokens"] == {("2",): 81234}
         instance.configure("[web]\nnonsense = 1\n")
         web.process.send_signal(signal.SIGHUP)
         wait_for(lambda: "the old one stays" in web.log, what="a refusal")
