@@ -186,3 +186,21 @@ def test_an_uninstall_takes_it_away(machine: Machine) -> None:
     left = machine.sh("find /etc /opt /run /usr /var -name '*honed-web*' -not -path '/run/systemd/*'")
     assert left == ""
     assert machine.try_run("systemctl", "is-active", "honed-web.socket").stdout.strip() == "inactive"
+
+
+def test_one_person_has_their_own(machine: Machine) -> None:
+    """Without root, for the instance below their home."""
+    machine.run("loginctl", "enable-linger", "berta")
+    runtime_dir = f"/run/user/{machine.run('id', '-u', 'berta').strip()}"
+    own = {"HOME": "/home/berta", "XDG_RUNTIME_DIR": runtime_dir, "PATH": "/home/berta/.local/bin:/usr/bin:/bin"}
+    wait_for(lambda: machine.exists(f"{runtime_dir}/systemd/private"), what="berta's systemd")
+
+    def run(*words: str) -> str:
+        return machine.run(*words, user="berta", environment=own)
+
+    run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT, "--user")
+    run("systemctl", "--user", "enable", "--now", "honed", "honed-web.socket")
+    assert ask_json(machine, LOOPBACK, "/healthz", user="berta")["status"] == "ok"
+    assert ask_json(machine, f"{runtime_dir}/honed-web.sock", "/api/jobs", user="berta") == {"jobs": [], "next": None}
+    run(f"{CHECKOUT}/scripts/install", "--user", "--uninstall", "--purge")
+    assert machine.sh("find /home/berta -name '*honed*'") == ""
