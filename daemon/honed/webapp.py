@@ -20,6 +20,7 @@ import math
 import os
 import re
 import secrets
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ class Web:
             Route("/metrics", self._metrics),
             *(Route(each.path.replace("{job_id}", "{job_id:int}"), partial(self._answer, each)) for each in ENDPOINTS),
         ]
-        handlers = {HonedError: _refusal, HTTPException: _no_route}
+        handlers = {HonedError: _refusal, OSError: _unreadable, sqlite3.Error: _unreadable, HTTPException: _no_route}
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self)  # type: ignore[arg-type]
 
     async def read(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -281,10 +282,13 @@ class _Stream(StreamingResponse):
     async def _framed(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield b"retry: 3000\n\n"
         told_at = time.monotonic()
-        async for event in events:
-            if event or time.monotonic() - told_at >= HEARTBEAT_SEC:
-                told_at = time.monotonic()
-                yield event or b": still here\n\n"
+        try:
+            async for event in events:
+                if event or time.monotonic() - told_at >= HEARTBEAT_SEC:
+                    told_at = time.monotonic()
+                    yield event or b": still here\n\n"
+        except (HonedError, OSError, sqlite3.Error) as error:  # a browser asks again, and is told then
+            log.info("a stream of events ends: %s", error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._web.num_streams += 1
@@ -293,8 +297,6 @@ class _Stream(StreamingResponse):
                 await Response(media_type=self.media_type)(scope, receive, send)
             else:
                 await super().__call__(scope, receive, send)
-        except HonedError as error:  # a job that is gone, a database that is: the browser asks again, and is told then
-            log.debug("a stream ends: %s", error.message)
         finally:
             self._web.num_streams -= 1
 
@@ -482,6 +484,18 @@ async def _refusal(request: Request, error: HonedError) -> Response:
             return _said(400, error)
         case _:
             return _said(503, error, {"Retry-After": "5"})
+
+
+async def _unreadable(request: Request, error: OSError | sqlite3.Error) -> Response:
+    log.error("%s: %s", request.url.path, error)
+    match error:
+        case OSError(filename=str(path), strerror=str(why)):
+            words = f"{path}: {why}"
+        case OSError():
+            words = str(error)
+        case _:
+            words = f"honed.db: {error}"
+    return await _refusal(request, EnvironmentInvalidError(words, hint="see honed's log; honectl doctor"))
 
 
 async def _no_route(_request: Request, error: HTTPException) -> Response:

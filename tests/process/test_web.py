@@ -462,6 +462,7 @@ def test_health_says_what_is_not_well(instance: Instance) -> None:
     instance.wait_state("slow", State.RUNNING)
     with serving(instance) as web:
         assert web.json("/healthz")["status"] == "ok"
+        stream = web.stream("/api/jobs/1/events")
         instance.kill(signal.SIGKILL)
         status, _, body = web.ask("/healthz")
         told = json.loads(body)
@@ -476,8 +477,19 @@ def test_health_says_what_is_not_well(instance: Instance) -> None:
         instance.layout.database_path.write_bytes(b"nonsense" * 1000)
         told = json.loads(web.ask("/healthz")[2])
         assert "not a database" in told["database"]["detail"]
-        assert web.ask("/api/jobs/1/metrics")[0] == 503
+        for path in ("/api/jobs/1/metrics", "/api/jobs/1", "/api/jobs", "/"):
+            status, _, body = web.ask(path)
+            assert status == 503, path
+            assert "not a database" in webapi.Failure.model_validate_json(body).error.message
         assert web.ask("/metrics")[0] == 200
+        stream.read()  # it has an end, and a plain one
+        assert "a stream of events ends" in web.log
+        assert "Traceback" not in web.log
+        instance.layout.database_path.unlink()
+        instance.spool.state_dir(State.HELD).rmdir()
+        wait_for(lambda: web.ask("/api/jobs")[0] == 503, what="a look at the spool")
+        body = web.ask("/api/jobs")[2]
+        assert "held: No such file or directory" in webapi.Failure.model_validate_json(body).error.message
 
 
 def test_where_honed_never_ran_it_says_so_and_makes_nothing(instance: Instance) -> None:
