@@ -1,7 +1,8 @@
 """Install honed on a machine with systemd, upgrade it, or remove it again. Can be run again at any time.
 
     /opt/honed/<version>/     a Python environment, never changed once a worker may run from it
-    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed and honectl go through it
+    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed, honectl and
+                              honed-web go through it
     /opt/honed/files          what else was installed, a path a line, for the next install and for --uninstall
     /usr/lib/systemd/system/  units; beside them sysusers.d, tmpfiles.d, the catalog, and below /usr/share the polkit
                               rule, man pages and completions
@@ -94,7 +95,7 @@ class Installer:
         self._install_files()
         self._install_config()
         self._link(self._places.versions_dir / "current", Path(version_dir.name))
-        for name in ("honed", "honectl"):
+        for name in ("honed", "honectl", "honed-web"):
             self._link(self._places.bin_dir / name, self._places.versions_dir / "current/bin" / name)
             self._files.append(self._places.bin_dir / name)
         for path in sorted(before - set(self._files)):
@@ -108,6 +109,8 @@ class Installer:
         if self._is_live:
             # honed first, or it would wonder where its jobs went; then each job writes its checkpoint.
             self._systemctl("disable", "--now", "honed.service", may_fail=True)
+            self._systemctl("disable", "--now", "honed-web.socket", may_fail=True)
+            self._systemctl("stop", "honed-web.service", may_fail=True)
             if not self._options.user:
                 self._systemctl("stop", "honed-send.service", "honed-jobs.slice", may_fail=True)
         for path in sorted(self._known_files()):
@@ -268,9 +271,10 @@ class Installer:
         """Each file of the checkout that is installed as it is, and where."""
         places, units = self._places, CHECKOUT / "units"
         if self._options.user:
-            yield units / "user/honed.service", places.unit_dir / "honed.service"
+            for path in sorted((units / "user").iterdir()):
+                yield path, places.unit_dir / path.name
         else:
-            for path in sorted(units.glob("*.service")) + sorted(units.glob("*.slice")):
+            for path in [found for kind in ("service", "slice", "socket") for found in sorted(units.glob(f"*.{kind}"))]:
                 yield path, places.unit_dir / path.name
             if self._systemd_version() >= NOTIFY_RELOAD_SINCE:
                 yield units / "honed-notify-reload.conf", places.unit_dir / "honed.service.d/10-notify-reload.conf"
@@ -315,7 +319,7 @@ class Installer:
             return
         if self._options.user:
             self._systemctl("daemon-reload", may_fail=True)
-            self._systemctl("try-restart", "honed.service", may_fail=True)
+            self._systemctl("try-restart", "honed.service", "honed-web.service", may_fail=True)
             return
         lib = self._places.unit_dir.parent.parent
         self._run("systemd-sysusers", lib / "sysusers.d/honed.conf")
@@ -327,7 +331,7 @@ class Installer:
         self._systemctl("daemon-reload")
         if not self._options.no_restart:
             # Running jobs are units of their own: they go on, and the new honed takes them over.
-            self._systemctl("try-restart", "honed.service", "honed-send.service")
+            self._systemctl("try-restart", "honed.service", "honed-send.service", "honed-web.service")
 
     def _systemctl(self, *words: str, may_fail: bool = False) -> None:
         self._run("systemctl", *(["--user"] if self._options.user else []), *words, may_fail=may_fail)

@@ -152,6 +152,21 @@ class HubConfig(_Section):
     """Models that are fetched at a time."""
 
 
+class WebConfig(_Section):
+    """[web]: honed-web, pages and an API for a browser; it runs only where honed-web.socket is enabled."""
+
+    listen: str = "127.0.0.1:8470"
+    """Where it listens when it is started by hand: an address with a port, or the path of a socket. Where systemd
+    starts it, the socket unit says that. An address that other machines reach needs a token."""
+    token_file: Directory | None = None
+    """A file with the token that whoever asks must show, as a bearer token or as a password: one line of 16 characters
+    or more, which honed-web can read. The unit's own credential goes before it, /etc/credstore/honed.web-token. Who has
+    it reads every job; on a loopback address one without it reads what policy.share_results lets everybody read."""
+    hosts: list[str] = []
+    """Names of this machine by which browsers may ask, besides localhost and its addresses: those that a proxy before
+    it hands on. Any other is refused, or a page from elsewhere could give its own name our address."""
+
+
 class Config(_Section):
     """All of honed.toml."""
 
@@ -161,6 +176,7 @@ class Config(_Section):
     policy: PolicyConfig = PolicyConfig()
     hub: HubConfig = HubConfig()
     reporting: ReportingConfig = ReportingConfig()
+    web: WebConfig = WebConfig()
 
 
 def load(layout: Layout) -> Config:

@@ -105,7 +105,7 @@ class Server:
     def _accept(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             peer, _ = self._socket.accept()
-            connection = _Connection(peer, *_credentials(peer))
+            connection = _Connection(peer, *credentials(peer))
             if self._is_full(connection.uid):
                 peer.close()
                 return
@@ -190,7 +190,7 @@ class Server:
             connection.socket.close()
 
 
-def _credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
+def credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
     """The user and the groups of the process that connected, as they were then."""
     _, uid, gid = struct.unpack("3I", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3I")))
     try:
@@ -203,8 +203,9 @@ def _credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
 class Client:
     """honectl's end. Raises EnvironmentInvalidError where no daemon answers, and the daemon's own errors."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, timeout_sec: float = TIMEOUT_SEC) -> None:
         self._path = path
+        self._timeout_sec = timeout_sec
 
     @property
     def is_up(self) -> bool:
@@ -214,7 +215,7 @@ class Client:
 
     def _connect(self) -> socket.socket:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(TIMEOUT_SEC)
+        peer.settimeout(self._timeout_sec)
         try:
             with _short(self._path) as address:
                 peer.connect(address)

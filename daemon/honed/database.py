@@ -21,6 +21,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from honed import view
 from honed.event import Event, Reading
@@ -198,11 +199,29 @@ def _check(db: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError(word)
 
 
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write, for short: also where its directory is read-only and no daemon runs.
+
+    The first reader of a database in WAL mode makes two files beside it. Where it may not, and the last writer has
+    tidied them up, nothing is missing from the database's own file, which is then read as one that nobody changes.
+    """
+    address = f"file:{quote(str(path))}?mode=ro"
+    db = sqlite3.connect(address, uri=True, timeout=10)
+    try:
+        db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        is_closed = not path.with_name(f"{path.name}-wal").exists()
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CANTOPEN and is_closed:
+            db.close()
+            return sqlite3.connect(f"{address}&immutable=1", uri=True)
+    return db
+
+
 class Reader:
     """Reads a database that a daemon may be writing; what is not there reads as empty."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10) if path.exists() else None
+        self._db = connect_read_only(path) if path.exists() else None
 
     def close(self) -> None:
         if self._db is not None:

@@ -1,6 +1,6 @@
 """Man pages and shell completions, made from the command lines' own parsers and from the types of what is configured.
 
-docs/man/    honed.8  honectl.1  honed.toml.5  honed-job.5
+docs/man/    honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5
 etc/completions/    honectl.bash  honectl.zsh  honectl.fish
 """
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from honed import __version__, daemon, honectl
+from honed import __version__, daemon, honectl, web
 from honed.field import describe, kinds
 from honed.layout import Layout
 
@@ -57,11 +57,27 @@ _UNITS = (
     ("honed-jobs.slice", "All jobs. Stopping it waits until each has written its checkpoint; limits for all go here."),
     ("honed-fetch@N.service", "Fetches from the hub, where policy.hub allows it."),
     ("honed-send.service", "Delivers predictions and metrics, where reporting names an address."),
+    ("honed-web.socket", "Starts honed-web.service, pages and an API for reading: honed-web(8). Off until enabled."),
 )  # fmt: skip
 _EXIT = (
     ("0", "It ended as asked."),
     ("77", "Missing permissions."),
     ("78", "A configuration or spool to be mended first."),
+)
+_WEB = """\
+.SH DESCRIPTION
+.B honed\\-web
+serves pages that follow jobs while they run, JSON, and figures for Prometheus, for reading. systemd starts it with the
+first request, once
+.I honed\\-web.socket
+is enabled; it listens on 127.0.0.1:8470 and
+.IR /run/honed\\-web.sock .
+Over the unix socket people read what is theirs; over loopback what policy.share_results lets everybody read; with the
+token everything. Where other machines reach it, it starts with a token alone.
+"""
+_WEB_FILES = (
+    ("/etc/credstore/honed.web-token", "The token, mode 0600; or the file that web.token_file names."),
+    ("/openapi.json", "On the server: every address, with parameters and answers."),
 )
 _HONECTL_EXIT = (
     ("0", "Yes."), ("1", "The answer no: a refused file, a job that did not succeed."), ("2", "Usage."),
@@ -73,6 +89,7 @@ def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, s
     """The text of each page, by its file name."""
     return {
         "honed.8": _honed(),
+        "honed-web.8": _honed_web(),
         "honectl.1": _honectl(),
         "honed.toml.5": _keys(
             "honed.toml", "the configuration of honed",
@@ -108,6 +125,15 @@ def _honed() -> str:
         ".SH EXIT STATUS", *_tagged(_EXIT),
         ".SH SEE ALSO\n.BR honectl (1),\n.BR honed.toml (5),\n.BR honed\\-job (5),",
         ".BR journalctl (1),\n.BR systemctl (1)",
+    ]) + "\n"  # fmt: skip
+
+
+def _honed_web() -> str:
+    return "\n".join([
+        _head("honed-web", 8, "pages and an API over honed's jobs, for reading"),
+        ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(web.parser()), _WEB.rstrip(),
+        ".SH OPTIONS", *_options(web.parser()), ".SH FILES", *_tagged(_WEB_FILES), ".SH EXIT STATUS", *_tagged(_EXIT),
+        ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
     ]) + "\n"  # fmt: skip
 
 

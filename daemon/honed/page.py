@@ -6,6 +6,8 @@ allows no script, no form and no address but `data:` images, should anything eve
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
 from collections.abc import Iterable, Sequence
@@ -74,6 +76,10 @@ figure,tr,.sample>p{break-inside:avoid}h2,h3{break-after:avoid}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
 
 
+#: What a server's policy names the style by: its hash, which is the same on all pages.
+STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
+
+
 def text(value: Any, *, limit: int | None = None, more: str = "") -> str:
     """A value as HTML that shows just its characters; those that cannot be seen show as their numbers.
 
@@ -92,14 +98,16 @@ def text(value: Any, *, limit: int | None = None, more: str = "") -> str:
     return "".join(pieces)
 
 
-def document(title: str, body: Iterable[str]) -> bytes:
-    """The whole file. `title` is text, `body` is HTML."""
+def document(title: str, body: Iterable[str], *, head: str = "", is_served: bool = False) -> bytes:
+    """The whole file. `title` is text, `body` and `head` are HTML. A server sends the policy itself."""
+    policy = "" if is_served else f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     made = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{policy}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
-        f"<title>{text(title)}</title><style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+        f"<title>{text(title)}</title><style>{_STYLE}</style>{head}</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
     )
     return made.encode(errors="replace")
 

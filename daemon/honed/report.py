@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -104,6 +104,11 @@ def _read(path: Path) -> str:
 
 def render(story: Story, *, now: float) -> bytes:
     """The whole page."""
+    return document(*parts(story, now=now))
+
+
+def parts(story: Story, *, now: float) -> tuple[str, list[str]]:
+    """What the page is made of: its title, which is text, and its body, which is HTML."""
     job = story.job
     name = job.name or f"job {job.id}"
     kind, line = outcome(story)
@@ -128,7 +133,7 @@ def render(story: Story, *, now: float) -> bytes:
         *section("Versions", [_versions(story)]),
         *section("How to load it", _loading(story)),
     ]
-    return document(f"{name}: {line}", body)
+    return f"{name}: {line}", body
 
 
 def outcome(story: Story) -> tuple[str, str]:
@@ -501,11 +506,26 @@ def render_index(
     rows: Sequence[Mapping[str, Any]], layout: Layout, *, now: float, counts: Mapping[str, int] | None = None
 ) -> bytes:
     """Jobs: running first, then the queue in its order, then the rest, newest first. `counts`: of each state, all."""
+
+    def address(job_id: int) -> str | None:
+        return f"jobs/{job_id}/report.html" if layout.job(job_id).report_path.exists() else None
+
+    return document("honed: all jobs", index_body(rows, address, now=now, counts=counts))
+
+
+def index_body(
+    rows: Sequence[Mapping[str, Any]],
+    address: Callable[[int], str | None],
+    *,
+    now: float,
+    counts: Mapping[str, int] | None = None,
+) -> list[str]:
+    """The same as HTML. `address`: where a job's page is, if anywhere."""
     lines = []
     for row in rows:
         name = text(row["name"] or f"job {row['id']}")
-        if layout.job(row["id"]).report_path.exists():
-            name = f'<a href="jobs/{row["id"]}/report.html"><bdi>{name}</bdi></a>'
+        if (href := address(row["id"])) is not None:
+            name = f'<a href="{href}"><bdi>{name}</bdi></a>'
         kind = {"succeeded": "good", "failed": "bad", "held": "warn", "cancelled": "warn"}.get(row["state"], "")
         state = row["outcome"] if row["state"] == "failed" and row["outcome"] else row["state"]
         progress = row["progress"]
@@ -519,7 +539,7 @@ def render_index(
     if (num_more := sum((counts or {}).values()) - len(rows)) > 0:
         told = ", ".join(f"{number:,} {state}" for state, number in (counts or {}).items() if number)
         body.append(f'<p class="dim">And {num_more:,} more, of these in all: {text(told)}. See honectl list --all.</p>')
-    return document("honed: all jobs", body)
+    return body
 
 
 # -- the program ------------------------------------------------------------------------------------------------------

@@ -307,7 +307,7 @@ class Spool:
             yield from sorted(self._catalog.of_state(state), key=lambda job: job.id)
             return
         for path in self._entries(state):
-            if (job := _read_entry(path, state)) is not None:
+            if (job := read_entry(path, state)) is not None:
                 yield job
 
     def all_jobs(self) -> dict[int, Job]:
@@ -321,7 +321,7 @@ class Spool:
         found: dict[int, Job] = {}
         places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
         for path, state in places:
-            job = _read_entry(path, state)
+            job = read_entry(path, state)
             if job is not None and (job.id not in found or job.revision > found[job.id].revision):
                 found[job.id] = job
         return dict(sorted(found.items()))
@@ -335,7 +335,7 @@ class Spool:
         if self._catalog is not None:
             return self._catalog.get(job_id)
         places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
-        found = [job for path, state in places if (job := _read_entry(path, state)) is not None]
+        found = [job for path, state in places if (job := read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
 
     def named(self, name: str) -> list[Job]:
@@ -419,7 +419,7 @@ class Spool:
             if name.startswith(".") and name.endswith(".tmp"):
                 (self.state_dir(state) / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
-                job = _read_entry(self.state_dir(state) / name, state)
+                job = read_entry(self.state_dir(state) / name, state)
                 if job is not None:
                     yield job
 
@@ -453,7 +453,8 @@ def _names_in(directory: Path) -> list[str]:
     return os.listdir(directory)  # noqa: PTH208
 
 
-def _read_entry(path: Path, state: State) -> Job | None:
+def read_entry(path: Path, state: State) -> Job | None:
+    """None where it is gone, or damaged, which is logged."""
     try:
         return Job.from_json(path.read_bytes(), state)
     except FileNotFoundError:

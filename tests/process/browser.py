@@ -41,6 +41,7 @@ class Browser:
     number: int = 0
     buffer: bytes = b""
     complaints: list[str] = field(default_factory=list)
+    expected: tuple[str, ...] = ("file:", "data:")  #: what a page may ask for
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         self.number += 1
@@ -73,24 +74,34 @@ class Browser:
         match message.get("method"), message.get("params"):
             case "Log.entryAdded", {"entry": entry}:
                 self.complaints.append(f"{entry['level']}: {entry['text']}")
+            case "Network.loadingFailed", {"canceled": True}:  # by the page's own end, as of a stream
+                pass
             case "Runtime.consoleAPICalled" | "Runtime.exceptionThrown" | "Network.loadingFailed", said:
                 self.complaints.append(str(said))
-            case "Network.requestWillBeSent", {"request": {"url": url}} if not url.startswith(("file:", "data:")):
+            case "Network.requestWillBeSent", {"request": {"url": url}} if not url.startswith(self.expected):
                 self.complaints.append(f"asked for {url}")
             case _:
                 pass
 
     def look(self, page: Path, *, width: int) -> dict[str, Any]:
         """What there is to see of a page on a screen of that width, its complaints included."""
+        return self.visit(page.as_uri(), width=width)
+
+    def visit(self, address: str, *, width: int) -> dict[str, Any]:
+        """As look, of a page at an address."""
         self.complaints.clear()
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
                  mobile=width < 600)  # fmt: skip
-        self.ask("Page.navigate", url=page.as_uri())
+        self.ask("Page.navigate", url=address)
         deadline = time.monotonic() + TIMEOUT_SEC
-        while self._value("document.readyState + location.href") != f"complete{page.as_uri()}":
+        while self.value("document.readyState + location.href") != f"complete{address}":
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return {**self._value(_SEEN), "complaints": list(self.complaints)}
+        return self.seen()
+
+    def seen(self) -> dict[str, Any]:
+        """What there is to see now."""
+        return {**self.value(_SEEN), "complaints": list(self.complaints)}
 
     def picture(self, path: Path, *, scheme: str = "light", media: str = "screen") -> None:
         """The whole page, for a person to look at."""
@@ -100,7 +111,7 @@ class Browser:
         made = self.ask("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         path.write_bytes(base64.b64decode(made["data"]))
 
-    def _value(self, expression: str) -> Any:
+    def value(self, expression: str) -> Any:
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"]["value"]
 
 

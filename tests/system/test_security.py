@@ -15,6 +15,7 @@ MAX_EXPOSURE = {
     "honed-job@1.service": 0.6,
     "honed-fetch@1.service": 1.2,
     "honed-send.service": 1.2,
+    "honed-web.service": 1.0,
 }
 
 
