@@ -7,12 +7,10 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance
+from harness import Instance, RealInstance
 
 from honed.job import State
 from honed.worker import torchvision
@@ -69,19 +67,6 @@ def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(insta
     assert any("[-weit-]{+nach 40 Schritten+}" in line for line in lines), lines
     assert "job 1 (report-40): succeeded" in done.stdout
     assert "step 40/40" in done.stdout
-
-
-class RealInstance(Instance):
-    """The real daemon with the real worker."""
-
-    command = (sys.executable, "-m", "honed.daemon", "--root")
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[RealInstance]:
-    made = RealInstance(tmp_path)
-    yield made
-    made.end()
 
 
 def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: RealInstance) -> None:
