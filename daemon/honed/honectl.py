@@ -432,6 +432,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     for item in job["events"]:
         if item["event"] == "fallback":
             terminal.say(f"fell back from {item['from']} to {item['to']}: {item['reason']}", style="yellow")
+        if item["event"] == "worse" and isinstance(found := item.get("found"), list):
+            terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])

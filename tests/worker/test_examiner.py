@@ -91,7 +91,8 @@ def test_worse_than_it_began_is_regressed_with_a_guard(make_job: MakeJob, learne
     below = [item["step"] for item in ended.of("guard") if item["line"] and item["scores"]["token_f1"] < item["line"]]
     assert ended.result["step"] == below[1] < 40, "two evaluations below the line are enough"
     assert any("training ends at step" in text for text in ended.messages("warning"))
-    assert (job.output_dir / "model.safetensors").exists()
+    assert (job.output_dir.with_name("output.regressed") / "model.safetensors").exists()
+    assert not job.output_dir.exists()
 
 
 def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_job: MakeJob, learned: Path) -> None:

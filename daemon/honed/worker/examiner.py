@@ -182,6 +182,7 @@ class Examiner:
         guard, before = self._spec.guard, self._progress.guard_before
         if guard is None:
             if worse := self._worse(figures):
+                self._events.emit("worse", found=worse)
                 self._log(
                     "warning",
                     f"the model ended worse than it began: {', '.join(worse)}; with a guard: this would be no success",
@@ -195,7 +196,7 @@ class Examiner:
             return None
         return RegressedError(
             f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
-            hint="the output is kept; look at the predictions, the masks and the data",
+            hint="what was trained is kept beside its place, as *.regressed; look at the predictions, the masks and the data",
         )
 
     def _worse(self, figures: dict[str, float]) -> list[str]:

@@ -255,7 +255,8 @@ class _Story:
                 told_at = time.monotonic()
                 self._log("info", f"merged {number} of {count} tensors")
 
-        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging)
+        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging,
+                                               is_regressed=regression is not None)  # fmt: skip
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)
         if fault is not None:
