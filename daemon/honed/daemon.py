@@ -53,6 +53,7 @@ from honed.layout import Layout
 from honed.log import about
 from honed.message import of_error
 from honed.notify import Notifier
+from honed.offlinerun import Collector
 from honed.outbox import Outbox
 from honed.process_runner import ProcessRunner
 from honed.progress import progress_text
@@ -140,6 +141,7 @@ class Daemon:
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, clock=clock)
+        self._offline_runs = Collector(layout)
         self._set_reporting()
         self._server = control.Server(layout.control_path, self._selector, self._answer)
 
@@ -411,10 +413,12 @@ class Daemon:
 
     def _tend_sender(self) -> None:
         if self._sender is not None:
-            self._sender.tend(is_wanted=self._attempts.outbox is not None)
+            is_wanted = self._attempts.outbox is not None or self._config.reporting.sync_wandb
+            self._sender.tend(is_wanted=is_wanted)
 
     def _tend_reporter(self) -> None:
         moved, self._database.moved = self._database.moved, set()
+        self._offline_runs.tend(moved=moved, job_of=self._spool.job, is_wanted=self._config.reporting.sync_wandb)
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
 
     def _settle(self) -> None:

@@ -1,7 +1,7 @@
-"""A run that predicts learns what one that does not learns: every precision, both backends, every frequency, drawn answers
-too, with dropout in the adapter.
+"""A run that predicts learns what one that does not learns: every precision, both backends, every frequency, drawn
+answers too, with dropout in the adapter.
 
-The losses depend on the random state alone there, so one draw too many in a round of predictions shows at the next step.
+The losses depend on the random state there, so one draw too many in a round of predictions shows at the next step.
 Imports are what takes long: one process for each backend, and a fork for each job.
 """
 

@@ -196,7 +196,7 @@ class Examiner:
             return None
         return RegressedError(
             f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
-            hint="what was trained is kept beside its place, as *.regressed; look at the predictions, the masks and the data",
+            hint="the output lies beside its place, as *.regressed; look at the predictions, the masks and the data",
         )
 
     def _worse(self, figures: dict[str, float]) -> list[str]:
