@@ -94,19 +94,17 @@ class Syncer:
             self._wake.wait(POLL_SEC)
 
     def _send_all(self) -> str | None:
-        """Send what waits. Returns what keeps it from being sent."""
+        """Send what waits. Returns what keeps the first that could not be sent from it; the others are tried, too."""
         if not self._reporting().sync_wandb:
             return None
+        first: str | None = None
         for run in offlinerun.waiting(self._path):
-            if self._must_end.is_set():
-                return None
             try:
-                trouble = self._send(run)
+                trouble = None if self._must_end.is_set() else self._send(run)
             except EnvironmentInvalidError as error:
                 trouble = error.message
-            if trouble is not None:
-                return f"{run.name}: {trouble}"
-        return None
+            first = first or (f"{run.name}: {trouble}" if trouble is not None else None)
+        return first
 
     def _send(self, run: Path) -> str | None:
         """Send one run. The child works on a copy of our own, which stays for the next try: it notes how far it is."""

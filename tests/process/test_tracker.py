@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,7 +129,61 @@ def test_a_job_with_wandb_opens_no_socket_of_the_network(real: RealInstance) -> 
     assert set(re.findall(r"connect\(\d+, {sa_family=(AF_\w+)", trace)) == {"AF_UNIX"}, "wandb's own server is one"
 
 
-def offline(layout: Layout, job_id: int, data: bytes = b"log") -> Path:
+def log_of(*records: bytes) -> bytes:
+    """As wandb writes it, in LevelDB's format: blocks of 32 KiB, a record in as many parts as it takes."""
+    data = bytearray(b":W&B\xe1\xbe\x00")
+    for whole in records:
+        rest, is_first = whole, True
+        while is_first or rest:
+            left = 32768 - len(data) % 32768
+            if left < 7:
+                data += bytes(left)
+                continue
+            part, rest = rest[: left - 7], rest[left - 7 :]
+            kind = (1 if not rest else 2) if is_first else (3 if rest else 4)
+            data += struct.pack("<IHB", 0, len(part), kind) + part
+            is_first = False
+    return bytes(data)
+
+
+def record(field: int, value: bytes) -> bytes:
+    """A protobuf message of one field that has a length, below 2**14 of both."""
+    return _number(field << 3 | 2) + _number(len(value)) + value
+
+
+def _number(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _number(value >> 7)
+
+
+FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"requirements.txt")), b"\x08\x05"]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (log_of(*FIGURES), None),
+        (log_of(*FIGURES)[:-3], None),  # what a death leaves
+        (b"", "no log of wandb's"),
+        (log_of(*FIGURES, record(8, b"artifact")), "a record of kind 8"),
+        (log_of(record(9, b"/srv/tensorboard")), "a record of kind 9"),
+        (log_of(record(100, b"request")), "a record of kind 100"),
+        (log_of(record(2, b"x") + record(8, b"both at once")), "a record of kind 8"),
+        (log_of(record(2, b"x" * 32_730), record(6, b"../../../../etc/shadow")), "outside of the run"),
+        (log_of(record(2, b"x")).replace(b"\x01\x12", b"\x03\x12"), "damaged"),
+        (log_of(b"\x12\x7f"), "damaged"),
+        (log_of(b"\xff" * 20), "damaged"),
+    ],
+)  # fmt: skip
+def test_a_log_that_names_other_files_than_its_runs_is_not_sent(data: bytes, why: str | None) -> None:
+    """wandb sync uploads what a log names, and a worker could have written anything into it."""
+    if why is None:
+        offlinerun.check(data)
+    else:
+        with pytest.raises(ValueError, match=why):
+            offlinerun.check(data)
+
+
+def offline(layout: Layout, job_id: int, data: bytes = log_of(*FIGURES)) -> Path:
     """A run as a worker leaves it."""
     run = layout.job(job_id).dir / "wandb" / RUN
     run.mkdir(parents=True)
