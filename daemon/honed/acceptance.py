@@ -166,9 +166,11 @@ class Acceptance:
 
     def _check(self, claim: Claim) -> None:
         try:
+            policy = self.config.policy
             copy = self._spool.copy(
-                claim, max_bytes=self.config.spool.max_spec_bytes, is_shared=self.config.policy.share_results
-            )
+                claim, max_bytes=self.config.spool.max_spec_bytes, is_shared=policy.share_results,
+                admin_group=policy.admin_group,
+            )  # fmt: skip
         except HonedError as error:
             self._refuse(claim, error)
             return

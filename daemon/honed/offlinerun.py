@@ -5,8 +5,8 @@
     outbox/sender/wandb/<id>.offline-run-….json   honed-send's word that it is; it stays, so that none is sent twice
 
 A copy, since honed-send sees no job's directory, and what a worker can still change is not sent. Of a run wandb's own
-log is taken and nothing else: the figures, the configuration and the summary are in it. `wandb sync` does what such a log
-says, and uploads files that it names: one that names any but a run's own stays where it is, or whoever writes a log
+log is taken and nothing else: the figures, the configuration and the summary are in it. `wandb sync` does what such a
+log says, and uploads files that it names: one that names any but a run's own stays where it is, or whoever writes a log
 could have honed-send give away what it can read.
 """
 

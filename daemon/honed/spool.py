@@ -174,7 +174,7 @@ class Spool:
         numbers = [int(path.name) for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]
         return max([*numbers, *self.all_jobs()], default=0)
 
-    def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False) -> Copy:
+    def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "") -> Copy:
         """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size.
 
         The person who dropped it may still hold it open: whatever they write from now on changes nothing.
@@ -210,7 +210,8 @@ class Spool:
         directory = self._layout.job(claim.id).dir
         if self._has_workers_user:
             durable.make_dir(directory, mode=0o1770)  # sticky: the workers leave our spec and plan in it alone
-            access.open_job_dir(directory, info.st_uid, is_shared=is_shared)
+            administrators = access.group_id(admin_group)
+            access.open_job_dir(directory, info.st_uid, is_shared=is_shared, administrators=administrators)
         else:
             durable.make_dir(directory)
         durable.write(directory / f"spec{claim.path.suffix}", data)

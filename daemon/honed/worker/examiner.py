@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from honed import score
+from honed import score, trial
 from honed.chat import ChatFormat
 from honed.error import DatasetError, RegressedError
 from honed.event import EventWriter
@@ -47,6 +47,8 @@ class Examiner:
         self._events, self._log = events, log
         held_out = data.held_out
         examples = held_out.examples if held_out else data.train.examples
+        if job.is_trial:
+            examples = examples[: trial.NUM_ROWS]  # the rest is the same rows again
         self._questions: list[Question] = []
         self._guarded: list[Question] = []
         if (guard := job.spec.guard) is not None:
