@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -131,15 +130,3 @@ def test_predictions_may_have_the_trainers_autocast(make_job: MakeJob) -> None:
     ended = make_job(**keys, predictions={"autocast": "match"}).run()
     assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0], ended.messages("warning")
     assert ended.losses == make_job(**keys, predictions={"sample_frequency": "off"}).run().losses
-
-
-@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
-@pytest.mark.parametrize("keys", [{"dtype": "bfloat16"}, {"quantization": "4bit"}], ids=["bf16", "4bit"])
-def test_unsloths_losses_with_predictions_are_those_without(make_job: MakeJob, keys: dict[str, Any]) -> None:
-    keys |= {"lora": LORA, "backend": "unsloth", "eval_split": 0.3, "training": {"max_steps": 4} | EVERY_2}
-    jobs = [make_job(**keys, predictions={"sample_frequency": word}) for word in (1, "off")]
-    processes = [job.start() for job in jobs]
-    asked, silent = (job.wait(process) for job, process in zip(jobs, processes, strict=True))
-    assert asked.status == silent.status == 0, (asked.result, silent.result, jobs[0].log()[-3000:])
-    assert asked.losses == silent.losses
-    assert len(asked.of("predictions")) == 5
