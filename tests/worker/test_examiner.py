@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from honed.database import figures
+from honed.worker import budget
 from worker.conftest import Ended, MakeJob, WorkerJob
 
 LORA = {"r": 8, "lora_dropout": 0.2}
@@ -105,6 +106,22 @@ def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_jo
 def test_a_model_that_gets_better_is_not_warned_of(make_job: MakeJob) -> None:
     ended = make_job(lora=LORA, eval_split=0.3).run()
     assert not [text for text in ended.messages("warning") if "worse" in text]
+
+
+def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says_so(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "MIN_RUN_SEC", 0.0)
+    ended = make_job(
+        lora=LORA, eval_split=0.3, training={"max_steps": 6} | EVERY_2, predictions={"max_share": 1e-6},
+        guard={"metric": "token_f1", "max_drop": 1, "patience": 9},
+    ).run()  # fmt: skip
+    assert evaluations(ended) == [0, 2, 4, 6]
+    assert [item["step"] for item in ended.of("predictions")] == [0, 6]
+    assert len({tuple(row["prompt"] for row in item["rows"]) for item in ended.of("predictions")}) == 1
+    said = [text for text in ended.messages("info") if "predictions are left out at this evaluation" in text]
+    assert [text.split(":")[0] for text in said] == ["step 2", "step 4"]
+    assert [item["step"] for item in ended.of("guard")] == [0, 2, 4, 6], "the guard has time of its own"
 
 
 def test_a_guard_with_nothing_to_compare_with_ends_the_job_before_training(make_job: MakeJob) -> None:
