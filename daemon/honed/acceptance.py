@@ -256,8 +256,11 @@ class Acceptance:
             return False
 
     def _copy(self, claims: list[Claim]) -> None:
-        limit, is_shared = self.config.spool.max_spec_bytes, self.config.policy.share_results
-        copies = self._spool.copy_all(claims, max_bytes=limit, is_shared=is_shared)
+        policy = self.config.policy
+        copies = self._spool.copy_all(
+            claims, max_bytes=self.config.spool.max_spec_bytes, is_shared=policy.share_results,
+            admin_group=policy.admin_group,
+        )  # fmt: skip
         for claim, copy in zip(claims, copies, strict=True):
             match copy:
                 case HonedError():

@@ -252,8 +252,9 @@ def home_above(path: Path) -> Path | None:
 # -- a job's directory ------------------------------------------------------------------------------------------------
 
 
-def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool) -> None:
-    """Let a new job's directory (mode 0770) be read by who dropped the job, beside the daemon and the workers' group.
+def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool, administrators: int | None = None) -> None:
+    """Let a new job's directory (mode 0770) be read by who dropped the job and by the administrators' group, beside the
+    daemon and the workers' group.
 
     Whatever is made in it inherits that. The group comes with the setgid bit of the directory above, since a sandboxed
     daemon may not set that bit (RestrictSUIDSGID=).
@@ -263,7 +264,9 @@ def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool) -> None:
         with contextlib.suppress(PermissionError):
             os.chown(path, -1, gid)
     everybody = READ | ENTER if is_shared else 0
-    set_acl(path, Acl(owner=7, group=7, other=everybody, users={owner_uid: READ | ENTER}, groups={}), inherited=True)
+    groups = {administrators: READ | ENTER} if administrators is not None else {}
+    acl = Acl(owner=7, group=7, other=everybody, users={owner_uid: READ | ENTER}, groups=groups)
+    set_acl(path, acl, inherited=True)
 
 
 def let_read(path: Path, uid: int) -> None:

@@ -132,6 +132,14 @@ class ReportingConfig(_Section):
     max_outbox_bytes: Annotated[int, Field(gt=0)] = 256 * 1024 * 1024
     """Bytes that may wait for delivery. Rows for which there is no room are counted and dropped, and the log says so;
     in honed.db they are in any case."""
+    sync_wandb: bool = False
+    """Whether the runs of jobs with `report_to: [wandb]`, which wandb writes without network, are synchronised once a
+    job has ended. Everybody who may drop jobs then sends to this account. Where not, they stay in jobs/ID/wandb."""
+    wandb_key_file: Directory | None = None
+    """A file that holds the key of the account at wandb, and that honed's user can read. The unit's own credential goes
+    before it, /etc/credstore/honed.wandb-key."""
+    wandb_base_url: Annotated[str, AfterValidator(_web_address)] | None = None
+    """A wandb server of one's own; by default wandb's."""
 
     def address(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Where rows go, if anywhere. Raises SpecError for a METRICS_API_URL that is none."""

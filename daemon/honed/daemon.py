@@ -110,7 +110,9 @@ class Daemon:
         self._backlog = Backlog(
             layout, self._spool, self._database, self._acceptance, self._attempts, self._placement, clock=clock
         )
-        self._publishing = Publishing(layout, config, self._database, self._attempts, clock=clock)
+        self._publishing = Publishing(
+            layout, config, self._database, self._attempts, job_of=self._spool.job, clock=clock
+        )
         self._answers = Answers(
             layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
             unfinished=self._unfinished, status=self._status, wake=self._wake.wake,

@@ -55,6 +55,42 @@ def cuda_devices(gpus: list[int] | None = None) -> list[Device]:
         return []
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a GPU does at this moment."""
+
+    uuid: str
+    name: str
+    busy_percent: int | None  #: of the last second or so; None where it does not say
+    used_bytes: int
+    total_bytes: int
+
+
+def gpu_loads() -> list[Load]:
+    """How busy and how full each GPU is that answers; empty without NVML's library or driver."""
+    try:
+        nvml = _nvml()
+    except EnvironmentInvalidError:
+        return []
+    try:
+        found = [_load(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
+    finally:
+        nvml.nvmlShutdown()
+    return [load for load in found if load is not None]
+
+
+def _load(nvml: Any, index: int) -> Load | None:
+    if (gpu := _cuda(nvml, index)) is None:
+        return None
+    try:
+        busy_percent = int(nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(index)).gpu)
+    except nvml.NVMLError:  # a slice of one (MIG) has none
+        busy_percent = None
+    return Load(gpu.uuid or "", gpu.name, busy_percent, gpu.total_bytes - gpu.free_bytes, gpu.total_bytes)
+
+
 def driver_version() -> str:
     """The NVIDIA driver's version. Raises EnvironmentInvalidError, which says what NVML said."""
     nvml = _nvml()

@@ -173,6 +173,7 @@ class JobLayout:
     plan.json                  what was decided before any model is loaded  (the daemon writes)
     start.json                 what its unit is to start, where workers are units  (the daemon writes)
     checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
+    wandb/, tensorboard/, …    what report_to's trackers write
     trial/                     its trial, a job's directory in small        (see trial.py)
     media/                     images, videos and sounds that a data file holds, by their sha256
     output/                    the default output_dir

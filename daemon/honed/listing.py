@@ -92,6 +92,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         if item["event"] == "fallback":
             words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
             terminal.say(words, style="yellow")
+        if item["event"] == "worse" and isinstance(found := item.get("found"), list):
+            terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])

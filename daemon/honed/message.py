@@ -350,7 +350,7 @@ BY_ERROR: dict[str, Message] = {
         "The model ended worse than it began",
         """
         The job's own guard says so: its metric fell by more than was allowed between the baseline and the end. The
-        result is kept, and is not called a success.
+        result is not called a success. It is kept beside the place of the output, as OUTPUT_DIR.regressed.
 
           honectl predictions ID  answers before and after, beside the truth
         """,

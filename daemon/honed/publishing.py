@@ -7,7 +7,9 @@ from collections.abc import Callable
 from honed.attempts import Attempts
 from honed.config import Config
 from honed.database import Database
+from honed.job import Job
 from honed.layout import Layout
+from honed.offlinerun import Collector
 from honed.outbox import Outbox
 from honed.reporter import Reporter
 from honed.send_process import SendProcess, is_a_unit
@@ -17,14 +19,23 @@ class Publishing:
     """The sender, where it is no unit of its own, and the reporter. Raises SpecError for an address that is none."""
 
     def __init__(
-        self, layout: Layout, config: Config, database: Database, attempts: Attempts, *, clock: Callable[[], float]
+        self,
+        layout: Layout,
+        config: Config,
+        database: Database,
+        attempts: Attempts,
+        *,
+        job_of: Callable[[int], Job | None],
+        clock: Callable[[], float],
     ) -> None:
         self._layout = layout
         self._config = config
         self._database = database
         self._attempts = attempts
+        self._job_of = job_of
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, clock=clock)
+        self._offline_runs = Collector(layout)
         self._set_outbox()
 
     def reload(self, config: Config) -> None:
@@ -43,10 +54,12 @@ class Publishing:
 
     def tend_sender(self) -> None:
         if self._sender is not None:
-            self._sender.tend(is_wanted=self._attempts.outbox is not None)
+            is_wanted = self._attempts.outbox is not None or self._config.reporting.sync_wandb
+            self._sender.tend(is_wanted=is_wanted)
 
     def tend_reporter(self) -> None:
         moved, self._database.moved = self._database.moved, set()
+        self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
 
     def close(self, *, is_last: bool) -> None:

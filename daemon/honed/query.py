@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 256
 OVERVIEW_JOBS = 20
 
 #: Kinds of events that `show` has.
-SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
+SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial", "worse"}
 #: Nobody has it, and drops no job.
 NOBODY_UID = -1
 
@@ -269,20 +269,27 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
     finally:
         reader.close()
     memory = _read_json(layout.job(job.id).plan_path, num_names=1).get("memory") or {}
-    resident = _resident_bytes(layout, job) if job.state is State.RUNNING and job.attempts else None
-    return {**summary(job, progress), **seen, "eval_loss": metrics.get("eval_loss"), "resident_bytes": resident,
+    held = _worker(layout, job) if job.state is State.RUNNING and job.attempts else {}
+    return {**summary(job, progress), **seen, "eval_loss": metrics.get("eval_loss"),
+            "resident_bytes": held.get("resident_bytes"),
+            "cpu_sec": held.get("cpu_sec"),
             "estimated_bytes": memory.get("total_bytes"), "device": job.attempt.device if job.attempts else None,
             "error": job.error}  # fmt: skip
 
 
-def _resident_bytes(layout: Layout, job: Job) -> int | None:
-    """The main memory of a running worker; None where it is gone, or the system does not say."""
+def _worker(layout: Layout, job: Job) -> dict[str, Any]:
+    """The main memory of a running worker, and the processor time that it has had; empty where it is gone, or the
+    system does not say."""
     pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
     try:
-        pages = int(Path(f"/proc/{int(pid or 0)}/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, TypeError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        directory = Path(f"/proc/{int(pid or 0)}")
+        pages = int((directory / "statm").read_text(encoding="ascii").split()[1])
+        # utime and stime, the 14th and 15th; the second is a name, which may have anything in it.
+        stat = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        ticks = int(stat[11]) + int(stat[12])
+    except (OSError, ValueError, TypeError, IndexError):
+        return {}
+    return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "cpu_sec": ticks / os.sysconf("SC_CLK_TCK")}
 
 
 def refusal(spool: Spool, _layout: Layout, file_name: str, asker: Asker = ANYBODY) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ MAX_THUMBNAIL = 64 * 1024
 #: Figures of transformers' evaluation that say how fast it was; throughput has its own plot.
 _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
 #: Events that stand in other parts of the page.
-_ELSEWHERE = {"example", "samples", "data", "memory", "audit"}
+_ELSEWHERE = {"worse", "example", "samples", "data", "memory", "audit"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PARTS = (
     ("base model", "weights_bytes"), ("adapter", "adapter_bytes"), ("gradients", "gradient_bytes"),
@@ -141,6 +141,8 @@ def outcome(story: Story) -> tuple[str, str]:
     job, error = story.job, story.shown["error"] or {}
     why = f": {error['message']}" if error.get("message") else ""
     match job.state:
+        case "succeeded" if isinstance(worse := story.last("worse").get("found"), list):
+            return "warn", f"succeeded, but worse than it began: {', '.join(map(str, worse))}"
         case "succeeded":
             return "good", f"succeeded{_ends(story)}"
         case "failed":

@@ -48,6 +48,7 @@ from honed.log import about
 from honed.message import ROW_REFUSED, SEND_TROUBLE
 from honed.notify import Notifier
 from honed.outbox import Row
+from honed.sync import Syncer
 
 log = logging.getLogger("honed.send")
 
@@ -111,6 +112,7 @@ class Sender:
         self._is_again_asked = False
         self._refused_at: dict[str, float] = {}  # when it was last said, by the answer
         self._refused_bytes: int | None = None  # in all; looked up with the first
+        self._syncer = Syncer(self._path, reporting=lambda: self._config)
         self._counts = {"num_delivered": 0, "num_refused": 0}
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -124,7 +126,11 @@ class Sender:
         with self._alone() as is_alone:
             self._notifier.ready()
             if is_alone:
-                self._deliver_all()
+                self._syncer.start()
+                try:
+                    self._deliver_all()
+                finally:
+                    self._syncer.finish(self._left_sec())
         self._notifier.stopping()
         return 0
 
@@ -335,6 +341,10 @@ class Sender:
         if self._signals & {signal.SIGTERM, signal.SIGINT}:
             return True
         return self._ends_at is not None and self._clock() >= self._ends_at
+
+    def _left_sec(self) -> float:
+        """For the last deliveries; none where we were told to stop."""
+        return max(0.0, self._ends_at - self._clock()) if self._ends_at is not None and not self._signals else 0.0
 
     def _wait(self, seconds: float, *, at_the_end_sec: float = 0.0) -> None:
         """Sleep; a signal wakes us. Once the daemon has ended there is little time left, and so not for long."""

@@ -195,18 +195,25 @@ class Spool:
         numbers = [int(path.name) for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]
         return max([*numbers, *self.all_jobs()], default=0)
 
-    def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False) -> Copy:
+    def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "") -> Copy:
         """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size.
 
         The person who dropped it may still hold it open: whatever they write from now on changes nothing.
         """
-        return finish(self._copying(claim, max_bytes=max_bytes, is_shared=is_shared))
+        return finish(self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group))
 
-    def copy_all(self, claims: Sequence[Claim], *, max_bytes: int, is_shared: bool = False) -> list[Copy | Exception]:
+    def copy_all(
+        self, claims: Sequence[Claim], *, max_bytes: int, is_shared: bool = False, admin_group: str = ""
+    ) -> list[Copy | Exception]:
         """As copy, many at once; what went wrong with one stands in its place."""
-        return durable.finish_all([self._copying(claim, max_bytes=max_bytes, is_shared=is_shared) for claim in claims])
+        return durable.finish_all(
+            [
+                self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group)
+                for claim in claims
+            ]
+        )
 
-    def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool) -> Steps[Copy]:
+    def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool, admin_group: str) -> Steps[Copy]:
         if claim.path.suffix not in SPEC_SUFFIXES:
             raise SpecError(
                 f"{claim.name!r}: not a job file's name", hint="a job file ends in .yaml, .yml, .json or .toml"
@@ -240,7 +247,8 @@ class Spool:
             yield from durable.making_dir(
                 directory, mode=0o1770
             )  # sticky: the workers leave our spec and plan in it alone
-            access.open_job_dir(directory, info.st_uid, is_shared=is_shared)
+            administrators = access.group_id(admin_group)
+            access.open_job_dir(directory, info.st_uid, is_shared=is_shared, administrators=administrators)
         else:
             yield from durable.making_dir(directory)
         yield from durable.writing(directory / f"spec{claim.path.suffix}", data)

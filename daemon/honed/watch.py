@@ -13,7 +13,7 @@ from rich.text import Text
 
 from honed import device, terminal
 from honed.comparison import compare
-from honed.device import Device
+from honed.device import Load
 
 #: Reads one verb of honed's, of one job or of all: as Instance.read.
 Read = Callable[..., Any]
@@ -30,10 +30,11 @@ def watch(read: Read, reference: str | None) -> int:
     """Until what is watched is at rest; a terminal on all jobs until ^C. Returns 1 for one job that did not succeed."""
     if not terminal.console.is_terminal:
         return _lines(read, reference)
+    meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
             jobs = _jobs(read, reference)
-            live.update(_screen(read, jobs, is_one=reference is not None), refresh=True)
+            live.update(_screen(read, jobs, meter, is_one=reference is not None), refresh=True)
             if reference is not None and jobs[0]["state"] in _AT_REST:
                 return _status(jobs)
             time.sleep(INTERVAL_SEC)
@@ -47,12 +48,60 @@ def _status(jobs: list[dict[str, Any]]) -> int:
     return int(jobs[0]["state"] != "succeeded")
 
 
+class Meter:
+    """What a worker takes of the machine: its memory, its share of the processor between two looks, and its GPU."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, gpu_loads: Callable[[], list[Load]] = device.gpu_loads
+    ) -> None:
+        self._clock = clock
+        self._gpu_loads = gpu_loads
+        self._before: dict[int, tuple[float, float]] = {}  # of each job: when, and the processor time by then
+        self._loads: list[Load] = []
+        self._asked_at: float | None = None
+
+    def loads(self) -> list[Load]:
+        """The GPUs', at most one look old."""
+        now = self._clock()
+        if self._asked_at is None or now - self._asked_at >= INTERVAL_SEC:
+            self._loads, self._asked_at = self._gpu_loads(), now
+        return self._loads
+
+    def words(self, glance: dict[str, Any]) -> str:
+        """`memory 1.2 GiB (all of it estimated: 1.5 GiB), CPU 198 %, GPU 93 % busy, 61.0 GiB of 79.6 GiB in use`."""
+        if not glance.get("resident_bytes"):
+            return ""
+        estimated = glance.get("estimated_bytes")
+        of = f" (all of it estimated: {_gib(estimated)})" if estimated else ""
+        parts = [f"memory {_gib(glance['resident_bytes'])}{of}"]
+        if (percent := self._cpu_percent(glance)) is not None:
+            parts.append(f"CPU {percent:.0f} %")
+        parts += [f"GPU {_load_words(load)}" for load in self.loads() if load.uuid == glance.get("device")]
+        return ", ".join(parts)
+
+    def _cpu_percent(self, glance: dict[str, Any]) -> float | None:
+        """100 for one core."""
+        now, cpu_sec = self._clock(), glance.get("cpu_sec")
+        if cpu_sec is None:
+            return None
+        when, before = self._before.get(glance["id"], (now, cpu_sec))
+        if now - when >= INTERVAL_SEC / 2 or glance["id"] not in self._before:
+            self._before[glance["id"]] = now, cpu_sec
+        return 100 * (cpu_sec - before) / (now - when) if now > when and cpu_sec >= before else None
+
+
+def _load_words(load: Load) -> str:
+    busy = f"{load.busy_percent} % busy, " if load.busy_percent is not None else ""
+    return f"{busy}{_gib(load.used_bytes)} of {_gib(load.total_bytes)} in use"
+
+
 # -- a pipe -----------------------------------------------------------------------------------------------------------
 
 
 def _lines(read: Read, reference: str | None) -> int:
     seen: dict[int, tuple[Any, ...]] = {}
     told: dict[int, int] = {}  # the step whose predictions were printed last
+    meter = Meter()
     while True:
         jobs = _jobs(read, reference)
         for job in jobs:
@@ -61,7 +110,7 @@ def _lines(read: Read, reference: str | None) -> int:
                 continue
             seen[job["id"]] = now
             glance = job if reference is not None else _glance(read, job)
-            terminal.say(terminal.job_line(job) + (f"  {memory}" if (memory := _memory(glance)) else ""))
+            terminal.say(terminal.job_line(job) + (f"  {taken}" if (taken := meter.words(glance)) else ""))
             for line in _told(glance, told):
                 terminal.say(line)
         if jobs and all(job["state"] in _AT_REST for job in jobs):
@@ -88,17 +137,19 @@ def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
 # -- a terminal -------------------------------------------------------------------------------------------------------
 
 
-def _screen(read: Read, jobs: list[dict[str, Any]], *, is_one: bool) -> RenderableType:
+def _screen(read: Read, jobs: list[dict[str, Any]], meter: Meter, *, is_one: bool) -> RenderableType:
     running = [job for job in jobs if job["state"] == "running"][:MAX_DETAILED]
     glances = jobs if is_one else [glance for job in running if (glance := _glance(read, job))]
     courses = {glance["id"]: glance["course"] for glance in glances}
-    parts: list[RenderableType] = [Text(_device_line(found), style="dim") for found in device.probe()]
+    lines = [f"{terminal.plain(load.name)}: {_load_words(load)}" for load in meter.loads()] or [_machine_line()]
+    parts: list[RenderableType] = [Text(line, style="dim") for line in lines]
     if not is_one:
         parts += [Text(), _table(jobs, courses)]
-    return Group(*parts, *(part for glance in glances for part in _details(glance)))
+    return Group(*parts, *(part for glance in glances for part in _details(glance, meter)))
 
 
-def _device_line(found: Device) -> str:
+def _machine_line() -> str:
+    found = device.probe()[0]
     held = found.total_bytes - found.free_bytes
     return f"{terminal.plain(found.name)}: {_gib(held)} of {_gib(found.total_bytes)} in use"
 
@@ -116,7 +167,7 @@ def _table(jobs: list[dict[str, Any]], courses: dict[int, list[float]]) -> Table
     return drawn
 
 
-def _details(glance: dict[str, Any]) -> Iterator[RenderableType]:
+def _details(glance: dict[str, Any], meter: Meter) -> Iterator[RenderableType]:
     yield Text()
     yield Text(terminal.plain(terminal.job_line(glance)), style=terminal.STATE_STYLES.get(glance["state"], "bold"))
     if glance["stage"] and glance["state"] == "running" and glance["progress"]["step"] is None:
@@ -124,22 +175,13 @@ def _details(glance: dict[str, Any]) -> Iterator[RenderableType]:
     if course := glance["course"]:
         eval_loss = f"  eval_loss {glance['eval_loss']:.4g}" if glance["eval_loss"] is not None else ""
         yield Text(f"  loss {course[0]:.4g} {terminal.sparkline(course, width=40)} {course[-1]:.4g}{eval_loss}")
-    if memory := _memory(glance):
-        yield Text(f"  {memory}")
+    if taken := meter.words(glance):
+        yield Text(f"  {taken}")
     if rows := glance["predictions"]:
         yield Text(f"  what it writes at step {rows[0]['step']}:", style="dim")
         for row in rows:
             truth, written = (_cut(_flat((row[key] or "").strip())) for key in ("ground_truth", "prediction"))
             yield Text.assemble(f"    #{row['sample_index']} ", terminal.compared(compare(truth, written)))
-
-
-def _memory(glance: dict[str, Any]) -> str:
-    """What the worker holds, and what was estimated."""
-    resident, estimated = glance.get("resident_bytes"), glance.get("estimated_bytes")
-    if not resident:
-        return ""
-    of = f" (all of it estimated: {_gib(estimated)})" if estimated else ""
-    return f"memory {_gib(resident)}{of}"
 
 
 def _gib(num_bytes: int) -> str:

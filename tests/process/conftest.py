@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import instance  # noqa: F401
+from harness import instance, real  # noqa: F401

@@ -147,3 +147,16 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
     made = Instance(tmp_path)
     yield made
     made.end()
+
+
+class RealInstance(Instance):
+    """The real daemon with the real worker."""
+
+    command = (sys.executable, "-m", "honed.daemon", "--root")
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[RealInstance]:
+    made = RealInstance(tmp_path)
+    yield made
+    made.end()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from harness import Instance, wait_for
+from harness import Instance, RealInstance, wait_for
 
 from honed import draft
 from honed.instance import Instance as HonedInstance
@@ -187,19 +186,6 @@ def test_honectl_plans_against_what_has_succeeded_and_says_what_waits(chain: Cha
 
 
 # --- The real worker --------------------------------------------------------------------------------------------------
-
-
-class RealInstance(Instance):
-    """The real daemon with the real worker."""
-
-    command = (sys.executable, "-m", "honed.daemon", "--root")
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Any:
-    made = RealInstance(tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.mark.timeout(300)

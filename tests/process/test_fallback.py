@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance
+from harness import RealInstance
 
 from honed import event
 from honed.job import Job, State
@@ -40,10 +40,8 @@ atexit.register(tell)
 """
 
 
-class RealInstance(Instance):
-    """The real daemon with the real worker, with packages of its own before all others."""
-
-    command = (sys.executable, "-m", "honed.daemon", "--root")
+class WatchedInstance(RealInstance):
+    """With packages of its own before all others, and a word on what was imported."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -94,14 +92,14 @@ class RealInstance(Instance):
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[RealInstance]:
-    made = RealInstance(tmp_path)
+def real(tmp_path: Path) -> Iterator[WatchedInstance]:
+    made = WatchedInstance(tmp_path)
     write_facts(made.dataset, 6)
     yield made
     made.end()
 
 
-def check_fell_back(real: RealInstance, job: Job, reason: str) -> None:
+def check_fell_back(real: WatchedInstance, job: Job, reason: str) -> None:
     """One attempt of two processes, of which the second never saw Unsloth; no failure is counted."""
     shown = real.show(job.name)
     assert shown["state"] == "succeeded", f"{shown['error']}\n{real.log}"
@@ -122,7 +120,7 @@ def check_fell_back(real: RealInstance, job: Job, reason: str) -> None:
     assert f"falls back to transformers: Unsloth cannot train this model here: {reason}" in real.log
 
 
-def test_a_model_that_unsloth_refuses_or_cannot_load_is_trained_by_a_fresh_process(real: RealInstance) -> None:
+def test_a_model_that_unsloth_refuses_or_cannot_load_is_trained_by_a_fresh_process(real: WatchedInstance) -> None:
     vision = build_vision_checkpoint(real.root / "vision", "qwen2_5_vl")
     pictures = write_pictures(real.root / "pictures.jsonl", 6)
     alias = build_checkpoint(real.root / "alias", "llama")
@@ -147,7 +145,7 @@ def test_a_model_that_unsloth_refuses_or_cannot_load_is_trained_by_a_fresh_proce
     assert "vision" in said
 
 
-def test_an_unsloth_that_cannot_be_imported_is_done_without_unless_the_job_names_it(real: RealInstance) -> None:
+def test_an_unsloth_that_cannot_be_imported_is_done_without_unless_the_job_names_it(real: WatchedInstance) -> None:
     broken = real.site_dir / "unsloth"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise NotImplementedError('Unsloth cannot find any torch accelerator?')\n")

@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import sqlite3
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from harness import Instance, wait_for
+from harness import RealInstance, wait_for
 
 from honed.job import State
 from zoo.model import build_checkpoint, write_facts
@@ -40,19 +39,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_checkpoint(directory / name, job["family"], template=job.get("template"))
         write_facts(directory / f"{name}.jsonl", 12, format=job["format"])
     return directory
-
-
-class RealInstance(Instance):
-    """The real daemon with the real worker."""
-
-    command = (sys.executable, "-m", "honed.daemon", "--root")
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Any:
-    made = RealInstance(tmp_path)
-    yield made
-    made.end()
 
 
 def spec_of(models: Path, name: str, **keys: Any) -> dict[str, Any]:

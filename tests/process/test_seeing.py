@@ -7,15 +7,14 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance
+from harness import Instance, RealInstance
 
 from honed.job import State
 from honed.worker import torchvision
+from zoo import plain
 from zoo.model import build_checkpoint, write_facts
 
 
@@ -71,17 +70,28 @@ def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(insta
     assert "step 40/40" in done.stdout
 
 
-class RealInstance(Instance):
-    """The real daemon with the real worker."""
-
-    command = (sys.executable, "-m", "honed.daemon", "--root")
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[RealInstance]:
-    made = RealInstance(tmp_path)
-    yield made
-    made.end()
+def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:
+    instance.drop("slow-40")
+    instance.start()
+    instance.wait_state("slow-40", State.RUNNING)
+    instance.drop("succeed", priority=999_999)
+    instance.wait_state("succeed", State.QUEUED)
+    path = instance.root / "succeed-9.json"
+    path.write_text(json.dumps(plain.spec(instance.model, instance.dataset)))
+    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "trial", str(path)]
+    asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        instance.wait_state("trial of succeed-9", State.QUEUED)
+        assert [row["name"] for row in instance.client.ask("list")][1] == "trial of succeed-9"
+        instance.wait_state("succeed", State.SUCCEEDED)
+    finally:
+        asking.kill()
+        asking.wait()
+    tried, other = instance.job("trial of succeed-9"), instance.job("succeed")
+    assert tried is not None
+    assert other is not None
+    assert other.id < tried.id
+    assert tried.attempts[0].started_at < other.attempts[0].started_at
 
 
 def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: RealInstance) -> None:

@@ -30,6 +30,10 @@ def nvmlDeviceGetCudaComputeCapability(handle): return [9, 0]
 def nvmlDeviceGetMemoryInfo(handle):
     if handle == 2: raise NVMLError_NotSupported("Not Supported")
     return Memory
+class Rates: gpu = 93
+def nvmlDeviceGetUtilizationRates(handle):
+    if handle == 2: raise NVMLError_NotSupported("Not Supported")
+    return Rates
 def nvmlSystemGetDriverVersion(): return "570.1"
 '''
 
@@ -51,6 +55,14 @@ def test_gpus_are_told_by_nvml_and_a_lost_one_is_left_out(tmp_path: Path) -> Non
 def test_a_gpu_that_shares_the_machines_memory_has_that(tmp_path: Path) -> None:
     code = "from honed.device import *; d = probe()[1]; print(d.total_bytes == system_memory()[0])"
     assert probe_with(tmp_path, code) == "True"
+
+
+def test_how_busy_a_gpu_is_where_it_says_so(tmp_path: Path) -> None:
+    code = "from honed.device import *; print([(d.uuid, d.busy_percent, d.used_bytes >> 30) for d in gpu_loads()][:1])"
+    assert probe_with(tmp_path, code) == "[('GPU-0', 93, 20)]"
+    code = "from honed.device import *; print([d.busy_percent for d in gpu_loads()])"
+    assert probe_with(tmp_path, code) == "[93, None]"
+    assert probe_with(tmp_path, code, no_driver=True) == "[]"
 
 
 def test_only_the_gpus_that_honed_may_use_are_there(tmp_path: Path) -> None:

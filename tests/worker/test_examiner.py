@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from honed.database import figures
+from honed.worker import budget
 from worker.conftest import Ended, MakeJob, WorkerJob
 
 LORA = {"r": 8, "lora_dropout": 0.2}
@@ -91,7 +91,8 @@ def test_worse_than_it_began_is_regressed_with_a_guard(make_job: MakeJob, learne
     below = [item["step"] for item in ended.of("guard") if item["line"] and item["scores"]["token_f1"] < item["line"]]
     assert ended.result["step"] == below[1] < 40, "two evaluations below the line are enough"
     assert any("training ends at step" in text for text in ended.messages("warning"))
-    assert (job.output_dir / "model.safetensors").exists()
+    assert (job.output_dir.with_name("output.regressed") / "model.safetensors").exists()
+    assert not job.output_dir.exists()
 
 
 def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_job: MakeJob, learned: Path) -> None:
@@ -105,6 +106,22 @@ def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_jo
 def test_a_model_that_gets_better_is_not_warned_of(make_job: MakeJob) -> None:
     ended = make_job(lora=LORA, eval_split=0.3).run()
     assert not [text for text in ended.messages("warning") if "worse" in text]
+
+
+def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says_so(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "MIN_RUN_SEC", 0.0)
+    ended = make_job(
+        lora=LORA, eval_split=0.3, training={"max_steps": 6} | EVERY_2, predictions={"max_share": 1e-6},
+        guard={"metric": "token_f1", "max_drop": 1, "patience": 9},
+    ).run()  # fmt: skip
+    assert evaluations(ended) == [0, 2, 4, 6]
+    assert [item["step"] for item in ended.of("predictions")] == [0, 6]
+    assert len({tuple(row["prompt"] for row in item["rows"]) for item in ended.of("predictions")}) == 1
+    said = [text for text in ended.messages("info") if "predictions are left out at this evaluation" in text]
+    assert [text.split(":")[0] for text in said] == ["step 2", "step 4"]
+    assert [item["step"] for item in ended.of("guard")] == [0, 2, 4, 6], "the guard has time of its own"
 
 
 def test_a_guard_with_nothing_to_compare_with_ends_the_job_before_training(make_job: MakeJob) -> None:
@@ -130,15 +147,3 @@ def test_predictions_may_have_the_trainers_autocast(make_job: MakeJob) -> None:
     ended = make_job(**keys, predictions={"autocast": "match"}).run()
     assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0], ended.messages("warning")
     assert ended.losses == make_job(**keys, predictions={"sample_frequency": "off"}).run().losses
-
-
-@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
-@pytest.mark.parametrize("keys", [{"dtype": "bfloat16"}, {"quantization": "4bit"}], ids=["bf16", "4bit"])
-def test_unsloths_losses_with_predictions_are_those_without(make_job: MakeJob, keys: dict[str, Any]) -> None:
-    keys |= {"lora": LORA, "backend": "unsloth", "eval_split": 0.3, "training": {"max_steps": 4} | EVERY_2}
-    jobs = [make_job(**keys, predictions={"sample_frequency": word}) for word in (1, "off")]
-    processes = [job.start() for job in jobs]
-    asked, silent = (job.wait(process) for job, process in zip(jobs, processes, strict=True))
-    assert asked.status == silent.status == 0, (asked.result, silent.result, jobs[0].log()[-3000:])
-    assert asked.losses == silent.losses
-    assert len(asked.of("predictions")) == 5

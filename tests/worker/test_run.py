@@ -262,7 +262,8 @@ def test_a_model_that_ends_worse_than_it_began_has_regressed(make_job: MakeJob) 
     ended = worse.run()
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert ended.metrics["guard_before"] > ended.metrics["guard_after"]
-    assert (worse.output_dir / "model.safetensors").exists()
+    assert (worse.output_dir.with_name("output.regressed") / "model.safetensors").exists()
+    assert not worse.output_dir.exists()
 
 
 def test_what_leads_elsewhere_since_it_was_checked_is_not_trained_on(make_job: MakeJob, tmp_path: Path) -> None:

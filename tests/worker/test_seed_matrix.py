@@ -21,6 +21,12 @@ SCRIPT = Path(__file__).parents[2] / "scripts/gpu_matrix.py"
 sys.path.append(str(SCRIPT.parent))
 import gpu_matrix  # noqa: E402
 
+from honed import basemodel, installed, plan  # noqa: E402
+from honed import spec as specs  # noqa: E402
+from honed.config import Config  # noqa: E402
+from honed.device import cpu  # noqa: E402
+from zoo.model import build_checkpoint, write_facts  # noqa: E402
+
 #: Seconds for two imports and sixteen cells.
 TIMEOUT_SEC = 240
 #: Of backend, model, dtype, quantization and adapter: what Unsloth would do otherwise on a CPU than was asked.
@@ -30,6 +36,14 @@ REFUSED = {
     ("unsloth", "Mistral-7B", "bfloat16", "none", "full"): "adapters alone",
     ("unsloth", "Llama-3.2-1B", "float16", "4bit", "lora"): "would load in bfloat16",
 }
+
+
+KEYS = ("model", "dtype", "quantization")
+#: The report's table: bf16=true is bfloat16, bf16=false float32, fp16=true float16.
+FIVE = [
+    ("Qwen3-1.7B", "bfloat16", "4bit"), ("Qwen3-1.7B", "float32", "4bit"), ("Llama-3.2-1B", "float16", "4bit"),
+    ("Mistral-7B", "bfloat16", "4bit"), ("Qwen3-1.7B", "bfloat16", "none"),
+]  # fmt: skip
 
 
 def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -68,11 +82,29 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
         assert row["tokens_per_sec"] > 0
         assert row["planned"]["load_dtype"] == cell["dtype"], "what is asked by name is had"
     assert set(refused) == set(REFUSED)
+    # Of the field report's five rows each leaves predictions through both backends; one needs a GPU for Unsloth.
+    saved = {(row["cell"]["backend"], *(row["cell"][name] for name in KEYS)) for row in rows if row["num_predictions"]}
+    wanted = {(backend, *row) for backend in ("transformers", "unsloth") for row in FIVE}
+    assert wanted - saved == {("unsloth", "Llama-3.2-1B", "float16", "4bit")}
     for key, words in REFUSED.items():
         assert (refused[key]["code"], words in refused[key]["message"]) == ("backend_unavailable", True)
     evaluated = [event for path in (tmp_path / "work").glob("**/events.jsonl") for event in path.open()
                  if '"event": "evaluation"' in event]  # fmt: skip
     assert len(evaluated) == 2 * (len(rows) - len(refused)), "before the first step and after the last"
+
+
+@pytest.mark.skipif(not installed.look().has("unsloth"), reason="needs Unsloth")
+def test_the_row_that_unsloth_would_change_is_trained_without_it_unless_it_is_named(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")
+    rows = write_facts(tmp_path / "facts.jsonl", 8)
+    spec = specs.validate({
+        "base_model": str(tmp_path / "llama"), "datasets": [{"path": str(rows)}], "lora": {"r": 4},
+        "dtype": "float16", "quantization": "4bit",
+    })  # fmt: skip
+    model = basemodel.inspect(tmp_path / "llama", model_type=None)
+    found = plan.make(spec, model, cpu(), config=Config(), installed=installed.look())
+    assert (found.backend.name, found.precision.load_dtype) == ("transformers", "float16")
+    assert any("in bfloat16 what was planned in float16" in reason for reason in found.backend.reasons)
 
 
 def test_where_a_fork_cannot_use_the_gpu_each_cell_has_a_process_of_its_own(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from honed import trial
 from honed.trial import Findings
-from worker.conftest import Ended, MakeJob
+from worker.conftest import Ended, MakeJob, read_events
+from zoo.vision import build_vision_checkpoint, write_pictures
 
 LORA = {"r": 8, "lora_alpha": 32}
 
@@ -58,3 +63,59 @@ def test_what_ends_the_trial_ends_the_job(make_job: MakeJob) -> None:
     assert ended.status == 65
     assert ended.result["error"]["code"] == "dataset_invalid"
     assert not ended.of("step")
+
+
+#: What is asked of every job, and of one that sees, one that packs, and one through Unsloth.
+PARTS = ["Does it learn?", "What is trained on", "How long", "How much memory"]
+
+
+def test_a_job_with_pictures_is_tried(make_job: MakeJob, tmp_path: Path) -> None:
+    rows = write_pictures(tmp_path / "pictures.jsonl", 12)
+    job = make_job(
+        model=build_vision_checkpoint(tmp_path / "qwen", "qwen2_5_vl"), trial="only", eval_split=0.25,
+        datasets=[{"path": str(rows)}],
+        training={"learning_rate": 1e-2, "num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4},
+    )  # fmt: skip
+    found = findings(job.run())
+    assert found.verdict == "learns", found
+    assert found.num_asked == trial.NUM_ROWS
+    assert found.data["num_media"] == 12, "all are read"
+    assert found.whole_steps == 6
+    assert [asked for asked, _ in trial.words(found)] == PARTS
+    [trained] = [part["text"] for part in found.segments if part["trained"]]
+    assert trained.removesuffix("<|im_end|>") in {"red", "green", "blue", "yellow"}
+
+
+def test_the_steps_of_a_packed_jobs_trial_are_as_full_as_its_own(make_job: MakeJob) -> None:
+    keys: dict[str, Any] = {
+        "num_rows": 16, "dtype": "float32", "predictions": {"max_new_tokens": 24},
+        "training": {"learning_rate": 1e-2, "num_train_epochs": 4, "max_steps": -1, "per_device_train_batch_size": 2,
+                     "packing": True, "max_length": 200},
+    }  # fmt: skip
+    job = make_job(trial="only", **keys)
+    found = findings(job.run())
+    assert found.verdict == "learns", found
+    assert found.num_asked == trial.NUM_ROWS, "each row is asked about once, however often it is packed"
+    tokens_of_a_step = keys["training"]["per_device_train_batch_size"] * keys["training"]["max_length"]
+    assert 0.8 * tokens_of_a_step <= found.data["trial"]["num_tokens"] <= 1.2 * tokens_of_a_step
+    assert [asked for asked, _ in trial.words(found)] == PARTS
+    whole = make_job(**keys).run()
+    assert whole.status == 0, whole.result
+    assert found.whole_steps == max(whole.losses)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
+def test_a_job_through_unsloth_is_tried_through_unsloth(make_job: MakeJob) -> None:
+    job = make_job(
+        num_rows=16, eval_split=0.25, trial="only", backend="unsloth", dtype="float32",
+        lora={"r": 16, "modules_to_save": ["lm_head"]},
+        predictions={"max_new_tokens": 24},
+        training={"learning_rate": 1e-2, "num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 8},
+    )  # fmt: skip
+    found = findings(job.run())
+    assert found.verdict == "learns", found
+    assert found.num_asked == trial.NUM_ROWS
+    assert (found.whole_steps, found.peak_bytes > 0) == (4, True)
+    assert [asked for asked, _ in trial.words(found) if asked != "What to do"] == PARTS
+    [started] = [item for item in read_events(job.dir / "trial/attempts/1/events.jsonl") if item.kind == "started"]
+    assert started.data["backend"] == "unsloth"

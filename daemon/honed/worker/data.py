@@ -162,7 +162,9 @@ def build(
         counts["num_broken"] = sum(rows.num_broken for rows in both)
         counts["num_too_long"] = sum(rows.num_too_long for rows in both)
     if assignment.is_trial:
-        train, evaluated = few(train, size=spec.training.per_device_train_batch_size, seed=assignment.seed), None
+        size, packed = spec.training.per_device_train_batch_size, spec.training.packing and spec.training.max_length
+        train = few(train, size=size, seed=assignment.seed, num_tokens=size * packed if packed else None)
+        evaluated = None
         counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
     return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes, media)
 
@@ -176,13 +178,16 @@ def _hint(rows: Rows) -> str:
     return "a longer training.max_length, or rows with something for the assistant to say"
 
 
-def few(rows: Rows, *, size: int, seed: int) -> Rows:
-    """What a trial trains on: the longest row and some others, again and again until they fill a batch of `size`."""
+def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> Rows:
+    """What a trial trains on: the longest row and some others, again and again until they fill a batch of `size`, or
+    where rows are packed, one of `num_tokens`. Each of them comes once before any comes again."""
     lengths = [len(ids) for ids in rows.dataset["input_ids"]]
     longest = lengths.index(max(lengths))
     others = [place for place in range(len(lengths)) if place != longest]
     drawn = random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))
     chosen = sorted([longest, *drawn])
+    if num_tokens is not None:
+        size = num_tokens * len(chosen) // sum(lengths[place] for place in chosen)
     places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
     made = rows.dataset.select(places)
     return replace(

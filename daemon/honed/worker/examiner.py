@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from honed import score
+from honed import score, trial
 from honed.chat import ChatFormat
 from honed.error import DatasetError, RegressedError
 from honed.event import EventWriter
@@ -47,6 +47,8 @@ class Examiner:
         self._events, self._log = events, log
         held_out = data.held_out
         examples = held_out.examples if held_out else data.train.examples
+        if job.is_trial:
+            examples = examples[: trial.NUM_ROWS]  # the rest is the same rows again
         self._questions: list[Question] = []
         self._guarded: list[Question] = []
         if (guard := job.spec.guard) is not None:
@@ -182,6 +184,7 @@ class Examiner:
         guard, before = self._spec.guard, self._progress.guard_before
         if guard is None:
             if worse := self._worse(figures):
+                self._events.emit("worse", found=worse)
                 self._log(
                     "warning",
                     f"the model ended worse than it began: {', '.join(worse)}; with a guard: this would be no success",
@@ -195,7 +198,7 @@ class Examiner:
             return None
         return RegressedError(
             f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
-            hint="the output is kept; look at the predictions, the masks and the data",
+            hint="the output lies beside its place, as *.regressed; look at the predictions, the masks and the data",
         )
 
     def _worse(self, figures: dict[str, float]) -> list[str]:

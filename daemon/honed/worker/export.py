@@ -32,13 +32,17 @@ def export(
     facts: dict[str, Any],
     *,
     progress: Callable[[int, int], None],
+    is_regressed: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
     """Write everything, sync it, and put it in its place. Returns the artifacts, name to path, and what went wrong with
     the merge alone: the adapter is kept then. `progress` is called with (done, of) as the merge goes on.
 
-    Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced.
+    Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced. What has
+    regressed lies beside it, so that nobody who waits for an output takes it for one.
     """
     target = assignment.output_dir
+    if is_regressed:
+        target = target.with_name(f"{target.name}.regressed")
     artifacts = {"output_dir": str(target)}
     with beside(target) as made:
         model.save_pretrained(made)
@@ -55,7 +59,7 @@ def export(
                 shutil.rmtree(made / "merged", ignore_errors=True)
             else:
                 artifacts["merged"] = str(target / "merged")
-        finish(assignment, made, facts)
+        finish(assignment, made, facts, target=target)
     return artifacts, fault
 
 
@@ -81,14 +85,14 @@ def beside(target: Path) -> Iterator[Path]:
         raise
 
 
-def finish(assignment: Assignment, made: Path, facts: dict[str, Any]) -> None:
+def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target: Path | None = None) -> None:
     """Add model card and manifest to an output made beside its place, sync it, and put it there."""
     (made / "README.md").write_text(_card(assignment, facts), encoding="utf-8")
     manifest = _manifest(assignment, facts)
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _open_up(made)
     sync(made)
-    place(made, assignment.output_dir, owner=_identity(assignment.plan))
+    place(made, target or assignment.output_dir, owner=_identity(assignment.plan))
 
 
 def _open_up(made: Path) -> None:

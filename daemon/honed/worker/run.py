@@ -29,7 +29,7 @@ from honed.error import (
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, examiner, load, mask, merge, prediction, torchvision
+from honed.worker import audit, checkpoint, examiner, load, mask, merge, prediction, torchvision, tracker
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
@@ -152,6 +152,7 @@ class _Story:
         progress = resumed.progress if resumed else checkpoint.Progress()
         job.check_inputs()
         backend = load.choose(job.backend)
+        tracker.prepare(job)
         backend.import_libraries()
         for name in examiner.named_metrics(spec):
             score.find(name)  # the administrator's may not load
@@ -255,7 +256,8 @@ class _Story:
                 told_at = time.monotonic()
                 self._log("info", f"merged {number} of {count} tensors")
 
-        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging)
+        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging,
+                                               is_regressed=regression is not None)  # fmt: skip
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)
         if fault is not None:

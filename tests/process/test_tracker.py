@@ -1,0 +1,256 @@
+"""Experiment trackers: they write in the job's directory, and honed-send alone carries wandb's over the network."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandbserver
+import yaml
+from harness import RealInstance, wait_for
+from wandbserver import WandbServer
+
+from honed import offlinerun
+from honed.job import Job, State
+from honed.layout import Layout
+from zoo.model import build_checkpoint, write_facts
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
+KEY = "0123456789abcdef" * 2 + "01234567"
+RUN = "offline-run-20260101_000000-abc123de"
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    with wandbserver.running() as made:
+        yield made
+
+
+def configure(real: RealInstance, server: WandbServer, *more: str) -> None:
+    key_path = real.root / "wandb-key"
+    key_path.write_text(f"{KEY}\n")
+    lines = ["[reporting]", "sync_wandb = true", f'wandb_key_file = "{key_path}"', f'wandb_base_url = "{server.url}"']
+    real.configure("\n".join([*lines, *more, ""]))
+
+
+def drop(real: RealInstance, name: str, **keys: Any) -> None:
+    model = real.root / "qwen3"
+    if not model.exists():
+        build_checkpoint(model, "qwen3")
+        write_facts(real.root / "facts.jsonl", 8)
+    spec = {
+        "base_model": str(model), "datasets": [{"path": str(real.root / "facts.jsonl")}], "lora": {"r": 4},
+        "backend": "transformers", "eval_split": 0.25, "predictions": {"num_samples": 2, "max_new_tokens": 4},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2},
+        **keys,
+    }  # fmt: skip
+    path = real.root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    shutil.copy(path, real.incoming_dir)
+
+
+def sender(real: RealInstance, log_path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "honed.send", "--until-eof", "--root", str(real.root)]
+    with log_path.open("ab") as file:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file)
+
+
+@needs_wandb
+@needs_tensorboard
+@pytest.mark.timeout(300)
+def test_a_jobs_trackers_write_beside_it_and_its_wandb_run_arrives_once(
+    real: RealInstance, server: WandbServer
+) -> None:
+    configure(real, server)
+    drop(real, "facts", report_to=["wandb", "tensorboard"])
+    real.start("--drain")
+    assert real.wait(deadline_sec=200) == 0
+    shown = real.show("facts")
+    assert shown["state"] == "succeeded", real.log
+    job_dir = Path(shown["job_dir"])
+    assert list((job_dir / "tensorboard/1").glob("events.out.tfevents.*"))
+    [run] = (job_dir / "wandb").glob("offline-run-*")
+    [run_id] = server.runs
+    assert run.name.endswith(run_id)
+    assert server.runs[run_id] == "facts"
+    history = server.streams["wandb-history.jsonl"]
+    losses = {row["train/global_step"]: row["train/loss"] for row in history if "train/loss" in row}
+    assert list(losses) == [1, 2, 3, 4]
+    assert losses[4] == pytest.approx(shown["metrics"]["loss"])
+    assert server.keys == {"Basic " + base64.b64encode(f"api:{KEY}".encode()).decode()}
+
+    outbox = real.layout.outbox_dir
+    name = f"1.{run.name}"
+    assert offlinerun.is_synced(outbox, name)
+    assert list(offlinerun.waiting(outbox)) == []
+    num_requests = server.num_requests
+    real.start()
+    wait_for(lambda: not list(offlinerun.runs_dir(outbox).iterdir()), what="what is synchronised is removed")
+    real.stop()
+    assert server.num_requests == num_requests, "it is not sent again"
+    kept = [path for path in real.root.rglob("*") if path.is_file() and not path.name.endswith(".key")]
+    secret = [path for path in kept if path.name != "wandb-key" and KEY.encode() in path.read_bytes()]
+    assert secret == [], "the key is in no other file"
+
+
+@needs_wandb
+@pytest.mark.timeout(200)
+def test_a_job_with_wandb_opens_no_socket_of_the_network(real: RealInstance) -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    drop(real, "facts", report_to="wandb", predictions={"sample_frequency": "off"}, training={"max_steps": 2})
+    real.start("--drain")
+    assert real.wait(deadline_sec=100) == 0
+    plan_dir = real.layout.job(1).dir
+    trace_path = real.root / "trace"
+    command = ["strace", "-f", "-qq", "-e", "trace=socket,connect,bind", "-o", str(trace_path),
+               sys.executable, "-m", "honed.worker", str(plan_dir), "7"]  # fmt: skip
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list((plan_dir / "wandb").glob("offline-run-*"))) == 2
+    trace = trace_path.read_text()
+    opened = re.findall(r"socket\((AF_\w+)", trace)
+    # urllib3 asks once whether there is IPv6, by binding a socket to ::1; netlink tells which interfaces there are.
+    assert set(opened) <= {"AF_UNIX", "AF_NETLINK", "AF_INET6"}, set(opened)
+    assert opened.count("AF_INET6") <= 1
+    assert set(re.findall(r"connect\(\d+, {sa_family=(AF_\w+)", trace)) == {"AF_UNIX"}, "wandb's own server is one"
+
+
+def log_of(*records: bytes) -> bytes:
+    """As wandb writes it, in LevelDB's format: blocks of 32 KiB, a record in as many parts as it takes."""
+    data = bytearray(b":W&B\xe1\xbe\x00")
+    for whole in records:
+        rest, is_first = whole, True
+        while is_first or rest:
+            left = 32768 - len(data) % 32768
+            if left < 7:
+                data += bytes(left)
+                continue
+            part, rest = rest[: left - 7], rest[left - 7 :]
+            kind = (1 if not rest else 2) if is_first else (3 if rest else 4)
+            data += struct.pack("<IHB", 0, len(part), kind) + part
+            is_first = False
+    return bytes(data)
+
+
+def record(field: int, value: bytes) -> bytes:
+    """A protobuf message of one field that has a length, below 2**14 of both."""
+    return _number(field << 3 | 2) + _number(len(value)) + value
+
+
+def _number(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _number(value >> 7)
+
+
+FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"requirements.txt")), b"\x08\x05"]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (log_of(*FIGURES), None),
+        (log_of(*FIGURES)[:-3], None),  # what a death leaves
+        (b"", "no log of wandb's"),
+        (log_of(*FIGURES, record(8, b"artifact")), "a record of kind 8"),
+        (log_of(record(9, b"/srv/tensorboard")), "a record of kind 9"),
+        (log_of(record(100, b"request")), "a record of kind 100"),
+        (log_of(record(2, b"x") + record(8, b"both at once")), "a record of kind 8"),
+        (log_of(record(2, b"x" * 32_730), record(6, b"../../../../etc/shadow")), "outside of the run"),
+        (log_of(record(2, b"x")).replace(b"\x01\x12", b"\x03\x12"), "damaged"),
+        (log_of(b"\x12\x7f"), "damaged"),
+        (log_of(b"\xff" * 20), "damaged"),
+    ],
+)  # fmt: skip
+def test_a_log_that_names_other_files_than_its_runs_is_not_sent(data: bytes, why: str | None) -> None:
+    """wandb sync uploads what a log names, and a worker could have written anything into it."""
+    if why is None:
+        offlinerun.check(data)
+    else:
+        with pytest.raises(ValueError, match=why):
+            offlinerun.check(data)
+
+
+def offline(layout: Layout, job_id: int, data: bytes = log_of(*FIGURES)) -> Path:
+    """A run as a worker leaves it."""
+    run = layout.job(job_id).dir / "wandb" / RUN
+    run.mkdir(parents=True)
+    (run / "run-abc123de.wandb").write_bytes(data)
+    return run
+
+
+def job(job_id: int, state: State = State.SUCCEEDED) -> Job:
+    return Job(id=job_id, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o", state=state)
+
+
+def test_runs_of_ended_jobs_are_copied_and_nothing_that_a_link_leads_to(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    offline(layout, 1)
+    (log,) = offline(layout, 2).iterdir()
+    log.unlink()
+    log.symlink_to(secret)
+    offline(layout, 3, b"x" * (offlinerun.MAX_BYTES + 1))
+    offline(layout, 4)
+    jobs = {number: job(number) for number in (1, 2, 3)} | {4: job(4, State.RUNNING)}
+    collector = offlinerun.Collector(layout)
+    collector.tend(moved=set(), job_of=jobs.get, is_wanted=False)
+    assert not layout.outbox_dir.exists()
+    collector.tend(moved=set(), job_of=jobs.get, is_wanted=True)
+    assert [path.name for path in offlinerun.waiting(layout.outbox_dir)] == [f"1.{RUN}"]
+    collector.tend(moved={4}, job_of=(jobs | {4: job(4)}).get, is_wanted=True)
+    assert [path.name for path in offlinerun.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"4.{RUN}"]
+    offlinerun.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
+    collector.tend(moved={1}, job_of=jobs.get, is_wanted=True)
+    assert [path.name for path in offlinerun.runs_dir(layout.outbox_dir).iterdir()] == [f"4.{RUN}"]
+
+
+@needs_wandb
+@pytest.mark.timeout(200)
+def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealInstance, server: WandbServer) -> None:
+    """wandb sync ends with status 0 for a wrong key."""
+    import wandb
+
+    configure(real, server, "flush_sec = 60")
+    made = real.root / "made"
+    made.mkdir()
+    script = (
+        "import wandb\nrun = wandb.init(project='p', name='n')\n"
+        "for step in range(3): run.log({'loss': step})\nrun.finish()\n"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(made), "WANDB_ERROR_REPORTING": "false"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+    assert wandb.__version__
+    [run] = (made / "wandb").glob("offline-run-*")
+    outbox = real.layout.outbox_dir
+    shutil.copytree(run, offlinerun.runs_dir(outbox) / f"1.{run.name}")
+    server.status = 401
+    log_path = real.root / "send.log"
+    sending = sender(real, log_path)
+    try:
+        wait_for(lambda: "not sent to wandb, and tried again" in log_path.read_text(), what="word of it")
+        assert "no such key" in log_path.read_text()
+        assert KEY not in log_path.read_text()
+        assert len(list(offlinerun.waiting(outbox))) == 1
+        server.status = 200
+        assert sending.stdin is not None
+        sending.stdin.close()  # the end of the daemon: once more
+        assert sending.wait(90) == 0
+    finally:
+        sending.kill()
+    assert list(offlinerun.waiting(outbox)) == [], log_path.read_text()
+    assert [row["loss"] for row in server.streams["wandb-history.jsonl"]] == [0, 1, 2]
+    assert json.loads((offlinerun.synced_dir(outbox) / f"1.{run.name}.json").read_text())["run"] == f"1.{run.name}"
