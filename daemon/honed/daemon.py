@@ -293,6 +293,8 @@ class Daemon:
         """Whether a job is held, or queued behind one that is."""
         if job.state is not State.QUEUED:
             return job.state is State.HELD
+        if job.needs_bytes and not self._attempts.has_room(job):
+            return True  # somebody has to make room
         before = [self._find_any(reference) for reference in job.depends_on]
         ahead = [other for other in before if other is not None and other.id not in {*seen, job.id}]
         return any(self._waits_for_a_person(other, seen | {job.id}) for other in ahead)
@@ -528,6 +530,7 @@ class Daemon:
         now = self._clock()
         ready = [job for job in self._queue.values() if job.state is State.QUEUED and not job.is_deferred]
         ready = [job for job in ready if self._not_before.get(job.id, now) <= now]
+        ready = [job for job in ready if not job.needs_bytes or self._attempts.has_room(job)]
         for job in sorted(ready, key=lambda job: (-job.priority, job.id)):
             if self._acceptance.is_asked_again(job.id) or (job.depends_on and not self._dependencies_are_met(job)):
                 continue
@@ -646,6 +649,8 @@ class Daemon:
         parts = [f"running {', '.join(running)}" if running else "idle", f"{num_queued} queued"]
         num_held = len(self._queue) - num_queued
         parts += [f"{num_held} held"] if num_held else []
+        num_short = sum(bool(job.needs_bytes) for job in self._queue.values())
+        parts += [f"{num_short} waiting for disk space"] if num_short else []
         parts += self._fetcher.status() if asker.reads_all else []
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []
@@ -752,8 +757,9 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
                 shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
-                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred
-            )
+                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred,
+                needs_bytes=0, adjustments=() if from_start or job.outcome == "out_of_memory" else job.adjustments,
+            )  # fmt: skip
         case _, State.RUNNING if verb in {"cancel", "hold"}:
             raise EnvironmentInvalidError(
                 f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"

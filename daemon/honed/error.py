@@ -100,6 +100,7 @@ class DiskShortError(HonedError):
 
     code = "disk_insufficient"
     exit_status = 73  #: EX_CANTCREAT
+    needed_bytes: int = 0  #: where it is known how much must be free for the job to go on
 
 
 class TimeLimitError(HonedError):

@@ -153,6 +153,33 @@ FALLBACK = Message(
     """,
     "man:honed-job(5)",
 )
+ADJUSTED = Message(
+    "8bd9c149bac3413f8467c5b687c9ad0b",
+    "Job @HONED_JOB@ ran out of memory, and goes on with smaller batches",
+    """
+    An attempt of job @HONED_JOB@ (@HONED_NAME@) ran out of memory. The next one goes on from its last checkpoint and
+    takes one step down a ladder; the message says which. What is learned stays the same: a batch is divided and its
+    parts are accumulated. It is slower, and no attempt of retry.max_attempts is used up. The steps taken stand in
+
+      honectl show @HONED_JOB@
+
+    To spare the attempts, write the last of them into the job file. `retry: {on_out_of_memory: fail}` takes no step.
+    """,
+    "man:honectl(1)",
+)
+WAITS_FOR_ROOM = Message(
+    "93750124ec124e88a0977beb50fb0fd2",
+    "Job @HONED_JOB@ waits for free disk space",
+    """
+    The disk was too full for the next checkpoint of job @HONED_JOB@ (@HONED_NAME@), older ones had been given up
+    already, and the job stopped. It is queued, goes on by itself from its last checkpoint once there is enough room,
+    and uses up no attempt.
+
+      df -h /var/lib/honed
+      honectl show @HONED_JOB@
+    """,
+    "man:honectl(1)",
+)
 SUCCEEDED = Message(
     "73d48b0f3317449b8a3eb9c6998b7332",
     "Job @HONED_JOB@ succeeded",
@@ -462,7 +489,7 @@ ROWS_LOST = Message(
 
 LIFE = (
     READY, STOPPING, RELOADED, CONFIG_REFUSED, DEGRADED, RECOVERED, DATABASE_DAMAGED, ENTRY_DAMAGED, ACCEPTED, STARTED,
-    CHECKPOINT, FALLBACK, SUCCEEDED, CANCELLED, HELD, SEND_TROUBLE, ROW_REFUSED, ROWS_LOST,
+    CHECKPOINT, FALLBACK, ADJUSTED, WAITS_FOR_ROOM, SUCCEEDED, CANCELLED, HELD, SEND_TROUBLE, ROW_REFUSED, ROWS_LOST,
 )  # fmt: skip
 
 #: Characters of a line: `journalctl -x` puts three before it, and a terminal has 80.

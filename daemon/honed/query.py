@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from honed.layout import Layout
 from honed.spool import Spool
 
 #: Kinds of events that `show` has.
-SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
+SHOWN_EVENTS = {"adjusted", "audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "uid": job.uid,
         "source": job.source,
         "progress": {key: progress.get(key) for key in keys},
+        "needs_bytes": job.needs_bytes or None,
     }
 
 
@@ -126,6 +127,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "plan": plan,
         "attempts": [_attempt(attempt) for attempt in job.attempts],
         "error": job.error,
+        "adjustments": [asdict(each) for each in job.adjustments],
         "artifacts": {
             "output_dir": artifacts.get("output_dir") or job.output_dir,
             "report": report,
