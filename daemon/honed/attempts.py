@@ -469,7 +469,9 @@ class Attempts:
             return Remedy(is_last=wish == "fail")
         was_killed = not outcome.phase  # by the kernel, which may have done so for want of another's memory
         phase = outcome.phase or running.phase or running.stage
-        step = ladder.next_step(spec, attempt=job.attempt.number, phase=phase, media=media, num_frames=num_frames)
+        step = ladder.next_step(
+            spec, attempt=job.attempt.number, phase=phase, is_sure=not was_killed, media=media, num_frames=num_frames
+        )
         if step is not None:
             return Remedy(adjustment=step)
         if was_killed and phase in ladder.WITHOUT_BATCHES:

@@ -6,9 +6,9 @@
     predict    predictions.batch_size halved
     anywhere   media.num_frames, then media.max_pixels, halved: only with retry.may_shrink_media
 
-Where it is known in which phase memory ran out, only the steps that help there are taken. None but the last changes
-what is learned: a batch is divided only where the product stays exactly what it was, and where the rows of a step do
-not depend on how it is divided.
+The steps that help in the phase in which memory ran out come first; where the worker itself said which it was, no
+others are taken. None but the last changes what is learned: a batch is divided only where the product stays exactly
+what it was, and where the rows of a step do not depend on how it is divided.
 
 A step is a change of the spec, kept in the job's entry and applied over plan.json by the worker.
 """
@@ -28,6 +28,8 @@ PREDICTION_BATCH_SIZE, MEDIA_PREDICTION_BATCH_SIZE = 16, 4
 ASSUMED_PIXELS, MIN_PIXELS = 1024 * 1024, 128 * 128
 #: Stages without a batch that could be smaller.
 WITHOUT_BATCHES = frozenset({"starting", "prepare", "load", "audit", "export", "merge"})
+#: The stages and phases whose batches are those of another name.
+PHASES = {"train": "train", "mask": "train", "evaluate": "evaluate", "predict": "predict", "baseline": "predict"}
 #: What holds where the spec does not say.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -52,16 +54,29 @@ def adjusted(spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> dict
 
 
 def next_step(
-    spec: Mapping[str, Any], *, attempt: int, phase: str, media: Sequence[str] = (), num_frames: int = 0
-) -> Adjustment | None:
+    spec: Mapping[str, Any], *, attempt: int, phase: str, is_sure: bool = True, media: Sequence[str] = (),
+    num_frames: int = 0,
+) -> Adjustment | None:  # fmt: skip
     """The next step for a job with that spec, as plan.json has it and adjusted; None where no step could help.
 
-    `phase`: train, evaluate or predict where that is known, else a stage. `media`: what the rows have beside text;
-    `num_frames`: of the longest video.
+    `phase`: train, evaluate or predict, else a stage; `is_sure`: the worker itself said so, and only what is smaller
+    there can help. `media`: what the rows have beside text; `num_frames`: of the longest video.
     """
     if phase in WITHOUT_BATCHES or spec.get("kind") == "merge":
         return None
-    for text, changes in _rungs(spec, phase, media, num_frames):
+    training = DEFAULTS | (spec.get("training") or {})
+    has_media = bool(media)
+    rungs = {
+        "train": [*_divided(training), *_recomputed(training)],
+        "evaluate": list(_evaluated(spec, training)),
+        "predict": list(_predicted(spec, has_media=has_media)),
+    }
+    place = PHASES.get(phase, phase)
+    first = rungs.pop(place, [])
+    rest = [] if is_sure and place in {*PHASES.values(), "data"} else [rung for each in rungs.values() for rung in each]
+    allowed = (spec.get("retry") or {}).get("may_shrink_media")
+    last = _shrunk(spec.get("media") or {}, media, num_frames) if allowed else ()
+    for text, changes in (*first, *rest, *last):
         return Adjustment(attempt, text, changes)
     return None
 
@@ -69,22 +84,23 @@ def next_step(
 Rung = tuple[str, dict[str, Any]]
 
 
-def _rungs(spec: Mapping[str, Any], phase: str, media: Sequence[str], num_frames: int) -> Iterator[Rung]:
-    training = DEFAULTS | (spec.get("training") or {})
-    predictions = spec.get("predictions") or {}
-    if phase not in {"evaluate", "predict", "baseline", "data"}:
-        yield from _divided(training)
-        if not training["gradient_checkpointing"]:
-            yield "gradient_checkpointing off → on", {"training.gradient_checkpointing": True}
+def _recomputed(training: Mapping[str, Any]) -> Iterator[Rung]:
+    if not training["gradient_checkpointing"]:
+        yield "gradient_checkpointing off → on", {"training.gradient_checkpointing": True}
+
+
+def _evaluated(spec: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator[Rung]:
+    size = training["per_device_eval_batch_size"]
     evaluates = bool(spec.get("eval_datasets") or spec.get("eval_split")) and training.get("eval_strategy") != "no"
-    if evaluates and phase not in {"predict", "data"} and training["per_device_eval_batch_size"] > 1:
-        yield _halved("training", "per_device_eval_batch_size", training["per_device_eval_batch_size"])
-    predicts = predictions.get("sample_frequency") != "off" or spec.get("guard")
-    size = predictions.get("batch_size") or (MEDIA_PREDICTION_BATCH_SIZE if media else PREDICTION_BATCH_SIZE)
-    if predicts and phase not in {"evaluate", "data"} and size > 1:
+    if evaluates and size > 1:
+        yield _halved("training", "per_device_eval_batch_size", size)
+
+
+def _predicted(spec: Mapping[str, Any], *, has_media: bool) -> Iterator[Rung]:
+    predictions = spec.get("predictions") or {}
+    size = predictions.get("batch_size") or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
+    if (predictions.get("sample_frequency") != "off" or spec.get("guard")) and size > 1:
         yield _halved("predictions", "batch_size", size)
-    if (spec.get("retry") or {}).get("may_shrink_media"):
-        yield from _shrunk(spec.get("media") or {}, media, num_frames)
 
 
 def _divided(training: Mapping[str, Any]) -> Iterator[Rung]:

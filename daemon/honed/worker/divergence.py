@@ -2,7 +2,7 @@
 
 Small batches are noisy, a warm-up begins with large gradients, and data in an order of their own raise the loss when
 they change. So an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss
-above twice that of the last steps and of the first. Steps that a GradScaler has skipped change nothing and count for
+above twice that of the last steps and of the first, where the model knew nothing yet. Steps that a GradScaler has skipped change nothing and count for
 nothing, unless it skips them all.
 """
 
@@ -80,7 +80,8 @@ class Divergence:
         norms = [norm for _, norm in steps if norm]
         if factor is None or grad_norm is None or len(norms) < MIN_RECENT:
             return None
-        usual, before = median(norms), max(median(each for each, _ in steps), median(self._kept["first"]))
+        first = sorted(self._kept["first"])
+        usual, before = median(norms), max(median(each for each, _ in steps), first[len(first) * 3 // 4])
         if grad_norm <= factor * usual or loss <= LOSS_FACTOR * before:
             return None
         return (
