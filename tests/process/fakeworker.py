@@ -4,6 +4,8 @@ succeed[-N]      N steps (5), then success           slow         200 steps of 5
 slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
 eat              waits for a file `eat` in its directory, then takes all the memory that there is
 explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
+shrink-N[-PHASE] ends with out_of_memory in that phase (train) until it has taken N steps down the ladder
+full-N           ends with disk_insufficient until N MiB are free
 crash            exit 1 without a word               abort        SIGABRT
 die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
 killer           kills itself in every attempt       exit0        exit 0 without a result
@@ -17,6 +19,7 @@ torn             half a result file, then exit 0       make[-N]     as succeed, 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -24,6 +27,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed import durable
@@ -52,7 +56,7 @@ def main() -> int:
     progress_path = layout.checkpoints_dir / "step"
     layout.checkpoints_dir.mkdir(exist_ok=True)
 
-    def result(outcome: str, step: int, error: dict[str, str] | None = None) -> None:
+    def result(outcome: str, step: int, error: dict[str, str] | None = None, **facts: Any) -> None:
         artifacts = {"output_dir": str(layout.output_dir), "merged": None}
         value = {
             "outcome": outcome,
@@ -60,6 +64,7 @@ def main() -> int:
             "metrics": {"train_loss": 0.5},
             "artifacts": artifacts,
             "error": error,
+            **facts,
         }
         durable.write_json(attempt.result_path, value)
 
@@ -72,7 +77,8 @@ def main() -> int:
             events.emit("step", step=step, num_steps=count, epoch=step / count, loss=1 / step, eta_sec=count - step)
             if step == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            progress_path.write_text(str(step))
+            with contextlib.suppress(OSError):  # where there is no room the one before it stays
+                durable.write(progress_path, str(step).encode())
             if asked:
                 time.sleep(save_sec)
                 events.emit("checkpoint", step=step, path=str(progress_path))
@@ -126,6 +132,22 @@ def main() -> int:
         case "oom":
             result("failed", 3, {"code": "out_of_memory", "message": "no memory", "hint": ""})
             return 83
+        case "shrink":
+            taken = json.loads(layout.adjustments_path.read_bytes()) if layout.adjustments_path.exists() else []
+            wanted, _, phase = argument.partition("-")
+            if len(taken) >= int(wanted):
+                result("succeeded", steps(3))
+                return 0
+            message = {"code": "out_of_memory", "message": "no memory", "hint": ""}
+            result("failed", 0, message, phase=phase or "train")
+            return 83
+        case "full":
+            path, found = layout.checkpoints_dir, os.statvfs(layout.checkpoints_dir)
+            if found.f_bavail * found.f_frsize < int(argument) * 2**20:
+                message = {"code": "disk_insufficient", "message": f"{path}: the disk is full", "hint": "make room"}
+                result("failed", steps(2), message, needed_bytes=int(argument) * 2**20)
+                return 73
+            result("succeeded", steps(5))
         case "crash":
             return 1
         case "abort":

@@ -14,7 +14,7 @@ from honed.worker.divergence import MAX_SKIPPED, Divergence
 
 
 def watch(kept: dict[str, Any] | None = None, suspect: str = "", **spec: Any) -> Divergence:
-    return Divergence(DivergenceSpec(**spec), {} if kept is None else kept, suspect)
+    return Divergence(DivergenceSpec(**spec), {} if kept is None else kept, suspect, vocab_size=150_000)
 
 
 def healthy(seed: int, num_steps: int) -> list[tuple[float, float]]:
@@ -47,12 +47,24 @@ def test_an_explosion_is_seen_within_a_few_steps(at: int) -> None:
     look = watch()
     for step, (loss, norm) in enumerate(healthy(1, at)):
         assert look.look(step, loss, norm, was_skipped=False) is None
-    ends = [look.look(at + n, 11.0 + n, 400.0 * (n + 1), was_skipped=False) for n in range(5)]
+    ends = [look.look(at + n, 11.0 + n / 2, 400.0 * (n + 1), was_skipped=False) for n in range(5)]
     assert ends[:4] == [None] * 4
     assert look.is_suspicious
     assert ends[4] is not None
     assert "gradient's norm is 2000" in ends[4].message
     assert f"until step {at - 1}" in ends[4].message
+
+
+def test_a_run_that_is_lost_slowly_is_seen_once_it_knows_less_than_nothing() -> None:
+    look = watch(grad_norm_factor=None)
+    ended = None
+    for step in range(400):
+        ended = look.look(step, 3.0 * 1.01**step, 2.0 * 1.01**step, was_skipped=False)
+        if ended is not None:
+            break
+    assert ended is not None
+    assert "a guess has 11.92" in ended.message
+    assert 3.0 * 1.01**step < 2 * math.log(150_000)
 
 
 def test_a_loss_or_a_gradient_that_is_no_number_ends_it_at_the_second_in_a_row() -> None:

@@ -2,8 +2,9 @@
 
 Small batches are noisy, a warm-up begins with large gradients, and data in an order of their own raise the loss when
 they change. So an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss
-above twice that of the last steps and of the first, where the model knew nothing yet. Steps that a GradScaler has skipped change nothing and count for
-nothing, unless it skips them all.
+above twice that of the last steps and of the first, when the model knew nothing yet. A run can also be lost slowly, the
+medians with it: then the loss ends far above that of a model which knows no token from another. Steps that a GradScaler
+has skipped change nothing and count for nothing, unless it skips them all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MAX_BAD = 2
 NUM_RECENT, MIN_RECENT = 100, 20
 #: How far the loss has to rise above both medians.
 LOSS_FACTOR = 2.0
+#: How far above that of a guess among all tokens.
+GUESS_FACTOR = 1.5
 #: Steps in a row that a GradScaler may skip: it begins at 2^16 and halves its scale each time.
 MAX_SKIPPED = 40
 #: The same figures to so many places, that a manifest stays short.
@@ -32,8 +35,9 @@ PLACES = 6
 class Divergence:
     """Looks at each step, once. What has to outlive this attempt is in `kept`, plain data."""
 
-    def __init__(self, spec: DivergenceSpec, kept: dict[str, Any], suspect: str) -> None:
+    def __init__(self, spec: DivergenceSpec, kept: dict[str, Any], suspect: str, *, vocab_size: int) -> None:
         """`suspect` names the precision, where it may be to blame; see `suspicion`."""
+        self._guess_loss = math.log(max(vocab_size, 2))
         self._spec = spec
         self._suspect = suspect
         self._kept = kept
@@ -77,11 +81,15 @@ class Divergence:
 
     def _explosion(self, loss: float, grad_norm: float | None) -> str | None:
         factor, steps = self._spec.grad_norm_factor, self._kept["steps"]
+        if len(steps) < MIN_RECENT:
+            return None
+        first = sorted(self._kept["first"])[len(self._kept["first"]) * 3 // 4]
+        if loss > max(GUESS_FACTOR * self._guess_loss, LOSS_FACTOR * first):
+            return f"the loss is {loss:.4g}, was {first:.4g} at first, and a guess has {self._guess_loss:.4g}"
         norms = [norm for _, norm in steps if norm]
         if factor is None or grad_norm is None or len(norms) < MIN_RECENT:
             return None
-        first = sorted(self._kept["first"])
-        usual, before = median(norms), max(median(each for each, _ in steps), first[len(first) * 3 // 4])
+        usual, before = median(norms), max(median(each for each, _ in steps), first)
         if grad_norm <= factor * usual or loss <= LOSS_FACTOR * before:
             return None
         return (

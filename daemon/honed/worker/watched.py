@@ -18,10 +18,10 @@ class WatchedTrainer(Trainer):
         super().__init__(**parts)
         assignment = self._assignment
         model_type = str(getattr(self.model.config, "model_type", ""))
+        vocab_size = int(self.model.get_input_embeddings().num_embeddings)
+        suspect = divergence.suspicion(assignment.precision, model_type)
         self._divergence = Divergence(
-            assignment.spec.divergence,
-            self._progress.divergence,
-            divergence.suspicion(assignment.precision, model_type),
+            assignment.spec.divergence, self._progress.divergence, suspect, vocab_size=vocab_size
         )
         self._losses: list[Any] = []  #: of the step's batches
         self._looked_step = -1
@@ -89,7 +89,8 @@ class WatchedTrainer(Trainer):
                 return super()._save_checkpoint(model, trial)
             except Exception as problem:
                 # torch.save says no more than that it failed.
-                is_full = isinstance(problem, RuntimeError) and room.free_bytes(checkpoints_dir) < num_bytes
+                left = room.free_bytes(checkpoints_dir)
+                is_full = isinstance(problem, RuntimeError) and left < max(num_bytes, room.SPARE_BYTES)
                 if not (is_full or room.is_no_room(problem)):
                     raise
                 room.give_back(path)
