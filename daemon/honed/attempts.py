@@ -9,7 +9,6 @@ starts, and says why it is to stop before its worker is asked to.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -346,7 +345,7 @@ class Attempts:
         try:
             yield
         except Exception as problem:
-            if isinstance(problem, OSError) and problem.errno in {errno.ENOSPC, errno.EDQUOT}:
+            if durable.is_no_room(problem):
                 raise  # the machine's affair: told once, and tried again until there is room
             log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
 

@@ -11,6 +11,7 @@ die-N            kills itself with SIGKILL at step N of its first attempt, then 
 killer           kills itself in every attempt       exit0        exit 0 without a result
 liar             exit 3 with a result of success     garbage      noise among its events, then success
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
+freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
 fallback         backend_unavailable under unsloth, success under transformers
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
@@ -44,7 +45,8 @@ def main() -> int:
     plan = json.loads(layout.plan_path.read_bytes())
     name = plan["job"]["name"].split(".")[0]
     faulthandler.enable()
-    events = EventWriter(attempt.events_path, tell=Pulse().tell)
+    pulse = Pulse(path=attempt.pulse_path)
+    events = EventWriter(attempt.events_path, tell=pulse.tell)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "deaf" else lambda *_: asked.append(1))
     with (job_dir / "starts.txt").open("a") as file:
@@ -74,6 +76,7 @@ def main() -> int:
             events.emit("resumed", step=first, path=str(progress_path))
         for step in range(first + 1, count + 1):
             time.sleep(pause)
+            pulse.beat()
             events.emit("step", step=step, num_steps=count, epoch=step / count, loss=1 / step, eta_sec=count - step)
             if step == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -175,6 +178,16 @@ def main() -> int:
             value = {"outcome": "failed", "step": "x", "metrics": [1], "artifacts": [1], "error": {"code": 7}}
             durable.write_json(attempt.result_path, value)
             return 1
+        case "freeze":
+            result("succeeded", steps(15, pause=0.02))
+            while number == 1:
+                time.sleep(1)
+        case "plod":
+            steps(15, pause=0.02)
+            for _ in range(20):  # the batches of one long step, of which there is nothing to tell
+                time.sleep(0.3)
+                pulse.beat()
+            result("succeeded", steps(16))
         case "hang":
             while True:
                 time.sleep(1)

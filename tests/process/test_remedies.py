@@ -154,7 +154,8 @@ def test_a_disk_that_is_full_to_the_last_byte_harms_neither_spool_nor_database(
         filler.unlink()
         job = instance.wait_state("slow-150", State.SUCCEEDED)
         assert [name for _, name in instance.entries()] == [f"{job.id}.json"]
-        assert (len(job.attempts), job.num_failures) == (1, 0)
+        worker_log = instance.layout.job(job.id).attempt(1).log_path.read_text()
+        assert (len(job.attempts), job.num_failures) == (1, 0), instance.log + worker_log
         instance.stop()
         steps = [step for step, _ in query.losses(instance.spool, instance.layout, "slow-150")]
         assert steps == list(range(1, 151))  # of the lines that found no room none is missing
