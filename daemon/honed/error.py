@@ -126,7 +126,7 @@ class OutOfMemoryError(HonedError):
 
 
 class DivergedError(HonedError):
-    """The loss is not a number any more."""
+    """Losses, gradients or weights are no numbers any more, or the gradient exploded."""
 
     code = "diverged"
     exit_status = 84

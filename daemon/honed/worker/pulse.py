@@ -57,7 +57,8 @@ class Pulse:
     def beat(self) -> None:
         """It moves: called between two batches."""
         self._patience.beat(self._clock())
-        if self._clock() - self._beat_at >= BEAT_INTERVAL_SEC:
+        is_news = not self._told_sec and self._patience.limit_sec is not None
+        if is_news or self._clock() - self._beat_at >= BEAT_INTERVAL_SEC:
             self._send(*self._watchdog(), "WATCHDOG=1")
 
     def enter(self, phase: str) -> None:
