@@ -75,6 +75,7 @@ def test_the_unit_and_honed_are_told_of_it_within_the_administrators_limits(tmp_
         clock[0] += 1.5
         stop.check()
         assert (tmp_path / "pulse").stat().st_mtime_ns > before
+        stop.now_in = "train"
         with stop.phase("save"):
             assert json.loads((tmp_path / "pulse").read_text())["phase"] == "save"
         assert json.loads((tmp_path / "pulse").read_text())["phase"] == "train"
