@@ -26,11 +26,9 @@ class WatchedTrainer(Trainer):
         self._losses: list[Any] = []  #: of the step's batches
         if assignment.adjustments and not self.model_accepts_loss_kwargs:
             self._tell(
-                f"{model_type} averages its loss batch by batch: the parts of a divided batch count the same, however many"
-                " tokens they have"
+                f"{model_type} averages its loss batch by batch: the parts of a divided batch count the same, "
+                "however many tokens they have"
             )
-        self._looked_step = -1
-        self._is_save_withheld = False
 
     # --- divergence -------------------------------------------------------------------------------------------------
 
