@@ -24,6 +24,8 @@ class WatchedTrainer(Trainer):
             assignment.spec.divergence, self._progress.divergence, suspect, vocab_size=vocab_size
         )
         self._losses: list[Any] = []  #: of the step's batches
+        self._looked_step = -1
+        self._is_save_withheld = False
         if assignment.adjustments and not self.model_accepts_loss_kwargs:
             self._tell(
                 f"{model_type} averages its loss batch by batch: the parts of a divided batch count the same, "
