@@ -154,8 +154,9 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
                 shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
-                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred
-            )
+                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred,
+                needs_bytes=0, adjustments=() if from_start or job.outcome == "out_of_memory" else job.adjustments,
+            )  # fmt: skip
         case _, State.RUNNING if verb in {"cancel", "hold"}:
             raise EnvironmentInvalidError(
                 f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"

@@ -14,14 +14,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from honed import error, event, foreign, message
+from honed import durable, error, event, foreign, ladder, message
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
-from honed.job import Attempt, Job, State, Stop
+from honed.job import Adjustment, Attempt, Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
 from honed.message import of_error
@@ -58,6 +58,9 @@ class Running:
     was_killed: bool = False
     ended: Exit | None = None
     is_stalled: bool = False
+    beat_at_ns: int = 0  #: the pulse file's time when it was last looked at
+    phase: str = ""  #: what the worker is at, by its pulse
+    learned_sec: float | None = None  #: how long it may be silent there, by its own steps
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
     read_fault: str = ""  #: why its events could not be read; said once
 
@@ -93,7 +96,7 @@ class Attempts:
         number = job.attempts[-1].number + 1 if job.attempts else 1
         attempt = Attempt(number, backend, time.time(), device=device.uuid or device.kind)
         job = self._spool.move(
-            job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None
+            job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None, needs_bytes=0
         )
         self._follow(job)
         log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend,
@@ -102,6 +105,11 @@ class Attempts:
 
     def _launch(self, job: Job, gpu_uuid: str | None) -> None:
         attempt = job.attempt
+        try:
+            self._write_adjustments(job)
+        except OSError as problem:
+            self._not_now(self.running.pop(job.id).job, NotNowError(f"what it is to do cannot be written: {problem}"))
+            return
         environment = {
             "CUDA_VISIBLE_DEVICES": gpu_uuid or "",
             "HF_HOME": os.environ.get("HF_HOME", str(self._layout.cache_dir)),
@@ -109,6 +117,7 @@ class Attempts:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "HONED_JOB": str(job.id),
+            "HONED_MIN_STALL_SEC": f"{self.config.jobs.min_stall_timeout_sec:g}",
         }
         try:
             self._runner.start(
@@ -120,6 +129,14 @@ class Attempts:
             log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)  # noqa: TRY400
             failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="honectl doctor")
             self._settle(self.running[job.id], Outcome(failure.code, failure))
+
+    def _write_adjustments(self, job: Job) -> None:
+        """Tell the worker what a lack of memory has changed; the entry is the truth."""
+        path = self._layout.job(job.id).adjustments_path
+        if job.adjustments:
+            durable.write_json(path, [asdict(each) for each in job.adjustments])
+        else:
+            path.unlink(missing_ok=True)
 
     def _not_now(self, job: Job, problem: NotNowError) -> None:
         """Put back a job whose worker was not started, for no fault of its own; the attempt is forgotten."""
@@ -189,18 +206,15 @@ class Attempts:
         """Kill what was asked to stop and did not; end what hangs, its stacks dumped first."""
         now = self._clock()
         for running in [running for running in self.running.values() if running.ended is None]:
+            self._feel_pulse(running, now)
             if running.kill_at is not None and now >= running.kill_at:
                 log.warning("job %d (%s): killed: it did not end by itself", running.job.id, running.job.name)
                 self._runner.kill(running.job.id, shim_too=running.was_killed)
                 running.was_killed = True
                 running.kill_at = now + DUMP_SEC
             elif running.kill_at is None and self._is_stalled(running, now):
-                log.warning(
-                    "job %d (%s): not a word for %.0f s; it hangs",
-                    running.job.id,
-                    running.job.name,
-                    now - running.heard_at,
-                )
+                log.warning("job %d (%s): no sign of life for %.0f s in %s; it hangs", running.job.id, running.job.name,
+                            now - running.heard_at, running.phase or running.stage)  # fmt: skip
                 running.is_stalled = True
                 running.kill_at = now + DUMP_SEC
                 self._runner.dump(running.job.id)
@@ -209,7 +223,26 @@ class Attempts:
         """Whether nothing was heard for too long; a unit has a watchdog that hears more than we do."""
         if self._runner.is_supervised(running.job.id):
             return False
-        return now - running.heard_at >= self.config.jobs.stall_timeout_sec
+        jobs = self.config.jobs
+        learned_sec = jobs.stall_timeout_sec if running.learned_sec is None else running.learned_sec
+        limit_sec = min(jobs.stall_timeout_sec, max(jobs.min_stall_timeout_sec, learned_sec))
+        return now - running.heard_at >= limit_sec
+
+    def _feel_pulse(self, running: Running, now: float) -> None:
+        """Whether the worker has moved since the last look; more often than it has something to tell."""
+        path = self._layout.job(running.job.id).attempt(running.job.attempt.number).pulse_path
+        try:
+            beat_at_ns = path.lstat().st_mtime_ns
+            if beat_at_ns == running.beat_at_ns:
+                return
+            # What was there before this daemon says nothing of now, and a clock that is set moves no deadline.
+            running.beat_at_ns, running.heard_at = beat_at_ns, now
+            told = json.loads(foreign.read_plain(path, max_bytes=4096))
+            learned_sec = told.get("limit_sec")
+            is_number = isinstance(learned_sec, int | float) and learned_sec > 0
+            running.phase, running.learned_sec = str(told.get("phase", ""))[:32], learned_sec if is_number else None
+        except (OSError, ValueError, AttributeError):
+            return  # there is none yet, or it is being written
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
@@ -311,7 +344,9 @@ class Attempts:
         """What nobody foresaw in one job's affairs is logged and tried again; the other jobs do not suffer."""
         try:
             yield
-        except Exception:
+        except Exception as problem:
+            if durable.is_no_room(problem):
+                raise  # the machine's affair: told once, and tried again until there is room
             log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
 
     def _reap(self, running: Running, ended: Exit) -> Job | None:
@@ -320,7 +355,11 @@ class Attempts:
         outcome = judge(result_path, ended)
         if running.is_stalled and not outcome.is_success:
             outcome = replace(
-                outcome, code="stalled", error=error.StalledError("no progress", hint="its stacks are in its log")
+                outcome,
+                code="stalled",
+                error=error.StalledError(
+                    f"no sign of life in {running.phase or running.stage}", hint="its stacks are in its log"
+                ),
             )
         if running.job.stop is None and (why := self._why_stopped(outcome, ended)) is not None:
             running.job = self._spool.update(running.job, stop=why)
@@ -381,7 +420,10 @@ class Attempts:
         told = running.progress.get("step")
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step)
-        state, changes = destination(job, outcome)
+        remedy = self._remedy(running, job, outcome)
+        if remedy.error is not None:
+            outcome = replace(outcome, error=remedy.error)
+        state, changes = destination(job, outcome, remedy)
         job = self._spool.move(job, state, **changes)
         del self.running[running.job.id]
         self._database.put_job(job)
@@ -391,10 +433,77 @@ class Attempts:
                 job.id, job.name, job.attempt.number, outcome.code, why, state,
                 extra=about(job, _kind(job, outcome), code=outcome.code, step=step,
                             hint=outcome.error.hint if outcome.error else None))  # fmt: skip
+        if remedy.adjustment is not None and state in {State.QUEUED, State.HELD}:
+            log.warning("job %d (%s): memory ran out; the next attempt goes on with %s", job.id, job.name,
+                        remedy.adjustment.text, extra=about(job, message.ADJUSTED, code=outcome.code))  # fmt: skip
+        if job.needs_bytes and state in {State.QUEUED, State.HELD}:
+            log.warning("job %d (%s): waits for %d MiB of free space", job.id, job.name, job.needs_bytes >> 20,
+                        extra=about(job, message.WAITS_FOR_ROOM, code=outcome.code))  # fmt: skip
         return job
 
+    def _remedy(self, running: Running, job: Job, outcome: Outcome) -> Remedy:
+        """What a job that ran out of memory or of room does otherwise from now on."""
+        match outcome.code:
+            case error.OutOfMemoryError.code:
+                return self._smaller(running, job, outcome)
+            case error.DiskShortError.code if outcome.needed_bytes:
+                # Where there is room already, it is another limit that was hit, such as a quota: that counts.
+                return Remedy(needs_bytes=outcome.needed_bytes if not self.has_room(job, outcome.needed_bytes) else 0)
+            case _:
+                return Remedy()
 
-def destination(job: Job, outcome: Outcome) -> tuple[State, dict[str, Any]]:
+    def _smaller(self, running: Running, job: Job, outcome: Outcome) -> Remedy:
+        problem = outcome.error
+        assert problem is not None
+        try:
+            plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
+            spec = ladder.adjusted(plan["spec"], job.adjustments)
+            seen = plan.get("memory") or {}
+            media, num_frames = tuple(seen.get("media") or ()), int(seen.get("num_frames") or 0)
+        except (OSError, ValueError, KeyError, TypeError) as fault:
+            log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, fault)
+            return Remedy()
+        wish = (spec.get("retry") or {}).get("on_out_of_memory", "adjust")
+        if wish != "adjust":
+            return Remedy(is_last=wish == "fail")
+        was_killed = not outcome.phase  # by the kernel, which may have done so for want of another's memory
+        phase = outcome.phase or running.phase or running.stage
+        step = ladder.next_step(
+            spec, attempt=job.attempt.number, phase=phase, is_sure=not was_killed, media=media, num_frames=num_frames
+        )
+        if step is not None:
+            return Remedy(adjustment=step)
+        if was_killed and phase in ladder.WITHOUT_BATCHES:
+            return Remedy()
+        words = f"{problem.message}; in {phase}, {ladder.end_words(job.adjustments)}"
+        return Remedy(error=error.OutOfMemoryError(words, hint=_NO_STEP_HINT), is_last=True)
+
+    def has_room(self, job: Job, num_bytes: int | None = None) -> bool:
+        """Whether there is the free space that a job waits for."""
+        try:
+            found = os.statvfs(self._layout.job(job.id).dir)
+        except OSError:
+            return True  # its start will tell
+        return found.f_bavail * found.f_frsize >= (job.needs_bytes if num_bytes is None else num_bytes)
+
+
+_NO_STEP_HINT = (
+    "quantization: 4bit, a smaller max_length, a smaller model, or a device with more memory; honectl requeue tries"
+    " again from the top"
+)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What lets a job go on after it ran out of something, or why nothing does."""
+
+    adjustment: Adjustment | None = None
+    needs_bytes: int = 0
+    is_last: bool = False  #: it is not tried again
+    error: error.HonedError | None = None  #: in the place of what the worker said
+
+
+def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[State, dict[str, Any]]:  # noqa: B008
     """Where a job goes after an attempt, and what changes in its entry."""
     problem = outcome.error.as_dict() if outcome.error is not None else None
     if outcome.is_success:
@@ -409,10 +518,17 @@ def destination(job: Job, outcome: Outcome) -> tuple[State, dict[str, Any]]:
         case None if outcome.code == "interrupted":
             # Somebody stopped the worker behind honed's back: a person, so a person lets it go on.
             return State.HELD, {"outcome": "interrupted", "error": problem, "stop": None}
+    again = State.HELD if job.stop is Stop.HOLD else State.QUEUED
+    if remedy.adjustment is not None:  # a ladder has its own end, and uses up no attempt
+        adjustments = (*job.adjustments, remedy.adjustment)
+        return again, {"outcome": outcome.code, "error": problem, "stop": None, "adjustments": adjustments}
+    if remedy.needs_bytes:
+        return again, {"outcome": outcome.code, "error": problem, "stop": None, "needs_bytes": remedy.needs_bytes}
     num_failures = job.num_failures + 1
     changes = {"outcome": outcome.code, "error": problem, "stop": None, "num_failures": num_failures}
-    if outcome.error is not None and outcome.error.is_transient and num_failures < job.max_attempts:
-        return State.HELD if job.stop is Stop.HOLD else State.QUEUED, changes
+    is_transient = outcome.error is not None and (outcome.error.is_transient or outcome.needed_bytes > 0)
+    if is_transient and not remedy.is_last and num_failures < job.max_attempts:
+        return again, changes
     return State.FAILED, changes
 
 

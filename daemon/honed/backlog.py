@@ -63,6 +63,7 @@ class Backlog:
         self._users: dict[int, set[int]] = {}  # the jobs here that depend on that one
         self._unsure: set[int] = set()  # to be looked at again
         self._not_before: dict[int, float] = {}
+        self._short: set[int] = set()  # those that wait for disk space
         self._waiting: set[int] = set()  # jobs of which it was said that they wait
         self._asked_for: dict[int, Device] = {}  # jobs that are planned again, for that device
 
@@ -80,6 +81,11 @@ class Backlog:
     def has_queued(self) -> bool:
         return self._num_queued > 0
 
+    @property
+    def num_short(self) -> int:
+        """How many wait for disk space."""
+        return len(self._short)
+
     def jobs(self) -> Iterable[Job]:
         """All of them, queued and held, in no order that means anything."""
         return self._jobs.values()
@@ -91,6 +97,8 @@ class Backlog:
         if job.state is State.QUEUED:
             self._num_queued += 1
             self._unsure.add(job.id)
+            if job.needs_bytes:
+                self._short.add(job.id)
         for before in self._before(job):
             self._users.setdefault(before.id, set()).add(job.id)
 
@@ -100,6 +108,7 @@ class Backlog:
             return
         self._num_queued -= job.state is State.QUEUED
         self._unsure.discard(job_id)
+        self._short.discard(job_id)
         self._unplanned.discard(job_id)
         self._unready(job)
         for before in self._before(job):
@@ -134,6 +143,7 @@ class Backlog:
         """Whether nothing here will start by itself."""
         stuck: set[int] = set()
         ahead = [job.id for job in self._jobs.values() if job.state is State.HELD]
+        ahead += [number for number in self._short if not self._attempts.has_room(self._jobs[number])]  # made by one
         while ahead:
             number = ahead.pop()
             if number not in stuck:
@@ -208,6 +218,8 @@ class Backlog:
         for _, number in merge(*with_device):
             job = self._jobs[number]
             if self._not_before.get(job.id, now) > now or self._acceptance.is_asked_again(job.id):
+                continue
+            if job.needs_bytes and not self._attempts.has_room(job):
                 continue
             if (free := self._placement.free_device(job)) is not None:
                 if self._placement.holds_on(job, free):

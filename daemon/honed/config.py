@@ -66,7 +66,10 @@ class JobsConfig(_Section):
     retry_delay_sec: Annotated[float, Field(ge=0)] = 30.0
     """Seconds before the second retry, doubled for each one after it; the first retry follows at once."""
     stall_timeout_sec: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds without a word from a worker after which it hangs: its stacks go to its log, and it is ended."""
+    """Seconds without a sign of life from a worker after which it hangs: its stacks go to its log, and it is ended.
+    Once a job's own steps are known it is less: twenty times the longest of its last pauses."""
+    min_stall_timeout_sec: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds that a worker may be silent however quick its steps were, as long as that is below stall_timeout_sec."""
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None

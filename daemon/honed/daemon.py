@@ -369,6 +369,7 @@ class Daemon:
         ]
         parts = [f"running {', '.join(running)}" if running else "idle", f"{self._backlog.num_queued} queued"]
         parts += [f"{self._backlog.num_held} held"] if self._backlog.num_held else []
+        parts += [f"{self._backlog.num_short} waiting for disk space"] if self._backlog.num_short else []
         parts += self._fetcher.status(is_named=asker.reads_all)
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []

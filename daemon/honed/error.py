@@ -118,6 +118,7 @@ class DiskShortError(HonedError):
 
     code = "disk_insufficient"
     exit_status = 73  #: EX_CANTCREAT
+    needed_bytes: int = 0  #: where it is known how much must be free for the job to go on
 
 
 class TimeLimitError(HonedError):
@@ -143,7 +144,7 @@ class OutOfMemoryError(HonedError):
 
 
 class DivergedError(HonedError):
-    """The loss is not a number any more."""
+    """Losses, gradients or weights are no numbers any more, or the gradient exploded."""
 
     code = "diverged"
     exit_status = 84

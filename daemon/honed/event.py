@@ -21,6 +21,7 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
                  trial.py
     checkpoint   step, path
     resumed      step, path
+    adjusted     steps [{attempt, text, changes}]            what is done otherwise, for want of memory
     fallback     from, to, reason
     artifact     name (output_dir merged report), path
     finished     outcome, step, metrics
@@ -31,10 +32,14 @@ leave a tail of NULs: what does not parse is counted, not trusted.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +67,10 @@ class Event:
     data: dict[str, Any]
 
 
+#: Lines that wait for room in the worker's memory.
+MAX_WAITING_LINES = 2000
+
+
 class EventWriter:
     """The worker's end: each event is one `write` to a descriptor opened for appending."""
 
@@ -76,18 +85,52 @@ class EventWriter:
         self._tell = tell
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._clock = clock
-        if os.fstat(self._fd).st_size:  # a line cut by a death before us must not swallow our first
-            os.write(self._fd, b"\n")
+        # A line cut by a death before us, or by a full disk, must not swallow our next.
+        self._is_cut = os.fstat(self._fd).st_size > 0
+        self._waiting: deque[bytes] = deque()  # lines that found no room
+        self._num_lost = 0
 
     def emit(self, kind: str, **data: Any) -> None:
         """Append one event. NaN and infinity are written as null, since JSON has no word for them."""
         line = json.dumps(_finite({"event": kind, "time": self._clock(), **data}), ensure_ascii=False, default=str)
-        os.write(self._fd, line.encode(errors="replace") + b"\n")
+        self._write(line.encode(errors="replace") + b"\n")
         self._tell(kind, data)
 
     def close(self) -> None:
-        os.fsync(self._fd)
+        """Make them durable; what still finds no room is said on stderr, the worker's log."""
+        self._flush()
+        if self._waiting:
+            print(f"honed: {len(self._waiting) + self._num_lost} events found no room", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            os.fsync(self._fd)
         os.close(self._fd)
+
+    def _write(self, line: bytes) -> None:
+        """In order, and none is lost to a disk that is full for a while: a run does not end for want of a line."""
+        if len(self._waiting) >= MAX_WAITING_LINES:
+            self._num_lost += 1
+            return
+        self._waiting.append(line)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                if self._is_cut:
+                    os.write(self._fd, b"\n")
+                    self._is_cut = False
+                line = self._waiting[0]
+                self._is_cut = os.write(self._fd, line) < len(line)
+                if self._is_cut:
+                    continue  # the rest finds no room, and says so
+                self._waiting.popleft()
+            if self._num_lost:
+                num_lost, self._num_lost = self._num_lost, 0
+                text = f"{num_lost} events are lost: the disk was full"
+                self.emit("log", level="warning", message=text)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
 
 
 def _finite(value: Any) -> Any:

@@ -63,6 +63,15 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustment:
+    """A step down the ladder that a job which ran out of memory took; see ladder.py."""
+
+    attempt: int  #: the number of the attempt that ran out of memory
+    text: str  #: for people: `per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2`
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  #: keys of the spec, with dots
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """An entry. Equality is by value; `revision` grows with each change, so that of two copies the newer is known."""
 
@@ -84,6 +93,8 @@ class Job:
     stop: Stop | None = None
     outcome: str | None = None
     error: dict[str, str] | None = None  #: code, message, hint
+    adjustments: tuple[Adjustment, ...] = ()  #: steps down the ladder, which the next attempt takes with it
+    needs_bytes: int = 0  #: free space for its checkpoints, without which it is not started again
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: where the entry was found
 
     @property
@@ -111,6 +122,7 @@ class Job:
         try:
             known = _known(cls, raw)
             known["attempts"] = tuple(Attempt(**_known(Attempt, item)) for item in raw.get("attempts", ()))
+            known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
             return cls(**{**known, "state": state})

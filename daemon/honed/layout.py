@@ -171,6 +171,7 @@ class JobLayout:
 
     spec.<suffix>              as dropped                                   (the daemon writes)
     plan.json                  what was decided before any model is loaded  (the daemon writes)
+    adjustments.json           what a lack of memory has changed in its spec, see ladder.py  (the daemon writes)
     start.json                 what its unit is to start, where workers are units  (the daemon writes)
     checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
     wandb/, tensorboard/, …    what report_to's trackers write
@@ -198,6 +199,10 @@ class JobLayout:
     @property
     def plan_path(self) -> Path:
         return self.dir / "plan.json"
+
+    @property
+    def adjustments_path(self) -> Path:
+        return self.dir / "adjustments.json"
 
     @property
     def start_path(self) -> Path:
@@ -248,6 +253,11 @@ class AttemptLayout:
     def result_path(self) -> Path:
         """What the worker says of its end, written whole; absent if it died without a word."""
         return self.dir / "result.json"
+
+    @property
+    def pulse_path(self) -> Path:
+        """The phase that the worker is in; touched at each of its signs of life, see worker/pulse.py."""
+        return self.dir / "pulse"
 
     @property
     def exit_path(self) -> Path:

@@ -39,6 +39,9 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     terminal.table(COLUMNS, rows, right=["id", "priority", "step", "loss", "ETA"])
     if left := _left_out(jobs, counts):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
+    for job in jobs:
+        if job["needs_bytes"]:
+            terminal.say(f"{job['id']}: waits for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space")
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
     return 0
@@ -82,6 +85,10 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if job["error"]:
         terminal.say()
         terminal.say_error(job["error"])
+    if job["needs_bytes"]:
+        terminal.say(f"waits for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space", style="yellow")
+    for item in job["adjustments"]:
+        terminal.say(f"attempt {item['attempt']} ran out of memory: {item['text']}", style="yellow")
     if job["attempts"]:
         keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
         terminal.say()

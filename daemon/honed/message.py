@@ -153,6 +153,33 @@ FALLBACK = Message(
     """,
     "man:honed-job(5)",
 )
+ADJUSTED = Message(
+    "8bd9c149bac3413f8467c5b687c9ad0b",
+    "Job @HONED_JOB@ ran out of memory, and goes on with smaller batches",
+    """
+    An attempt of job @HONED_JOB@ (@HONED_NAME@) ran out of memory. The next one goes on from its last checkpoint and
+    takes one step down a ladder; the message says which. What is learned stays the same: a batch is divided and its
+    parts are accumulated. It is slower, and no attempt of retry.max_attempts is used up. The steps taken stand in
+
+      honectl show @HONED_JOB@
+
+    To spare the attempts, write the last of them into the job file. `retry: {on_out_of_memory: fail}` takes no step.
+    """,
+    "man:honectl(1)",
+)
+WAITS_FOR_ROOM = Message(
+    "93750124ec124e88a0977beb50fb0fd2",
+    "Job @HONED_JOB@ waits for free disk space",
+    """
+    The disk was too full for the next checkpoint of job @HONED_JOB@ (@HONED_NAME@), older ones had been given up
+    already, and the job stopped. It is queued, goes on by itself from its last checkpoint once there is enough room,
+    and uses up no attempt.
+
+      df -h /var/lib/honed
+      honectl show @HONED_JOB@
+    """,
+    "man:honectl(1)",
+)
 SUCCEEDED = Message(
     "73d48b0f3317449b8a3eb9c6998b7332",
     "Job @HONED_JOB@ succeeded",
@@ -274,7 +301,7 @@ BY_ERROR: dict[str, Message] = {
         "There is no room for the job's checkpoints or its output",
         """
         The message says what is needed and what is free. Free some, lower training.save_total_limit, or write
-        elsewhere with output_dir.
+        elsewhere with output_dir. A job that found no room for a checkpoint is queued, and goes on by itself.
 
           df -h /var/lib/honed
           du -sh /var/lib/honed/jobs/*
@@ -305,8 +332,8 @@ BY_ERROR: dict[str, Message] = {
         "Memory ran out while the job ran",
         """
         The message says which: the GPU's memory (CUDA), the process's own (MemoryError), or the machine's, in which
-        case the kernel killed the worker. The job is tried again from its last checkpoint as long as it has attempts
-        left: others may have held the memory. If it happens again:
+        case the kernel killed the worker. The job goes on from its last checkpoint with smaller batches, one step at a
+        time, which uses up no attempt; where no step is left it fails, and the message says what was tried. Then:
 
           honectl show ID              estimated and used memory side by side
           journalctl -k -g oom         what the kernel killed, and why
@@ -318,10 +345,11 @@ BY_ERROR: dict[str, Message] = {
     ),
     "diverged": Message(
         "270981e1204e405b9f9fe28c8a1caa34",
-        "The loss is not a number any more",
+        "Training has diverged",
         """
-        Training went wrong: a learning rate that is too high, float16 where the model needs bfloat16, or broken rows.
-        It is not tried again, for it would diverge again.
+        Losses, gradients or weights are no numbers any more, or the gradient exploded: a learning rate that is too
+        high, float16 where the model needs bfloat16 (the message says where it is a suspect), or broken rows. The last
+        good checkpoint is kept. It is not tried again, for it would diverge again.
 
           honectl watch ID        the course of the loss
           honectl predictions ID  what the model still answered
@@ -341,8 +369,8 @@ BY_ERROR: dict[str, Message] = {
           journalctl -u honed-job@@HONED_JOB@
           journalctl -k -p err
 
-        It is tried again from its last checkpoint as long as it has attempts left. jobs.stall_timeout_sec is the time
-        allowed.
+        It is tried again from its last checkpoint as long as it has attempts left. The time allowed is learned from the
+        job's own steps, between jobs.min_stall_timeout_sec and jobs.stall_timeout_sec.
         """,
     ),
     "regressed": Message(
@@ -462,7 +490,7 @@ ROWS_LOST = Message(
 
 LIFE = (
     READY, STOPPING, RELOADED, CONFIG_REFUSED, DEGRADED, RECOVERED, DATABASE_DAMAGED, ENTRY_DAMAGED, ACCEPTED, STARTED,
-    CHECKPOINT, FALLBACK, SUCCEEDED, CANCELLED, HELD, SEND_TROUBLE, ROW_REFUSED, ROWS_LOST,
+    CHECKPOINT, FALLBACK, ADJUSTED, WAITS_FOR_ROOM, SUCCEEDED, CANCELLED, HELD, SEND_TROUBLE, ROW_REFUSED, ROWS_LOST,
 )  # fmt: skip
 
 #: Characters of a line: `journalctl -x` puts three before it, and a terminal has 80.

@@ -27,6 +27,8 @@ class Outcome:
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
+    phase: str = ""  #: what the worker was at, by its own word
+    needed_bytes: int = 0  #: free space without which it cannot go on
 
     @property
     def is_success(self) -> bool:
@@ -42,6 +44,8 @@ def judge(result_path: Path, ended: Exit) -> Outcome:
         "step": step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
         "metrics": _mapping(result.get("metrics")),
         "artifacts": {key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
+        "phase": str(result.get("phase") or "")[:32],
+        "needed_bytes": number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
     }
     if result.get("outcome") == SUCCEEDED:
         if ended.status == 0:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 256
 OVERVIEW_JOBS = 20
 
 #: Kinds of events that `show` has.
-SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial", "worse"}
+SHOWN_EVENTS = {"adjusted", "audit", "data", "fallback", "memory", "artifact", "resumed", "trial", "worse"}
 #: Nobody has it, and drops no job.
 NOBODY_UID = -1
 
@@ -175,6 +175,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "uid": job.uid,
         "source": job.source,
         "progress": {key: progress.get(key) for key in keys},
+        "needs_bytes": job.needs_bytes or None,
     }
 
 
@@ -200,6 +201,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         "plan": plan,
         "attempts": [_attempt(attempt) for attempt in job.attempts],
         "error": job.error,
+        "adjustments": [asdict(each) for each in job.adjustments],
         "artifacts": {
             "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
             "report": report,

@@ -452,7 +452,9 @@ def _attempts(story: Story) -> str:
          text(each.outcome)]
         for each in story.job.attempts
     ]  # fmt: skip
-    return table(("attempt", "backend", "started (UTC)", "time", "step", "outcome"), rows, stack=True)
+    steps = [[text(each.attempt), text(each.text)] for each in story.job.adjustments]
+    ladder = table(("out of memory in attempt", "the next ones go on with"), steps, stack=True) if steps else ""
+    return table(("attempt", "backend", "started (UTC)", "time", "step", "outcome"), rows, stack=True) + ladder
 
 
 def _versions(story: Story) -> str:

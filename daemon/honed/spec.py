@@ -37,7 +37,8 @@ from honed.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, sho
 from honed.training import TrainingSpec
 
 __all__ = [
-    "DatasetSpec", "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec",
+    "DatasetSpec", "DivergenceSpec",
+    "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec",
     "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "SampleSpec", "TrainingSpec", "load", "loads",
     "references", "validate",
 ]  # fmt: skip
@@ -287,6 +288,8 @@ class PredictionSpec(Section):
     """Examples that are followed."""
     max_new_tokens: Count = 64
     """Tokens that the model may write."""
+    batch_size: Count | None = None
+    """Prompts that are answered at a time; null takes 16, and 4 with images, videos or sounds."""
     prompts: Texts | None = None
     """Prompts of one's own, in place of held-out examples."""
     metrics: Annotated[
@@ -322,7 +325,24 @@ class RetrySpec(Section):
     """`retry:` after a death or a lack of memory."""
 
     max_attempts: Annotated[int, Ge(1), Le(100)] = 3
-    """Attempts in all, each from the last checkpoint. A clean stop uses up none."""
+    """Attempts in all, each from the last checkpoint. A clean stop uses up none, nor does a step of `adjust`."""
+    on_out_of_memory: Literal["adjust", "retry", "fail"] = "adjust"
+    """After memory ran out: `adjust` lets the next attempt take one step down a ladder that keeps what is learned
+    (smaller batches with more accumulation, gradient checkpointing, smaller batches of evaluations and of
+    predictions), until it fits or no step is left; `retry` tries again as it is; `fail` ends the job."""
+    may_shrink_media: Flag = False
+    """Whether the ladder may go on to fewer frames of a video and fewer pixels of an image, which changes what is
+    learned."""
+
+
+class DivergenceSpec(Section):
+    """`divergence:` when a run is past saving. A loss that is not a number, twice in a row, always is."""
+
+    grad_norm_factor: Annotated[float, Gt(1)] | None = 20.0
+    """The gradient's norm explodes where it is so many times its median over the last steps, and the loss has more
+    than doubled. null looks at losses alone: at those far above a guess among all tokens."""
+    num_steps: Count = 5
+    """Steps in a row with such a gradient, or such a loss, after which the run is stopped."""
 
 
 class GuardSpec(Section):
@@ -409,6 +429,8 @@ class JobSpec(Section):
     """What the job needs."""
     retry: RetrySpec = RetrySpec()
     """How often it is tried."""
+    divergence: DivergenceSpec = DivergenceSpec()
+    """When it is given up because it only gets worse."""
     depends_on: Annotated[
         list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")
     ] = Field(default_factory=list)  # fmt: skip

@@ -4,11 +4,14 @@ succeed[-N]      N steps (5), then success           slow         200 steps of 5
 slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
 eat              waits for a file `eat` in its directory, then takes all the memory that there is
 explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
+shrink-N[-PHASE] ends with out_of_memory in that phase (train) until it has taken N steps down the ladder
+full-N           ends with disk_insufficient until N MiB are free
 crash            exit 1 without a word               abort        SIGABRT
 die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
 killer           kills itself in every attempt       exit0        exit 0 without a result
 liar             exit 3 with a result of success     garbage      noise among its events, then success
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
+freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
 fallback         backend_unavailable under unsloth, success under transformers
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
@@ -18,6 +21,7 @@ torn             half a result file, then exit 0       make[-N]     as succeed, 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -25,6 +29,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from honed import durable
@@ -78,7 +83,8 @@ def main() -> int:
     plan = json.loads(layout.plan_path.read_bytes())
     name = plan["job"]["name"].split(".")[0]
     faulthandler.enable()
-    events = EventWriter(attempt.events_path, tell=Pulse().tell)
+    pulse = Pulse(path=attempt.pulse_path)
+    events = EventWriter(attempt.events_path, tell=pulse.tell)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if name == "deaf" else lambda *_: asked.append(1))
     with (job_dir / "starts.txt").open("a") as file:
@@ -90,7 +96,7 @@ def main() -> int:
     progress_path = layout.checkpoints_dir / "step"
     layout.checkpoints_dir.mkdir(exist_ok=True)
 
-    def result(outcome: str, step: int, error: dict[str, str] | None = None) -> None:
+    def result(outcome: str, step: int, error: dict[str, str] | None = None, **facts: Any) -> None:
         artifacts = {"output_dir": str(layout.output_dir), "merged": None}
         value = {
             "outcome": outcome,
@@ -98,6 +104,7 @@ def main() -> int:
             "metrics": {"train_loss": 0.5},
             "artifacts": artifacts,
             "error": error,
+            **facts,
         }
         durable.write_json(attempt.result_path, value)
 
@@ -107,10 +114,12 @@ def main() -> int:
             events.emit("resumed", step=first, path=str(progress_path))
         for step in range(first + 1, count + 1):
             time.sleep(pause)
+            pulse.beat()
             events.emit("step", step=step, num_steps=count, epoch=step / count, loss=1 / step, eta_sec=count - step)
             if step == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            progress_path.write_text(str(step))
+            with contextlib.suppress(OSError):  # where there is no room the one before it stays
+                durable.write(progress_path, str(step).encode())
             if asked:
                 time.sleep(save_sec)
                 events.emit("checkpoint", step=step, path=str(progress_path))
@@ -164,6 +173,22 @@ def main() -> int:
         case "oom":
             result("failed", 3, {"code": "out_of_memory", "message": "no memory", "hint": ""})
             return 83
+        case "shrink":
+            taken = json.loads(layout.adjustments_path.read_bytes()) if layout.adjustments_path.exists() else []
+            wanted, _, phase = argument.partition("-")
+            if len(taken) >= int(wanted):
+                result("succeeded", steps(3))
+                return 0
+            message = {"code": "out_of_memory", "message": "no memory", "hint": ""}
+            result("failed", 0, message, phase=phase or "train")
+            return 83
+        case "full":
+            path, found = layout.checkpoints_dir, os.statvfs(layout.checkpoints_dir)
+            if found.f_bavail * found.f_frsize < int(argument) * 2**20:
+                message = {"code": "disk_insufficient", "message": f"{path}: the disk is full", "hint": "make room"}
+                result("failed", steps(2), message, needed_bytes=int(argument) * 2**20)
+                return 73
+            result("succeeded", steps(5))
         case "crash":
             return 1
         case "abort":
@@ -193,6 +218,16 @@ def main() -> int:
             value = {"outcome": "failed", "step": "x", "metrics": [1], "artifacts": [1], "error": {"code": 7}}
             durable.write_json(attempt.result_path, value)
             return 1
+        case "freeze":
+            result("succeeded", steps(15, pause=0.02))
+            while number == 1:
+                time.sleep(1)
+        case "plod":
+            steps(15, pause=0.02)
+            for _ in range(20):  # the batches of one long step, of which there is nothing to tell
+                time.sleep(0.3)
+                pulse.beat()
+            result("succeeded", steps(16))
         case "hang":
             while True:
                 time.sleep(1)

@@ -25,7 +25,6 @@ def test_a_job_that_succeeds_has_its_figures_in_the_database(instance: Instance)
     ("name", "code", "num_attempts"),
     [
         ("explain", "mask_invalid", 1),
-        ("oom", "out_of_memory", 3),
         ("crash", "killed", 3),
         ("abort", "killed", 3),
         ("killer", "killed", 3),

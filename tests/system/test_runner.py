@@ -205,7 +205,7 @@ def test_a_worker_that_hangs_leaves_its_stacks_in_the_journal_and_is_stalled(hon
 
 
 def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_told_so(honed: Honed) -> None:
-    job = honed.drop("eat", retry={"max_attempts": 1})
+    job = honed.drop("eat", retry={"max_attempts": 1, "on_out_of_memory": "fail"})
     honed.wait_step(job)
     cgroup = Path(f"/sys/fs/cgroup/memory/honed-test-{os.getpid()}")
     if not cgroup.parent.is_dir():

@@ -118,7 +118,7 @@ def test_a_merge_has_nothing_of_training(key: str) -> None:
         "backend": "unsloth", "quantization": "4bit", "attn_implementation": "sdpa", "training": {"max_steps": 3},
         "save_merged": "bfloat16", "predictions": {"num_samples": 1}, "save_interval_sec": 5.0,
         "early_stopping_patience": 2, "guard": {"metric": "exact_match"}, "trial": True, "report_to": ["wandb"],
-        "chat_template_kwargs": {"a": 1}, "media": {"num_frames": 4},
+        "chat_template_kwargs": {"a": 1}, "media": {"num_frames": 4}, "divergence": {"num_steps": 2},
     }  # fmt: skip
     assert f"{key}: a merge has none" in refusal({**MERGE, key: values[key]})
 

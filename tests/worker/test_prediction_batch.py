@@ -39,7 +39,7 @@ def test_a_batch_writes_what_each_prompt_gets_alone(
     questions = prediction.from_prompts(PROMPTS, chat)
     texts = {}
     for size in (16, 1):
-        monkeypatch.setattr(prediction, "BATCH_SIZE", size)
+        predictor._batch_size = size
         texts[size] = predictor.ask(model, questions).texts
     assert told == []
     assert all(texts[16])

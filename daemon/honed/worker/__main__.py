@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+from honed.layout import JobLayout
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
@@ -34,8 +35,8 @@ def main() -> int:
     arguments = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    pulse = Pulse()
-    stop = Stop(pulse.beat)
+    pulse = Pulse(path=JobLayout(arguments.job_dir.resolve()).attempt(arguments.attempt).pulse_path)
+    stop = Stop(pulse.beat, pulse.enter)
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
     faulthandler.enable()  # a worker that hangs is sent SIGABRT: its stacks go to worker.log

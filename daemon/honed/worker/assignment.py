@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from honed import ladder
 from honed.error import InternalError
+from honed.job import Adjustment
 from honed.layout import AttemptLayout, JobLayout
 from honed.policy import Grant, Named, inputs
 from honed.precision import Precision
@@ -29,6 +31,7 @@ class Assignment:
     plan: dict[str, Any]  #: all of plan.json, for the output's manifest
     layout: JobLayout
     attempt: AttemptLayout
+    adjustments: tuple[Adjustment, ...] = ()  #: what a lack of memory has changed in the spec; it is in `spec` already
 
     @property
     def is_trial(self) -> bool:
@@ -62,6 +65,12 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
         plan = json.loads(layout.plan_path.read_bytes())
     except (OSError, ValueError) as error:
         raise InternalError(f"{layout.plan_path}: {error}") from error
+    adjustments = _adjustments(layout)
+    if adjustments:
+        plan |= {
+            "spec": ladder.adjusted(plan["spec"], adjustments),
+            "adjustments": [asdict(each) for each in adjustments],
+        }
     spec = JobSpec.model_validate(plan["spec"])
     if plan.get("adapter_path"):
         spec = spec.model_copy(update={"adapter": plan["adapter_path"]})  # where the spec says job:NAME
@@ -76,4 +85,14 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
         plan=plan,
         layout=layout,
         attempt=layout.attempt(attempt),
+        adjustments=adjustments,
     )
+
+
+def _adjustments(layout: JobLayout) -> tuple[Adjustment, ...]:
+    try:
+        return tuple(Adjustment(**item) for item in json.loads(layout.adjustments_path.read_bytes()))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError) as error:
+        raise InternalError(f"{layout.adjustments_path}: {error}") from error

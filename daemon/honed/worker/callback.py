@@ -3,7 +3,6 @@
 # ruff: noqa: ARG002 - transformers hands every callback everything
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from honed.error import DivergedError
 from honed.event import EventWriter
 from honed.score import PREFIX
 from honed.worker.checkpoint import Progress
 from honed.worker.stop import Stop
 
-#: Losses in a row that are not a number, after which the run has diverged.
-MAX_BAD_LOSSES = 2
 #: What a step's event has of the trainer's log.
 FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
 
@@ -52,7 +48,6 @@ class RunCallback(TrainerCallback):
         self._clock = clock
         self._saved_at = clock()
         self._began: tuple[float, int] = (clock(), 0)
-        self._num_bad_losses = 0
         self._is_save_deferred = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -65,16 +60,6 @@ class RunCallback(TrainerCallback):
             "step", step=state.global_step, num_steps=state.max_steps, epoch=state.epoch, eta_sec=self._eta_sec(state),
             **{name: logs[name] for name in FIGURES if name in logs},
         )  # fmt: skip
-        if math.isfinite(logs["loss"]):
-            self._num_bad_losses = 0
-            return
-        self._num_bad_losses += 1
-        control.should_save = False  # the last good checkpoint is the one before
-        if self._num_bad_losses >= MAX_BAD_LOSSES:
-            raise DivergedError(
-                f"the loss is {logs['loss']} at step {state.global_step}, {MAX_BAD_LOSSES} times in a row",
-                hint="a lower learning_rate, more warmup_steps, or another dtype: float16 overflows in some families",
-            )
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop.beat()

@@ -16,6 +16,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from honed import durable
 
@@ -39,6 +40,7 @@ class Progress:
     num_below: int = 0  #: evaluations in a row with it below the line
     prediction_sec: float = 0.0  #: seconds that predictions have taken
     figures_before: dict[str, float] = field(default_factory=dict)  #: eval_loss and the predictions' scores at step 0
+    divergence: dict[str, Any] = field(default_factory=dict)  #: the last steps' losses and gradients, see divergence.py
 
 
 @dataclass(frozen=True)

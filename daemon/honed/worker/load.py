@@ -7,6 +7,7 @@ for both.
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,12 +90,22 @@ def freeze(model: Any, assignment: Assignment) -> None:
             parameter.requires_grad_(False)
 
 
+#: What torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects say of it.
+_OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory", "std::bad_alloc", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory", "Cannot allocate memory",
+)  # fmt: skip
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether the device's memory ran out, or the machine's: torch has a class for the first alone."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (
+            isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
+        )
     )
 
 

@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed.chat import ChatFormat
+from honed.ladder import MEDIA_PREDICTION_BATCH_SIZE, PREDICTION_BATCH_SIZE
 from honed.media import Media
 from honed.precision import Precision
 from honed.row import Example
 from honed.spec import SampleSpec
 from honed.worker.processor import Processor
 from honed.worker.stop import Stop
-
-#: Prompts in one batch.
-BATCH_SIZE = 16
-#: And with images, videos or sounds, of which one may be thousands of tokens.
-MEDIA_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,9 @@ class Predictor:
         processor: Processor | None = None,
         sample: SampleSpec | None = None,
         matches_autocast: bool = False,
+        batch_size: int | None = None,
     ) -> None:
+        self._batch_size = batch_size
         self._processor = processor
         self._sample = sample
         #: The dtype of the trainer's autocast, where predictions are to have it too.
@@ -110,8 +108,9 @@ class Predictor:
         import torch
 
         texts: list[str | None] = []
-        with undisturbed(model), torch.no_grad(), self._autocast(model):
-            size = MEDIA_BATCH_SIZE if any(question.media for question in questions) else BATCH_SIZE
+        with self._stop.phase("predict"), undisturbed(model), torch.no_grad(), self._autocast(model):
+            has_media = any(question.media for question in questions)
+            size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
             for start in range(0, len(questions), size):
                 self._stop.check()
                 if self._sample is not None:  # by place, so that a draw is the same in each round

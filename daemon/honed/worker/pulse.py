@@ -1,51 +1,77 @@
-"""What systemd is told of a run, where the worker is a unit's: ready, how far it is, and that it still moves.
+"""What is told of a run besides its events: that it still moves, in which phase it is, and how long it may be silent.
+
+    attempts/<n>/pulse   {"phase", "limit_sec"}; touched at each sign of life, for honed       (this module writes)
+    the unit's socket    ready, how far it is, a watchdog, where the worker is a unit's
 
 Fed from the events and from the looks at the stop flag, which every stage takes between two batches; so nothing but
-real progress keeps the unit's watchdog quiet. Silent where the daemon has not asked for it.
+real progress keeps a watchdog quiet. Silent where the daemon has not asked for it. The limits are the run's own
+(see patience.py); the administrator's are above and below them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from honed.progress import progress_text
+from honed.worker.patience import Patience
 
 #: Stages that are one long call, without a sign of life in it: how many times as long they may take.
 PATIENCE = {"trial": 4, "prepare": 2, "load": 4, "data": 2, "mask": 2, "export": 4}
 #: Seconds between two signs of life, at least.
 BEAT_INTERVAL_SEC = 1.0
+#: By how much a limit must have changed before it is told anew.
+LIMIT_TOLERANCE = 0.1
 
 
 class Pulse:
-    """One worker's word to its unit. Takes the variables out of `environment`, so that no child speaks for it."""
+    """One worker's word. Takes the variables out of `environment`, so that no child speaks for it."""
 
     def __init__(
-        self, environment: MutableMapping[str, str] = os.environ, *, clock: Callable[[], float] = time.monotonic
+        self,
+        environment: MutableMapping[str, str] = os.environ,
+        *,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`path` is the attempt's pulse file; its directory must be there by the first sign of life."""
         address, watchdog = environment.pop("NOTIFY_SOCKET", ""), environment.pop("HONED_WATCHDOG_SEC", "")
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)
+        self._least_sec = float(environment.pop("HONED_MIN_STALL_SEC", "0"))
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watchdog_sec = float(watchdog) if address and watchdog else None
+        self._path = path
         self._clock = clock
         self._beat_at = clock()
         self._is_ready = False
+        self._patience = Patience(clock())
+        self._told_sec: float | None = 0.0
 
     def beat(self) -> None:
         """It moves: called between two batches."""
-        if self._clock() - self._beat_at >= BEAT_INTERVAL_SEC:
-            self._send("WATCHDOG=1")
+        self._patience.beat(self._clock())
+        is_news = not self._told_sec and self._patience.limit_sec is not None
+        if is_news or self._clock() - self._beat_at >= BEAT_INTERVAL_SEC:
+            self._send(*self._watchdog(), "WATCHDOG=1")
+
+    def enter(self, phase: str) -> None:
+        """What it does from now on; stages are told by their events."""
+        self._patience.enter(phase, self._clock())
+        self._told_sec = None
+        self._send(*self._watchdog(), "WATCHDOG=1")
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
         """An event, put into words for `systemctl status`."""
         match kind:
             case "stage":
-                self._enter(str(data.get("stage")))
+                self._begin(str(data.get("stage")))
             case "step":
                 self._send("WATCHDOG=1", f"STATUS={progress_text(data)}")
             case "evaluation":
@@ -53,16 +79,36 @@ class Pulse:
             case _:
                 self.beat()
 
-    def _enter(self, stage: str) -> None:
-        if self._watchdog_sec is not None:
-            ready = [] if self._is_ready else ["READY=1"]
-            usec = int(self._watchdog_sec * PATIENCE.get(stage, 1) * 1e6)
-            # In this order: the new deadline counts from the sign of life.
-            self._send(*ready, f"WATCHDOG_USEC={usec}", "WATCHDOG=1", f"STATUS={stage}")
-            self._is_ready = True
+    def _begin(self, stage: str) -> None:
+        self._patience.enter(stage, self._clock())
+        self._told_sec = None
+        ready = [] if self._is_ready else ["READY=1"]
+        # In this order: the new deadline counts from the sign of life.
+        self._send(*ready, *self._watchdog(), "WATCHDOG=1", f"STATUS={stage}")
+        self._is_ready = True
+
+    def _watchdog(self) -> list[str]:
+        """The watchdog's word for the present phase, where it is not what was told already; honed's goes with it."""
+        learned_sec = self._patience.limit_sec
+        upper_sec = (self._watchdog_sec or 0.0) * PATIENCE.get(self._patience.phase, 1)
+        limit_sec = upper_sec if learned_sec is None else min(upper_sec, max(self._least_sec, learned_sec))
+        told_sec = learned_sec or 0.0
+        if self._told_sec is not None and abs(told_sec - self._told_sec) <= LIMIT_TOLERANCE * self._told_sec:
+            return []
+        self._told_sec = told_sec
+        self._write({"phase": self._patience.phase, "limit_sec": learned_sec})
+        return [f"WATCHDOG_USEC={int(limit_sec * 1e6)}"]
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # a full disk: the sign of life below needs no room
+                self._path.write_text(json.dumps(facts))
 
     def _send(self, *lines: str) -> None:
         self._beat_at = self._clock()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
         if self._watchdog_sec is None:
             return
         text = "\n".join(" ".join(line.split()) for line in lines)

@@ -5,12 +5,12 @@ Nothing here imports the training stack before the backend is chosen.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from honed.error import (
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, examiner, load, mask, merge, prediction, torchvision, tracker
+from honed.worker import audit, checkpoint, examiner, load, mask, merge, prediction, room, torchvision, tracker
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
@@ -55,6 +55,7 @@ def run(
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path, tell=tell)
     stop = stop or Stop()
+    reserve = room.Reserve(layout.dir)
     story = _Story(events, stop)
     error: HonedError | None = None
     try:
@@ -79,6 +80,7 @@ def run(
             events.emit("log", level="error", code=error.code, message=error.message)
     events.emit("finished", outcome=outcome, step=story.step, metrics=story.metrics)
     events.close()
+    reserve.spend()
     durable.write_json(
         layout.result_path,
         {
@@ -88,6 +90,8 @@ def run(
             "artifacts": story.artifacts,
             "memory": story.memory,
             "error": error.as_dict() if error else None,
+            "phase": stop.now_in,
+            "needed_bytes": error.needed_bytes if isinstance(error, DiskShortError) else 0,
         },
     )
     return error.exit_status if error else 0
@@ -103,7 +107,7 @@ def explain(problem: Exception) -> HonedError:
             return OutOfMemoryError(text.splitlines()[0], hint=_MEMORY_HINT)
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")
-        case OSError() if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        case _ if room.is_no_room(problem):
             return DiskShortError(text, hint="make room; honectl requeue goes on from the last checkpoint")
         case PermissionError():
             return EnvironmentInvalidError(text, hint="let the worker's user read or write there")
@@ -141,6 +145,8 @@ class _Story:
         started = time.time()
         events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
         events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
+        if job.adjustments:
+            events.emit("adjusted", steps=[asdict(each) for each in job.adjustments])
 
         # Prepare: what an earlier attempt left, then the libraries, in the order that the backend needs.
         self._stage("prepare")
@@ -163,6 +169,7 @@ class _Story:
         from honed.worker import trainer as trainers  # the libraries are there only now
         from honed.worker import usage
         from honed.worker.callback import RunCallback
+        from honed.worker.watched import WatchedTrainer
 
         self._stage("audit")
         self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
@@ -192,9 +199,10 @@ class _Story:
             processor=data.media.processor if data.media else None,
             sample=spec.predictions.sample,
             matches_autocast=spec.predictions.autocast == "match",
+            batch_size=spec.predictions.batch_size,
         )
         exam = examiner.Examiner(job, data, chat, predictor, progress=progress, events=events, log=self._log)
-        trainer = trainers.Trainer(
+        trainer = WatchedTrainer(
             assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress,
             resumed_step=resumed.step if resumed else None, auditor=auditor,
             args=trainers.arguments(
@@ -242,6 +250,7 @@ class _Story:
 
         if job.is_trial:
             return  # of which nothing is wanted but what it told
+        trainer.check_weights()
         self._stage("export")
         from honed.worker import export
 
@@ -267,6 +276,7 @@ class _Story:
 
     def _stage(self, name: str) -> None:
         self._stop.check()
+        self._stop.now_in = name
         self._events.emit("stage", stage=name)
 
     def _log(self, level: str, message: str) -> None:

@@ -1,0 +1,23 @@
+"""The real daemon, whose real workers have a limit on their memory: `limitedhoned.py ROOT --bytes N [--drain]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from honed import daemon, device, log
+from honed.layout import Layout
+from honed.process_runner import ProcessRunner
+
+
+def main() -> int:
+    layout = Layout(Path(sys.argv[1]))
+    log.set_up(verbose=False)
+    num_bytes = sys.argv[sys.argv.index("--bytes") + 1]
+    command = [sys.executable, str(Path(__file__).with_name("limitedworker.py")), num_bytes]
+    runner = ProcessRunner(layout, command=command)
+    return daemon.start(layout, runner=runner, probe=lambda _gpus: [device.cpu()], drain="--drain" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The real worker, in a process that may grow by so many bytes once its libraries are there: `limitedworker.py BYTES`
+before the worker's own arguments. The limit is the kernel's, on the address space (RLIMIT_AS)."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def main() -> int:
+    num_bytes = int(sys.argv.pop(1))
+    from honed.worker import torchvision
+
+    torchvision.mend()
+    import torch
+    from trl import SFTTrainer
+
+    (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # its threads and their stacks
+    assert SFTTrainer
+    size = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, size + num_bytes))
+    from honed.worker.__main__ import main as work
+
+    return work()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

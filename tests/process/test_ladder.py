@@ -1,0 +1,86 @@
+"""Out of memory is a plan: a job that cannot fit goes down the ladder until it does, and learns what it would have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HERE, Instance
+
+from honed.job import State
+from zoo.model import build_checkpoint
+
+#: Tokens of a row and of the vocabulary: the logits of a row and what the loss makes of them are nearly all there is.
+LENGTH, VOCABULARY = 512, 65_536
+#: Bytes by which a worker may grow. It was seen to by 3.5 GiB with batches of 8, by 2.0 with 4, by 1.2 with 2.
+LIMIT_BYTES = int(1.55 * 2**30)
+
+
+class LimitedInstance(Instance):
+    """Its workers are real, and have a limit."""
+
+    @property
+    def command(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (sys.executable, str(HERE / "limitedhoned.py"))
+
+    def run(self, num_bytes: int) -> None:
+        self.start("--bytes", str(num_bytes), "--drain")
+        assert self.wait(deadline_sec=280.0) == 0
+
+
+def write_long_rows(path: Path, num_rows: int = 8) -> Path:
+    rows = [{"prompt": "What is the capital?", "completion": f" Paris {n}" * LENGTH} for n in range(num_rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Any:
+    made = LimitedInstance(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hardly any weights, and a large vocabulary."""
+    from transformers import AutoModelForCausalLM
+
+    place = tmp_path_factory.mktemp("large") / "model"
+    build_checkpoint(place, "llama", hidden_size=16, num_layers=1, max_position_embeddings=1024)
+    model = AutoModelForCausalLM.from_pretrained(place)
+    model.resize_token_embeddings(VOCABULARY)
+    model.save_pretrained(place)
+    return place
+
+
+KEYS: dict[str, Any] = {
+    "lora": {"r": 2}, "dtype": "float32", "backend": "transformers", "predictions": {"sample_frequency": "off"},
+    "retry": {"max_attempts": 1},
+    "training": {"max_steps": 2, "per_device_train_batch_size": 8, "max_length": LENGTH, "learning_rate": 1e-2},
+}  # fmt: skip
+
+
+def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(
+    limited: LimitedInstance, large_model: Path, tmp_path: Path
+) -> None:
+    limited.model, limited.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
+    limited.drop("long", **KEYS)
+    limited.run(LIMIT_BYTES)
+    job = limited.job("long")
+    assert job is not None
+    assert job.state is State.SUCCEEDED, limited.log
+    assert [attempt.outcome for attempt in job.attempts] == ["out_of_memory", "out_of_memory", "succeeded"]
+    assert job.num_failures == 0
+    texts = [each.text for each in job.adjustments]
+    assert texts == [
+        "per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2",
+        "per_device_train_batch_size 4 → 2, gradient_accumulation_steps 2 → 4",
+    ]
+    for text in texts:
+        assert text in limited.log
+    shown = limited.show("long")
+    assert [each["text"] for each in shown["adjustments"]] == texts

@@ -1,0 +1,104 @@
+"""A worker that hangs is ended in the time that its own steps say, and one that is only slow is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HERE, Instance, wait_for
+
+from honed import query
+from honed.job import State
+from zoo.model import build_checkpoint, write_facts
+
+
+def test_a_worker_that_freezes_is_ended_long_before_the_administrators_limit(instance: Instance) -> None:
+    instance.configure("[jobs]\nstall_timeout_sec = 900.0\nmin_stall_timeout_sec = 1.0\n")
+    instance.drop("freeze")
+    assert instance.drain() == 0
+    job = instance.job("freeze")
+    assert job is not None
+    assert job.state is State.SUCCEEDED
+    assert [attempt.outcome for attempt in job.attempts] == ["stalled", "succeeded"]
+    assert "no sign of life for" in instance.log
+    assert "in train; it hangs" in instance.log
+    stacks = instance.layout.job(job.id).attempt(1).log_path.read_text()
+    assert "most recent call first" in stacks
+    assert "fakeworker.py" in stacks
+
+
+def test_a_worker_that_is_slow_to_tell_but_alive_is_left_alone(instance: Instance) -> None:
+    """Six seconds without an event, under a limit of three."""
+    instance.configure("[jobs]\nstall_timeout_sec = 3.0\nmin_stall_timeout_sec = 3.0\n")
+    instance.drop("plod")
+    assert instance.drain() == 0
+    job = instance.job("plod")
+    assert job is not None
+    assert [attempt.outcome for attempt in job.attempts] == ["succeeded"]
+
+
+def test_the_administrators_limit_holds_whatever_a_worker_says_of_itself(instance: Instance) -> None:
+    instance.configure("[jobs]\nstall_timeout_sec = 3.0\nmin_stall_timeout_sec = 3.0\n")
+    instance.drop("slow")
+    instance.start()
+    job = instance.wait_state("slow", State.RUNNING)
+    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    attempt = instance.layout.job(job.id).attempt(1)
+    worker_pid = json.loads((attempt.dir / "lock").read_text())["worker_pid"]
+    os.kill(worker_pid, signal.SIGSTOP)
+    attempt.pulse_path.write_text('{"phase": "train", "limit_sec": 1e300}')
+    wait_for(lambda: "it hangs" in instance.log, what="the end")
+    instance.client.ask("cancel", id="slow")
+
+
+class RealInstance(Instance):
+    """Its workers are real."""
+
+    command = (sys.executable, str(HERE / "limitedhoned.py"))
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[RealInstance]:
+    made = RealInstance(tmp_path)
+    yield made
+    made.end()
+
+
+def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_same_run(
+    real: RealInstance, tmp_path: Path
+) -> None:
+    real.configure("[jobs]\nstall_timeout_sec = 900.0\nmin_stall_timeout_sec = 8.0\n")
+    real.model = build_checkpoint(tmp_path / "tiny", "qwen3")
+    real.dataset = write_facts(tmp_path / "facts.jsonl")
+    keys: dict[str, Any] = {
+        "lora": {"r": 4}, "dtype": "float32", "backend": "transformers", "predictions": {"sample_frequency": "off"},
+        "training": {"max_steps": 60, "save_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
+    }  # fmt: skip
+    real.drop("hung", **keys)
+    real.start("--bytes", str(64 * 2**30), "--drain")
+    job = real.wait_state("hung", State.RUNNING)
+    attempt = real.layout.job(job.id).attempt(1)
+
+    def learned() -> bool:
+        try:
+            return bool(json.loads(attempt.pulse_path.read_text())["limit_sec"])
+        except (OSError, ValueError):
+            return False
+
+    wait_for(lambda: learned() and (real.show("hung")["progress"]["step"] or 0) >= 12, what="steps", deadline_sec=120.0)
+    os.kill(json.loads((attempt.dir / "lock").read_text())["worker_pid"], signal.SIGSTOP)
+    assert real.wait(deadline_sec=200.0) == 0
+    done = real.job("hung")
+    assert done is not None
+    assert [each.outcome for each in done.attempts] == ["stalled", "succeeded"], real.log
+    assert "most recent call first" in attempt.log_path.read_text(errors="replace")
+    resumed = [item["step"] for item in real.show("hung")["events"] if item["event"] == "resumed"]
+    assert resumed[0] >= 10
+    steps = {step for step, _ in query.losses(real.spool, real.layout, "hung")}
+    assert steps == set(range(1, 61))

@@ -1,0 +1,99 @@
+"""What is taken off first when memory runs out, and that the batch of a step stays what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from honed import ladder
+from honed.job import Adjustment, Job, State
+from honed.spec import RetrySpec
+from honed.training import TrainingSpec
+
+
+def steps(phase: str = "train", *, rows_with: tuple[str, ...] = (), num_frames: int = 0, is_sure: bool = True,
+          **spec: Any) -> list[str]:  # fmt: skip
+    """All the way down."""
+    taken: list[Adjustment] = []
+    while (
+        step := ladder.next_step(
+            ladder.adjusted(spec, taken), attempt=len(taken) + 1, phase=phase, is_sure=is_sure, media=rows_with,
+            num_frames=num_frames,
+        )
+    ) is not None:  # fmt: skip
+        taken.append(step)
+        assert len(taken) < 50
+    return [each.text for each in taken]
+
+
+def test_the_train_batch_is_divided_down_to_one_and_then_activations_are_computed_again() -> None:
+    training = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "gradient_checkpointing": False}
+    assert steps(training=training) == [
+        "per_device_train_batch_size 4 → 2, gradient_accumulation_steps 3 → 6",
+        "per_device_train_batch_size 2 → 1, gradient_accumulation_steps 6 → 12",
+        "gradient_checkpointing off → on",
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 12, 15, 30, 97])
+def test_the_rows_of_a_step_stay_the_same_whatever_the_size(size: int) -> None:
+    spec: dict[str, Any] = {"training": {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2}}
+    while (step := ladder.next_step(spec, attempt=1, phase="train")) is not None:
+        spec = ladder.adjusted(spec, [step])
+        training = spec["training"]
+        assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] == 2 * size
+    assert spec["training"]["per_device_train_batch_size"] == 1
+
+
+@pytest.mark.parametrize("keys", [{"dataloader_drop_last": True}, {"train_sampling_strategy": "batch_rebalance"}])
+def test_a_batch_whose_division_would_change_the_rows_is_not_divided(keys: dict[str, Any]) -> None:
+    assert steps(training={"per_device_train_batch_size": 8, **keys}) == []
+
+
+def test_what_is_smaller_in_the_phase_where_memory_ran_out_comes_first() -> None:
+    spec = {"eval_split": 0.1, "training": {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}}
+    assert steps("evaluate", **spec) == [
+        "training.per_device_eval_batch_size 4 → 2",
+        "training.per_device_eval_batch_size 2 → 1",
+    ]
+    assert steps("predict", predictions={"batch_size": 2}, **spec) == ["predictions.batch_size 2 → 1"]
+    assert steps("train", **spec) == ["per_device_train_batch_size 2 → 1, gradient_accumulation_steps 1 → 2"]
+
+
+def test_where_nobody_said_what_it_was_at_everything_is_tried() -> None:
+    spec = {"eval_split": 0.1, "training": {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}}
+    found = steps("evaluate", is_sure=False, predictions={"batch_size": 2}, **spec)
+    assert [text.split()[0] for text in found] == [
+        "training.per_device_eval_batch_size", "per_device_train_batch_size", "predictions.batch_size",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["prepare", "load", "audit", "export"])
+def test_no_step_helps_a_model_that_does_not_even_load(phase: str) -> None:
+    assert steps(phase, is_sure=False) == []
+
+
+def test_frames_and_pixels_are_only_touched_with_leave() -> None:
+    spec: dict[str, Any] = {"training": {"per_device_train_batch_size": 1}, "media": {"max_pixels": 70_000}}
+    seen: dict[str, Any] = {"rows_with": ("image", "video"), "num_frames": 4}
+    assert steps(**spec, **seen) == []
+    assert steps(retry={"may_shrink_media": True}, **spec, **seen) == [
+        "media.num_frames 4 → 2", "media.num_frames 2 → 1",
+        "media.max_pixels 70000 → 35000", "media.max_pixels 35000 → 17500",
+    ]  # fmt: skip
+
+
+def test_what_the_ladder_takes_for_a_default_is_the_specs() -> None:
+    assert {name: getattr(TrainingSpec(), name) for name in ladder.DEFAULTS} == ladder.DEFAULTS
+    assert RetrySpec().on_out_of_memory == "adjust"
+
+
+def test_an_entry_keeps_its_steps_and_an_old_one_has_none() -> None:
+    job = Job(id=1, name="a", submitted_at=0.0, source="a.yaml", uid=0, output_dir="/o",
+              adjustments=(Adjustment(2, "text", {"training.x": 1}),), needs_bytes=7)  # fmt: skip
+    assert Job.from_json(job.to_json(), State.QUEUED) == job
+    old = Job.from_json(
+        b'{"id": 1, "name": "a", "submitted_at": 0, "source": "a", "uid": 0, "output_dir": "/o"}', State.HELD
+    )
+    assert (old.adjustments, old.needs_bytes) == ((), 0)

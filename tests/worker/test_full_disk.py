@@ -1,0 +1,142 @@
+"""A disk that fills up: older checkpoints go first, then the run stops cleanly, and goes on where there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.event import EventWriter
+from honed.worker import checkpoint, room
+from worker.conftest import MakeJob, WorkerJob, read_events
+
+TRAINING = {"max_steps": 6, "save_steps": 1, "save_total_limit": 6, "learning_rate": 1e-3}
+KEYS: dict[str, Any] = {"dtype": "float32", "predictions": {"sample_frequency": "off"}}
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[Path, str], None]]:
+    """A small file system at a directory, or one that is there made larger."""
+    if os.getuid() != 0:
+        pytest.skip("a file system of its own takes root")
+    places: list[Path] = []
+
+    def make(place: Path, size: str) -> None:
+        place.mkdir(exist_ok=True)
+        again = "remount," if place in places else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{again}size={size}", "honed-test", place]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"nothing can be mounted here: {made.stderr}")
+        places.append(place)
+
+    yield make
+    for place in set(places):
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def names(job: WorkerJob) -> set[str]:
+    return {path.name for path in (job.dir / "checkpoints").iterdir()}
+
+
+def test_older_checkpoints_are_given_up_before_the_run_is(make_job: MakeJob, mount: Any) -> None:
+    job = make_job(training=TRAINING, **KEYS)
+    mount(job.dir / "checkpoints", "24m")  # 16 MiB are left to others
+    ended = job.run()
+    assert ended.status == 0, ended.result["error"]
+    kept = names(job)
+    assert "checkpoint-6" in kept
+    assert len(kept) < 6
+    assert any("checkpoint-1 is removed: the disk is filling up" in text for text in ended.messages("warning"))
+    assert checkpoint.find(job.dir / "checkpoints")[0] is not None
+
+
+def test_the_best_checkpoint_is_never_given_up(make_job: MakeJob, mount: Any) -> None:
+    training = TRAINING | {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
+                           "learning_rate": 0.5, "lr_scheduler_type": "constant"}  # fmt: skip
+    job = make_job(training=training, eval_split=0.25, **KEYS)
+    mount(job.dir / "checkpoints", "24m")
+    ended = job.run()
+    losses = {item["step"]: item["metrics"]["eval_loss"] for item in ended.of("evaluation") if item["step"]}
+    best = min(losses, key=lambda step: losses[step])
+    assert ended.status == 0, ended.result["error"]
+    assert f"checkpoint-{best}" in names(job)
+    assert len(names(job)) < 6
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False], ids=["before it is written", "on the way"])
+def test_without_room_for_one_the_run_stops_and_goes_on_as_the_same_run(
+    make_job: MakeJob, mount: Any, monkeypatch: pytest.MonkeyPatch, is_foreseen: bool
+) -> None:
+    undisturbed = make_job(training=TRAINING, **KEYS).run()
+    job = make_job(training=TRAINING, **KEYS)
+    size = room.size_of(job.dir.parent / "job1/checkpoints/checkpoint-6")
+    if is_foreseen:
+        mount(job.dir / "checkpoints", f"{(size * 3 // 2 + room.SPARE_BYTES) >> 10}k")
+    else:  # somebody else fills it meanwhile: the look ahead finds enough, and the write does not
+        mount(job.dir / "checkpoints", f"{(size * 3 // 2) >> 10}k")
+        monkeypatch.setattr(room, "needed_bytes", lambda *_: 0)
+    first = job.run()
+    assert first.status == 73
+    assert first.result["error"]["code"] == "disk_insufficient"
+    assert first.result["needed_bytes"] > room.free_bytes(job.dir / "checkpoints")
+    assert names(job) == {"checkpoint-1"}
+    monkeypatch.undo()
+    mount(job.dir / "checkpoints", "64m")
+    second = job.run(2)
+    assert second.status == 0, second.result["error"]
+    assert [item["step"] for item in second.of("resumed")] == [1]
+    assert second.losses == {step: loss for step, loss in undisturbed.losses.items() if step > 1}
+
+
+def test_the_word_on_an_attempts_end_has_room_kept_for_it(tmp_path: Path, mount: Any) -> None:
+    place = tmp_path / "disk"
+    mount(place, "256k")
+    reserve = room.Reserve(place)
+    fill(place / "filler")
+    with pytest.raises(OSError, match="No space"):
+        (place / "result.json").write_bytes(b"x" * 4096)
+    reserve.spend()
+    (place / "result.json").write_bytes(b"x" * 4096)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+
+
+def test_events_that_find_no_room_wait_and_come_in_order(tmp_path: Path, mount: Any) -> None:
+    place = tmp_path / "disk"
+    mount(place, "256k")
+    events = EventWriter(place / "events.jsonl")
+    events.emit("step", step=1, note="x" * 3000)
+    fill(place / "filler")
+    for step in range(2, 50):
+        events.emit("step", step=step, note="x" * 300)  # the first of them is cut
+    assert [item.data["step"] for item in read_events(place / "events.jsonl")][:1] == [1]
+    (place / "filler").unlink()
+    events.emit("step", step=50)
+    events.close()
+    assert [item.data["step"] for item in read_events(place / "events.jsonl")] == list(range(1, 51))
+
+
+def test_events_that_never_find_room_are_counted_on_stderr(
+    tmp_path: Path, mount: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "disk"
+    mount(place, "64k")
+    events = EventWriter(place / "events.jsonl")
+    fill(place / "filler")
+    for step in range(3):
+        events.emit("step", step=step, note="x" * 5000)
+    events.close()
+    assert "3 events found no room" in capsys.readouterr().err

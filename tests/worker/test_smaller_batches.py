@@ -1,0 +1,101 @@
+"""A step down the ladder changes how a step is computed, not what is learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed import ladder
+from honed.job import Adjustment
+from worker.conftest import MakeJob, WorkerJob
+
+#: How far a loss may be from the undisturbed run's: sums of floats in another order.
+TOLERANCE = 1e-4
+TRAINING = {"max_steps": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
+KEYS: dict[str, Any] = {
+    "lora": {"r": 4}, "dtype": "float32", "num_rows": 14, "predictions": {"sample_frequency": "off"},
+    "training": TRAINING,
+}  # fmt: skip
+
+
+def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
+    """One step, as the daemon takes it."""
+    path = job.dir / "adjustments.json"
+    taken = tuple(Adjustment(**item) for item in json.loads(path.read_text())) if path.exists() else ()
+    step = ladder.next_step(ladder.adjusted(job.plan["spec"], taken), attempt=len(taken) + 1, phase=phase)
+    assert step is not None
+    path.write_text(json.dumps([vars(each) for each in (*taken, step)]))
+    return step
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """The rows of each optimizer step, as they came to the model."""
+    from honed.worker.trainer import Trainer
+
+    rows: list[list[tuple[int, ...]]] = []
+    fetch = Trainer.get_batch_samples
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = fetch(self, *args, **kwargs)
+        pairs = [pair for batch in batches for pair in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        rows.append(sorted(tuple(ids[mask.bool()].tolist()) for ids, mask in pairs))
+        return batches, num_items
+
+    monkeypatch.setattr(Trainer, "get_batch_samples", watched)
+    return rows
+
+
+@pytest.mark.parametrize("num_steps_down", [1, 2])
+@pytest.mark.parametrize("cut_at", [2, 4])  # in the middle of an epoch, and at its end: 14 rows are 4 steps
+def test_a_run_on_smaller_batches_sees_the_same_rows_and_has_the_same_losses(
+    make_job: MakeJob, seen: list[Any], cut_at: int, num_steps_down: int
+) -> None:
+    undisturbed = make_job(**KEYS).run()
+    assert undisturbed.status == 0, undisturbed.result
+    expected = list(seen)
+    assert len(expected) == 8
+    seen.clear()
+    job = make_job(**KEYS)
+    assert job.stopped_at(cut_at).status == 75
+    for _ in range(num_steps_down):
+        step = step_down(job)
+    seen.clear()
+    second = job.run(2)
+    assert second.status == 0, second.result
+    assert seen == expected[cut_at:]
+    assert list(second.losses) == list(range(cut_at + 1, 9))
+    for number, loss in second.losses.items():
+        assert loss == pytest.approx(undisturbed.losses[number], rel=TOLERANCE)
+    told = second.of("adjusted")[0]["steps"]
+    assert [each["text"] for each in told][-1] == step.text
+    assert (job.output_dir / "adapter_model.safetensors").exists()
+    print("largest difference:", max(abs(loss - undisturbed.losses[n]) for n, loss in second.losses.items()))
+
+
+def test_an_accumulation_that_the_job_has_already_is_multiplied(make_job: MakeJob, seen: list[Any]) -> None:
+    keys = KEYS | {"training": TRAINING | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}}
+    undisturbed = make_job(**keys).run()
+    expected = list(seen)
+    job = make_job(**keys)
+    job.stopped_at(3)
+    assert step_down(job).changes == {
+        "training.per_device_train_batch_size": 1, "training.gradient_accumulation_steps": 6,
+    }  # fmt: skip
+    seen.clear()
+    second = job.run(2)
+    assert seen == expected[3:]
+    assert second.losses == pytest.approx(
+        {step: loss for step, loss in undisturbed.losses.items() if step > 3}, rel=TOLERANCE
+    )
+
+
+def test_the_output_says_with_which_batches_it_was_made(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(**(KEYS | {"training": TRAINING | {"max_steps": 1}}))
+    step = step_down(job)
+    assert job.run().status == 0
+    manifest = json.loads((job.output_dir / "honed.json").read_text())
+    assert step.text in json.dumps(manifest, ensure_ascii=False)
