@@ -146,9 +146,11 @@ class _Story:
         self._stage("prepare")
         job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be of our group
         durable.sync_dir(job.layout.dir)
-        resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir)
-        for path in set_aside:
-            self._log("warning", f"{path.stem} was not whole and is set aside as {path.name}")
+        resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir, beat=stop.check)
+        for item in set_aside:
+            self._log("warning", f"{item.name} is damaged ({item.why}) and is set aside as {item.path.name}")
+        if set_aside and resumed is None:
+            self._log("error", "no checkpoint of this job is whole: it starts over from the beginning")
         progress = resumed.progress if resumed else checkpoint.Progress()
         job.check_inputs()
         backend = load.choose(job.backend)
