@@ -50,7 +50,9 @@ class Progress:
     prediction_sec: float = 0.0  #: seconds that predictions have taken
     figures_before: dict[str, float] = field(default_factory=dict)  #: eval_loss and the predictions' scores at step 0
     running_loss: float = 0.0  #: the sum of the losses since `logged_step`, which transformers forgets
+    running_figures: dict[str, list[float]] = field(default_factory=dict)  #: and TRL's figures since then
     logged_step: int | None = None  #: the last step whose loss was told
+    num_seen_tokens: int = 0  #: by TRL's count, padding left out
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Progress:

@@ -194,6 +194,8 @@ class Trainer(SFTTrainer):
         if progress.logged_step is not None:
             self._tr_loss = torch.tensor(progress.running_loss, device=self.args.device)
             self._globalstep_last_logged = progress.logged_step
+            self._total_train_tokens = progress.num_seen_tokens
+            self._metrics["train"].update({name: list(values) for name, values in progress.running_figures.items()})
         self._load_rng_state(path)  # transformers does it later; a checkpoint that is made here has to have it
         if progress.is_prediction_due:
             self._callback.predict(self.model, self.state)
@@ -277,7 +279,7 @@ class Trainer(SFTTrainer):
         checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
 
     def _remember(self) -> None:
-        """What transformers keeps to itself, or forgets in a resume."""
+        """What transformers and TRL leave out of a checkpoint, or forget when they go on from it."""
         self._progress.elapsed_sec = self._elapsed_sec()
         self._progress.has_ended = self.control.should_training_stop
         self._progress.is_epoch_end_due = self._callback.is_in_step and (
@@ -285,6 +287,9 @@ class Trainer(SFTTrainer):
         )
         self._progress.running_loss = float(self._tr_loss)
         self._progress.logged_step = int(self._globalstep_last_logged)
+        self._progress.num_seen_tokens = int(self._total_train_tokens)
+        figures = self._metrics["train"].items()
+        self._progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where checkpoints are written: while one is, beside their place."""
