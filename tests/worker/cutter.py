@@ -21,7 +21,9 @@ from honed.worker.__main__ import ENVIRONMENT
 from honed.worker.stop import Stop
 
 #: Cuts that are seen at a look at the stop flag: the function that looks.
-LOOKS = {"accumulation": "on_substep_end", "evaluation": "on_prediction_step", "predictions": "ask"}
+LOOKS = {
+    "accumulation": "on_substep_end", "step": "on_step_end", "evaluation": "on_prediction_step", "predictions": "ask",
+}  # fmt: skip
 
 
 def files(job_dir: Path, step: int) -> dict[str, tuple[str, str]]:

@@ -182,15 +182,15 @@ def undisturbed() -> dict[tuple[str, str], Course]:
     return {}
 
 
-def needs(backend: str) -> Any:
-    is_there = importlib.util.find_spec(backend) is not None
-    return pytest.mark.skipif(not is_there, reason=f"needs {backend}")
+def marks(cell: tuple[str, ...]) -> list[Any]:
+    is_there = importlib.util.find_spec(cell[0]) is not None
+    needed = pytest.mark.skipif(not is_there, reason=f"needs {cell[0]}")
+    return [needed] if cell in SAMPLE else [needed, pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
     ("backend", "way", "cut", "name"),
-    [pytest.param(*cell, id="-".join(cell), marks=[needs(cell[0]), *([] if cell in SAMPLE else [pytest.mark.exhaustive])])
-     for cell in CELLS],
+    [pytest.param(*cell, id="-".join(cell), marks=marks(cell)) for cell in CELLS],
 )  # fmt: skip
 def test_a_run_that_is_cut_and_resumed_is_the_undisturbed_run(
     make_job: MakeJob, cutter_of: Callable[[str], Cutter], undisturbed: dict[tuple[str, str], Course],

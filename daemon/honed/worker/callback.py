@@ -86,7 +86,7 @@ class RunCallback(TrainerCallback):
         interval = self._save_interval_sec
         if interval is not None and self._clock() - self._saved_at >= interval:
             control.should_save = True
-        # A checkpoint of an epoch's last step comes after what belongs to the epoch's end: predictions, evaluation, log.
+        # A checkpoint of an epoch's last step comes after what else the epoch's end brings, or a resume would miss it.
         if is_epoch_end(state):
             self._is_save_deferred, control.should_save = control.should_save, False
         if isinstance(self._frequency, int) and state.global_step % self._frequency == 0:

@@ -65,7 +65,7 @@ def run(
         else:
             story.try_first(job, attempt)
             if job.spec.trial != "only":
-                story.tell(job)
+                story.tell(job, attempt)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is told
         traceback.print_exc()
         error = explain(problem)
@@ -136,7 +136,7 @@ class _Story:
         level = "info" if found.verdict == "learns" else "warning"
         self._log(level, f"trial: {trial.headline(found)}")
 
-    def tell(self, job: Assignment) -> None:  # noqa: PLR0915 - a straight story stays in one piece
+    def tell(self, job: Assignment, attempt: int) -> None:  # noqa: PLR0915 - a straight story stays in one piece
         """The whole story; each stage begins with a look at the stop flag."""
         started = time.time()
         events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
@@ -151,6 +151,8 @@ class _Story:
             self._log("warning", f"{item.name} is damaged ({item.why}) and is set aside as {item.path.name}")
         if set_aside and resumed is None:
             self._log("error", "no checkpoint of this job is whole: it starts over from the beginning")
+        if attempt > 1 and resumed is None:
+            events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress()
         job.check_inputs()
         backend = load.choose(job.backend)

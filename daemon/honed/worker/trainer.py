@@ -99,6 +99,8 @@ def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
 class Trainer(SFTTrainer):
     """One attempt's trainer."""
 
+    control: Any
+
     def __init__(
         self,
         *,
