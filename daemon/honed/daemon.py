@@ -749,7 +749,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             return spool.move(job, State.QUEUED, error=None)
         case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
             if from_start or job.state is State.SUCCEEDED:
-                shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
+                _forget(layout.job(job.id).checkpoints_dir)
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
                 job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred
@@ -762,6 +762,18 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
                        "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip
             raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")
+
+
+def _forget(checkpoints_dir: Path) -> None:
+    """Remove a job's checkpoints: all of them, or it would go on from what is left."""
+    try:
+        shutil.rmtree(checkpoints_dir)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise EnvironmentInvalidError(
+            f"{checkpoints_dir}: not removed: {error.strerror or error}", hint="remove it, and ask again"
+        ) from error
 
 
 def _remove(job: Job, place: Path) -> None:

@@ -18,7 +18,7 @@ from honed.layout import Layout
 from honed.spool import Spool
 
 #: Kinds of events that `show` has.
-SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "trial"}
+SHOWN_EVENTS = {"audit", "data", "fallback", "memory", "artifact", "resumed", "started_over", "trial"}
 
 
 @dataclass(frozen=True)
