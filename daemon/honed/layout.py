@@ -172,7 +172,8 @@ class JobLayout:
     spec.<suffix>              as dropped                                   (the daemon writes)
     plan.json                  what was decided before any model is loaded  (the daemon writes)
     start.json                 what its unit is to start, where workers are units  (the daemon writes)
-    checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
+    checkpoints/checkpoint-N/  whole, as its MANIFEST.json says; see worker/checkpoint.py  (the worker writes, as all
+                               below)
     trial/                     its trial, a job's directory in small        (see trial.py)
     media/                     images, videos and sounds that a data file holds, by their sha256
     output/                    the default output_dir

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,31 @@ def test_a_damaged_best_checkpoint_is_not_what_is_exported(make_job: MakeJob) ->
     [word] = second.messages("error")
     assert f"checkpoint-{best}, the best, is damaged" in word
     assert second.metrics["eval_loss"] == losses[11] != first.metrics["eval_loss"] == losses[best]
+
+
+class StopInMerge(Stop):
+    """Set while what was trained is merged."""
+
+    def __init__(self) -> None:
+        super().__init__(self.look)
+
+    def look(self) -> None:
+        self.is_set = self.is_set or "merging" in {frame.name for frame in traceback.extract_stack()}
+
+
+def test_a_merge_that_is_stopped_costs_no_training(make_job: MakeJob) -> None:
+    """Though no checkpoint was due at the last step."""
+    wanted = keys(save_strategy="no", eval_strategy="no") | {"save_merged": "bfloat16", "save_interval_sec": None}
+    job = make_job(**wanted)
+    undisturbed = course_of(job, job.run())
+    job = make_job(**wanted)
+    first = job.run(1, stop=StopInMerge())
+    assert first.status == 75
+    assert not job.output_dir.exists()
+    second = resumed(job)
+    assert not second.losses
+    assert_same(course_of(job, first, second), undisturbed)
+    assert (job.output_dir / "merged/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("before", [2, 0])

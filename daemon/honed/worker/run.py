@@ -259,7 +259,11 @@ class _Story:
                 told_at = time.monotonic()
                 self._log("info", f"merged {number} of {count} tensors")
 
-        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging)
+        try:
+            self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging)
+        except InterruptedRunError:
+            trainer.save()  # a merge is stopped, and the training before it is not to be done again
+            raise
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)
         if fault is not None:
