@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from worker.conftest import Ended, MakeJob, WorkerJob
 from zoo.model import write_facts
 
-#: 24 rows, 6 held out: 18 rows, 10 and 5 of them drawn, are 4 steps an epoch; the last of them is not full.
+#: 20 rows are drawn from two data sets, 5 steps an epoch; the last epoch is cut short.
 KEYS: dict[str, Any] = {
     "eval_split": 0.25,
     "early_stopping_patience": 50,
@@ -47,7 +47,7 @@ BACKENDS = {
     "transformers": list(WAYS),
     "unsloth": ["lora-float32", "lora-bfloat16", "lora-4bit"],
 }
-#: The step at which each cut is made: in the middle of an epoch, and at an evaluation that is the end of one.
+#: The step at which each cut is made, all of them in the middle of an epoch: its end is test_resume_state.py's.
 CUTS = {"accumulation": 6, "evaluation": 8, "predictions": 8, "checkpoint": 8, "put": 8, "export": 11, "place": 11}
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 
