@@ -130,9 +130,11 @@ def test_early_stopping_counts_on_and_its_last_evaluation_may_be_one_that_is_mad
     assert_same(course_of(job, first, resumed(job)), undisturbed)
 
 
-def test_the_best_model_is_found_in_an_evaluation_that_is_made_up_for(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("when", [{"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5},
+                                  {"eval_strategy": "epoch", "save_strategy": "epoch"}])  # fmt: skip
+def test_the_best_model_is_found_in_an_evaluation_that_is_made_up_for(make_job: MakeJob, when: dict[str, Any]) -> None:
     """The last one, so that no later checkpoint would say where the best is."""
-    wanted = keys(eval_strategy="steps", eval_steps=5, load_best_model_at_end=True, save_steps=5)
+    wanted = keys(**when, load_best_model_at_end=True)
     job = make_job(**wanted)
     whole = job.run()
     undisturbed = course_of(job, whole)
