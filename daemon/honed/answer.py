@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from honed import __version__, access, control, message, query
@@ -151,7 +152,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             return spool.move(job, State.QUEUED, error=None)
         case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
             if from_start or job.state is State.SUCCEEDED:
-                shutil.rmtree(layout.job(job.id).checkpoints_dir, ignore_errors=True)
+                _forget(layout.job(job.id).checkpoints_dir)
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
                 job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred,
@@ -172,3 +173,15 @@ def arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
     if asker.reads_all or found["uid"] == asker.uid:
         return found
     return {**found, "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}
+
+
+def _forget(checkpoints_dir: Path) -> None:
+    """Remove a job's checkpoints: all of them, or it would go on from what is left."""
+    try:
+        shutil.rmtree(checkpoints_dir)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise EnvironmentInvalidError(
+            f"{checkpoints_dir}: not removed: {error.strerror or error}", hint="remove it, and ask again"
+        ) from error

@@ -156,6 +156,12 @@ class Database:
                 self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 self._add_predictions(job, step, epoch, answers(event), when)
             case _:
+                if event.kind in {"resumed", "started_over"}:
+                    # What comes is written anew; what then does not come was never part of this run.
+                    self._db.execute(
+                        "DELETE FROM training_predictions WHERE job_id = ? AND step > ?",
+                        (job.id, step if event.kind == "resumed" else -1),
+                    )
                 self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 self._db.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?, ?)",

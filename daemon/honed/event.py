@@ -20,8 +20,9 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     trial        verdict (learns learns_slowly does_not_learn), loss_before, loss_after, whole_sec, peak_bytes, …: see
                  trial.py
     checkpoint   step, path
-    resumed      step, path
     adjusted     steps [{attempt, text, changes}]            what is done otherwise, for want of memory
+    resumed      step, path                                            what was told of later steps is done again
+    started_over reason                                                so is all that was told
     fallback     from, to, reason
     artifact     name (output_dir merged report), path
     finished     outcome, step, metrics

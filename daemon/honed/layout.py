@@ -173,7 +173,8 @@ class JobLayout:
     plan.json                  what was decided before any model is loaded  (the daemon writes)
     adjustments.json           what a lack of memory has changed in its spec, see ladder.py  (the daemon writes)
     start.json                 what its unit is to start, where workers are units  (the daemon writes)
-    checkpoints/checkpoint-N/  with MANIFEST.json once whole                (the worker writes, as all below)
+    checkpoints/checkpoint-N/  whole, as its MANIFEST.json says; see worker/checkpoint.py  (the worker writes, as all
+                               below)
     wandb/, tensorboard/, …    what report_to's trackers write
     trial/                     its trial, a job's directory in small        (see trial.py)
     media/                     images, videos and sounds that a data file holds, by their sha256

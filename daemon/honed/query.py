@@ -26,7 +26,9 @@ ROWS_AT_ONCE = 256
 OVERVIEW_JOBS = 20
 
 #: Kinds of events that `show` has.
-SHOWN_EVENTS = {"adjusted", "audit", "data", "fallback", "memory", "artifact", "resumed", "trial", "worse"}
+SHOWN_EVENTS = {
+    "adjusted", "artifact", "audit", "data", "fallback", "memory", "resumed", "started_over", "trial", "worse",
+}  # fmt: skip
 #: Nobody has it, and drops no job.
 NOBODY_UID = -1
 

@@ -54,6 +54,21 @@ def test_a_prediction_told_twice_stands_once(tmp_path: Path) -> None:
     assert (stored["prediction"], stored["step"], stored["epoch"]) == ("second", 4, 0.5)
 
 
+def test_what_a_run_that_goes_on_has_not_done_yet_is_no_prediction_of_it(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+
+    def left_after(kind: str, **data: Any) -> list[int]:
+        row = {"sample_index": 0, "prompt": "p", "ground_truth": "t", "prediction": "x"}
+        told = [Event("predictions", 1.0, {"step": step, "epoch": 0.5, "rows": [row]}) for step in (0, 4, 8)]
+        database.apply(JOB, Reading([*told, Event(kind, 2.0, data)], 10, 0))
+        return [row["step"] for row in Reader(database.path).predictions(1)]
+
+    assert left_after("checkpoint", step=4) == [0, 4, 8]
+    assert left_after("resumed", step=4) == [0, 4]
+    assert left_after("started_over", reason="damaged") == []
+
+
 def test_events_and_their_offset_are_one_transaction(tmp_path: Path) -> None:
     database = Database(tmp_path / "honed.db")
     with pytest.raises(AttributeError):

@@ -3,13 +3,14 @@
 # ruff: noqa: ARG002 - transformers hands every callback everything
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import IntervalStrategy
 
+from honed.error import InterruptedRunError
 from honed.event import EventWriter
 from honed.score import PREFIX
 from honed.worker.checkpoint import Progress
@@ -49,6 +50,7 @@ class RunCallback(TrainerCallback):
         self._saved_at = clock()
         self._began: tuple[float, int] = (clock(), 0)
         self._is_save_deferred = False
+        self.is_in_step = False  #: the end of a step is being dealt with, and that of its epoch is not
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = (self._clock(), state.global_step)
@@ -66,20 +68,29 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._stop.beat()
+        self.is_in_step = True
         interval = self._save_interval_sec
         if interval is not None and self._clock() - self._saved_at >= interval:
             control.should_save = True
-        # A checkpoint of an epoch's last step comes after the epoch's evaluation, or a resume would never make it.
-        if is_epoch_end(state) and args.eval_strategy == IntervalStrategy.EPOCH:
+        # A checkpoint of an epoch's last step comes after what else the epoch's end brings, or a resume would miss it.
+        if is_epoch_end(state):
             self._is_save_deferred, control.should_save = control.should_save, False
         if isinstance(self._frequency, int) and state.global_step % self._frequency == 0:
-            self._predict(model, state, False)
+            self.predict(model, state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         control.should_save = control.should_save or self._is_save_deferred
         self._is_save_deferred = False
         if self._frequency == "epoch":
+            self.predict(model, state)
+        self.is_in_step = False
+
+    def predict(self, model: Any, state: Any) -> None:
+        """A round that no evaluation asks for. A stop leaves it to the next attempt, and this step's log is written."""
+        self._progress.is_prediction_due = True
+        with contextlib.suppress(InterruptedRunError):  # whoever looks at the stop flag next raises it again
             self._predict(model, state, False)
+            self._progress.is_prediction_due = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved_at = self._clock()

@@ -70,8 +70,9 @@ class Examiner:
         chooser = score.chooser(job.spec.training.metric_for_best_model)
         self._metrics = [score.find(name) for name in dict.fromkeys([*names, *([chooser] if chooser else [])])]
         self.budget = Budget(None if chooser else job.spec.predictions.max_share, progress)
-        self._scores: dict[int, dict[str, float]] = {}  #: of the rounds of this attempt, by step
-        self._measured: dict[int, float] = {}  #: the guard's metric, in the same way
+        # Of all attempts up to the checkpoint, by step: no round is made twice.
+        self._scores = {int(step): scores for step, scores in progress.scores.items()}
+        self._measured = {int(step): value for step, value in progress.guarded.items()}
         self._told: set[str] = set()
         self._needs_scores = chooser is not None
 
@@ -111,7 +112,7 @@ class Examiner:
         self._events.emit(
             "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
         )
-        self._scores[step] = scores
+        self._scores[step] = self._progress.scores[str(step)] = scores
         self._progress.predicted_step = step
         return scores
 
@@ -150,7 +151,7 @@ class Examiner:
         before = self._progress.guard_before
         line = None if before is None else before - guard.max_drop
         self._events.emit("guard", step=step, epoch=float(epoch), metric=guard.metric, line=line, scores=scores)
-        self._measured[step] = scores[guard.metric]
+        self._measured[step] = self._progress.guarded[str(step)] = scores[guard.metric]
         return scores[guard.metric]
 
     # --- the end ----------------------------------------------------------------------------------------------------

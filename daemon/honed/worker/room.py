@@ -56,7 +56,7 @@ def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], tell: Callab
     if free_bytes(checkpoints_dir) >= num_bytes:
         return
     for path in _spare(checkpoints_dir, keep):
-        give_back(path)
+        _give_up(path)
         tell(f"{path.name} is removed: the disk is filling up")
         if free_bytes(checkpoints_dir) >= num_bytes:
             return
@@ -72,10 +72,11 @@ def short(checkpoints_dir: Path, num_bytes: int) -> DiskShortError:
     return error
 
 
-def give_back(path: Path) -> None:
-    """Remove what there is of a checkpoint that could not be finished."""
-    with contextlib.suppress(OSError):
-        checkpoint.unseal(path)
+def _give_up(path: Path) -> None:
+    """Remove an older checkpoint, or what is left of one; cut short, it does not look like one that was damaged."""
+    if path.name.startswith("checkpoint-"):
+        with contextlib.suppress(OSError):
+            path = path.rename(path.with_name(f".{path.name}.old"))
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -66,7 +66,7 @@ def run(
         else:
             story.try_first(job, attempt)
             if job.spec.trial != "only":
-                story.tell(job)
+                story.tell(job, attempt)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is told
         traceback.print_exc()
         error = explain(problem)
@@ -140,7 +140,7 @@ class _Story:
         level = "info" if found.verdict == "learns" else "warning"
         self._log(level, f"trial: {trial.headline(found)}")
 
-    def tell(self, job: Assignment) -> None:  # noqa: PLR0915 - a straight story stays in one piece
+    def tell(self, job: Assignment, attempt: int) -> None:  # noqa: PLR0915 - a straight story stays in one piece
         """The whole story; each stage begins with a look at the stop flag."""
         started = time.time()
         events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
@@ -152,9 +152,13 @@ class _Story:
         self._stage("prepare")
         job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be of our group
         durable.sync_dir(job.layout.dir)
-        resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir)
-        for path in set_aside:
-            self._log("warning", f"{path.stem} was not whole and is set aside as {path.name}")
+        resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir, beat=stop.check)
+        for item in set_aside:
+            self._log("warning", f"{item.name} is damaged ({item.why}) and is set aside as {item.path.name}")
+        if set_aside and resumed is None:
+            self._log("error", "no checkpoint of this job is whole: it starts over from the beginning")
+        if attempt > 1 and resumed is None:
+            events.emit("started_over", reason="damaged" if set_aside else "no checkpoint")
         progress = resumed.progress if resumed else checkpoint.Progress()
         job.check_inputs()
         backend = load.choose(job.backend)
@@ -265,8 +269,12 @@ class _Story:
                 told_at = time.monotonic()
                 self._log("info", f"merged {number} of {count} tensors")
 
-        self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging,
-                                               is_regressed=regression is not None)  # fmt: skip
+        try:
+            self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging,
+                                                   is_regressed=regression is not None)  # fmt: skip
+        except InterruptedRunError:
+            trainer.save()  # a merge is stopped, and the training before it is not to be done again
+            raise
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)
         if fault is not None:

@@ -5,11 +5,14 @@ Imported once the backend has imported its libraries: under Unsloth, SFTTrainer 
 
 from __future__ import annotations
 
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
@@ -96,6 +99,8 @@ def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
 class Trainer(SFTTrainer):
     """One attempt's trainer."""
 
+    control: Any
+
     def __init__(
         self,
         *,
@@ -118,6 +123,10 @@ class Trainer(SFTTrainer):
         self._elapsed_before = progress.elapsed_sec
         self._started_at = time.monotonic()
         self._saved_step = resumed_step
+        self._callback = callback
+        self._resumed_path: str | None = None
+        self._has_best = False
+        self._run_dir: Path | None = None
         patience = assignment.spec.early_stopping_patience
         adapters = {
             name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad
@@ -139,13 +148,13 @@ class Trainer(SFTTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Called at the end of each step and each epoch: the one place where a run is stopped."""
-        due = self._progress.is_evaluation_due = self.control.should_evaluate
+        self._progress.is_evaluation_due = self.control.should_evaluate
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.control.should_training_stop:
             return  # the rest is done sooner than it could be resumed
+        if self._callback.is_in_step and is_epoch_end(self.state):
+            return  # the epoch's end comes next, and is a boundary, too
         if self._stop.is_set or self._is_out_of_time():
-            by_epoch = self.args.eval_strategy == IntervalStrategy.EPOCH
-            self._progress.is_evaluation_due = by_epoch and not due and is_epoch_end(self.state)
             self._end_early()
 
     def _is_out_of_time(self) -> bool:
@@ -166,9 +175,39 @@ class Trainer(SFTTrainer):
         )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:
+        self._go_on()
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
             return  # resumed from the checkpoint of its last step: transformers would train one more
         super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._go_on()  # no epoch was left
+        return super()._finalize_training(*args, **kwargs)
+
+    def _go_on(self) -> None:
+        """Once, before the first step after a checkpoint: makes up for what was cut short before it."""
+        path, self._resumed_path = self._resumed_path, None
+        if path is None:
+            return
+        progress, control = self._progress, self.control
+        control.should_training_stop = progress.has_ended  # transformers has forgotten it
+        control.should_log = control.should_evaluate = control.should_save = False
+        if progress.logged_step is not None:
+            self._tr_loss = torch.tensor(progress.running_loss, device=self.args.device)
+            self._globalstep_last_logged = progress.logged_step
+            self._total_train_tokens = progress.num_seen_tokens
+            self._metrics["train"].update({name: list(values) for name, values in progress.running_figures.items()})
+        self._load_rng_state(path)  # transformers does it later; a checkpoint that is made here has to have it
+        if progress.is_prediction_due:
+            self._callback.predict(self.model, self.state)
+        if progress.is_evaluation_due:
+            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = path
+        if progress.is_epoch_end_due:
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, self.state.epoch, None, time.time())
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """An evaluation leaves no trace in the random state, so one that was cut short can be made up for."""
@@ -177,18 +216,23 @@ class Trainer(SFTTrainer):
         self._progress.is_evaluation_due = False
         return metrics
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes up for the evaluation that a stop had cut short, before the first step after it."""
-        prepared = super()._prepare_for_training(*args, **kwargs)
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """The best model is to be had back, so it needs a checkpoint, whatever `save_steps` says."""
+        is_best = bool(super()._determine_best_metric(*args, **kwargs))
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
+
+    def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
         self._auditor.trainer(self)  # the last look before the first step
-        if self._progress.is_evaluation_due:
-            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+        self._resumed_path = resume_from_checkpoint
         return prepared
 
     def final_step(self) -> int:
         """The step whose model training has ended with; the last is evaluated if it was not."""
         best = self.state.best_global_step
-        if self.args.load_best_model_at_end and best is not None and best != self.state.global_step:
+        if self._has_best and best is not None and best != self.state.global_step:
             return int(best)
         is_evaluated = any(
             "eval_loss" in entry and entry["step"] == self.state.global_step for entry in self.state.log_history
@@ -210,17 +254,48 @@ class Trainer(SFTTrainer):
             self._save_checkpoint(self.model, None)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Written in place, and worth nothing until its manifest says that it is whole."""
-        checkpoints_dir = self._assignment.layout.checkpoints_dir
-        path = checkpoints_dir / f"checkpoint-{self.state.global_step}"
-        checkpoint.unseal(path)
-        super()._save_checkpoint(model, trial)
-        self._progress.elapsed_sec = self._elapsed_sec()
-        checkpoint.seal(path, self._progress)
-        self._saved_step = self.state.global_step
-        self._events.emit("checkpoint", step=self.state.global_step, path=str(path))
+        """Written beside, sealed, and renamed into its place."""
+        checkpoints_dir, step = self._assignment.layout.checkpoints_dir, self.state.global_step
+        best = self.state.best_global_step
+        if best and (best == step or (checkpoints_dir / f"checkpoint-{best}").is_dir()):
+            self.state.best_model_checkpoint = str(checkpoints_dir / f"checkpoint-{best}")
+        best_path = self.state.best_model_checkpoint
+        self._run_dir = new_dir = checkpoint.new_dir(checkpoints_dir)
+        made = new_dir / f"checkpoint-{step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.state.best_model_checkpoint != best_path:  # transformers takes where it was written for its place
+                self.state.best_model_checkpoint = best_path
+                self.state.save_to_json(str(made / TRAINER_STATE_NAME))
+            self._remember()
+            checkpoint.seal(made, self._progress, beat=self._stop.beat)
+            path = checkpoint.put(made, checkpoints_dir)
+        except BaseException:
+            shutil.rmtree(new_dir, ignore_errors=True)  # where the disk is full, the room is needed
+            raise
+        finally:
+            self._run_dir = None
+        self._saved_step = step
+        self._events.emit("checkpoint", step=step, path=str(path))
         limit = self._assignment.spec.training.as_kwargs().get("save_total_limit") or SAVE_TOTAL_LIMIT
         checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
+
+    def _remember(self) -> None:
+        """What transformers and TRL leave out of a checkpoint, or forget when they go on from it."""
+        self._progress.elapsed_sec = self._elapsed_sec()
+        self._progress.has_ended = self.control.should_training_stop
+        self._progress.is_epoch_end_due = self._callback.is_in_step and (
+            self._progress.has_ended or is_epoch_end(self.state)
+        )
+        self._progress.running_loss = float(self._tr_loss)
+        self._progress.logged_step = int(self._globalstep_last_logged)
+        self._progress.num_seen_tokens = int(self._total_train_tokens)
+        figures = self._metrics["train"].items()
+        self._progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where checkpoints are written: while one is, beside their place."""
+        return str(self._run_dir) if self._run_dir is not None else str(super()._get_output_dir(trial))
 
     def _kept(self) -> set[Any]:
         if not self.args.load_best_model_at_end or self.state.best_model_checkpoint is None:
@@ -237,7 +312,16 @@ class Trainer(SFTTrainer):
         self._auditor.model(self.model, "resumed")
 
     def _load_best_model(self) -> None:
+        """The best checkpoint may be older than what a resume has looked at."""
+        path = Path(str(self.state.best_model_checkpoint))
+        if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
+            self._events.emit(
+                "log", level="error",
+                message=f"{path.name}, the best, is damaged ({why}): the result is the model of the last step instead",
+            )  # fmt: skip
+            return
         super()._load_best_model()
+        self._has_best = True
         self._auditor.model(self.model, "restored")
 
 

@@ -85,7 +85,6 @@ class WatchedTrainer(Trainer):
     def _write(self, model: Any, trial: Any) -> Any:
         """A checkpoint, older ones given up for it where there is no room. Raises DiskShortError, none of it left."""
         checkpoints_dir = self._assignment.layout.checkpoints_dir
-        path = checkpoints_dir / f"checkpoint-{self.state.global_step}"
         trained = sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
         num_bytes = room.needed_bytes(checkpoints_dir, trained)
         room.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
@@ -98,8 +97,7 @@ class WatchedTrainer(Trainer):
                 is_full = isinstance(problem, RuntimeError) and left < max(num_bytes, room.SPARE_BYTES)
                 if not (is_full or room.is_no_room(problem)):
                     raise
-                room.give_back(path)
-                self._tell(f"{path.name} found no room on the way: {problem}")
+                self._tell(f"checkpoint-{self.state.global_step} found no room on the way: {problem}")
                 # Others write there, too, or it is larger than the last one was.
                 num_bytes = max(num_bytes, room.free_bytes(checkpoints_dir)) + room.SPARE_BYTES
                 if is_last:

@@ -1,0 +1,107 @@
+"""What lies in a directory, held to size and sha256: read in pieces, by a few threads at a time.
+
+A file of one piece has its plain sha256; a larger one a list, one for each piece, so that a single file of many
+gigabytes is read by all threads. hashlib lets go of Python's lock, so they really run side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+#: Bytes. Small enough that all threads get their share of a checkpoint, large enough that starting one costs nothing.
+PIECE_BYTES = 64 * 1024 * 1024
+#: Disks are no faster with more readers than these.
+MAX_THREADS = 8
+_READ_BYTES = 1024 * 1024
+
+Beat = Callable[[], None]
+
+
+def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict[str, Any]]:
+    """Make files durable, and return their sizes and hashes. `beat` is called as it goes on."""
+    names = list(names)
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        # Synced first: what takes long is the disk, and the hashes come out of memory meanwhile.
+        syncs = [pool.submit(_sync, directory / name) for name in names]
+        sizes = {name: _open_size(directory / name) for name in names}
+        hashes = _hash(pool, directory, sizes, beat)
+        for future in as_completed(syncs):
+            future.result()
+            beat()
+    return {name: {"size": size, "sha256": hashes[name]} for name, size in sizes.items()}
+
+
+def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Beat) -> str | None:
+    """What is wrong with the first file that is not as its entry says; None where all are. Raises OSError.
+
+    An entry whose `sha256` is None is held to its size: earlier versions did not hash large files.
+    """
+    for name, entry in entries.items():
+        try:
+            size = _open_size(directory / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if size != entry["size"]:
+            return f"{name} has {size} bytes instead of {entry['size']}"
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        sizes = {name: int(entry["size"]) for name, entry in entries.items() if entry["sha256"] is not None}
+        hashes = _hash(pool, directory, sizes, beat)
+    for name, found in hashes.items():
+        if found != entries[name]["sha256"]:
+            return f"{name} is not what was written"
+    return None
+
+
+def _hash(pool: ThreadPoolExecutor, directory: Path, sizes: Mapping[str, int], beat: Beat) -> dict[str, Any]:
+    pieces: dict[str, list[Future[str]]] = {
+        name: [pool.submit(_hash_piece, directory / name, start) for start in range(0, max(size, 1), PIECE_BYTES)]
+        for name, size in sizes.items()
+    }
+    try:
+        for future in as_completed([future for futures in pieces.values() for future in futures]):
+            future.result()
+            beat()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    found = {name: [future.result() for future in futures] for name, futures in pieces.items()}
+    return {name: hashes if len(hashes) > 1 else hashes[0] for name, hashes in found.items()}
+
+
+def _hash_piece(path: Path, start: int) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        position, end = start, start + PIECE_BYTES
+        while position < end and (count := os.preadv(fd, [memoryview(buffer)[: end - position]], position)):
+            digest.update(memoryview(buffer)[:count])
+            position += count
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def _open_size(path: Path) -> int:
+    """A file's size. Raises OSError where it is no plain file: a link leads to what others may change."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path.name} is no plain file")
+    return found.st_size
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _num_threads() -> int:
+    return max(1, min(len(os.sched_getaffinity(0)), MAX_THREADS))

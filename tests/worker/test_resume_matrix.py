@@ -1,0 +1,213 @@
+"""Every way of training, cut at every kind of moment, softly and hard, and resumed by a new worker: the same run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from worker.conftest import Ended, MakeJob, WorkerJob
+from zoo.model import write_facts
+
+#: 20 rows are drawn from two data sets, 5 steps an epoch; the last epoch is cut short.
+KEYS: dict[str, Any] = {
+    "eval_split": 0.25,
+    "early_stopping_patience": 50,
+    "guard": {"metric": "exact_match", "max_drop": 1.0, "patience": 50, "num_samples": 2},
+    "predictions": {"num_samples": 2, "max_new_tokens": 4},
+    "training": {
+        "max_steps": 11, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
+        "learning_rate": 5e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_steps": 4,
+        "per_device_eval_batch_size": 2, "save_steps": 4, "load_best_model_at_end": True,
+    },
+}  # fmt: skip
+LORA = {"r": 4, "lora_dropout": 0.1}
+WAYS: dict[str, dict[str, Any]] = {
+    "lora-float32": {"lora": LORA, "dtype": "float32"},
+    "lora-bfloat16": {"lora": LORA, "dtype": "bfloat16"},
+    "lora-float16": {"lora": LORA, "dtype": "float16"},
+    "lora-4bit": {"lora": LORA, "quantization": "4bit"},
+    "lora-8bit": {"lora": LORA, "quantization": "8bit"},
+    "full-float32": {"dtype": "float32"},
+    "full-bfloat16": {"dtype": "bfloat16"},
+}
+#: What a backend trains on a CPU, as asked.
+BACKENDS = {
+    "transformers": list(WAYS),
+    "unsloth": ["lora-float32", "lora-bfloat16", "lora-4bit"],
+}
+#: The step at which each cut is made, all of them in the middle of an epoch: its end is test_resume_state.py's.
+CUTS = {"accumulation": 6, "evaluation": 8, "predictions": 8, "checkpoint": 8, "put": 8, "export": 11, "place": 11}
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
+
+CELLS = [
+    (backend, way, cut, name)
+    for backend, ways in BACKENDS.items() for way in ways for cut in CUTS for name in SIGNALS
+]  # fmt: skip
+#: Each way and each cut, with each backend and each signal, once at least.
+SAMPLE = {
+    ("transformers", "lora-float32", "accumulation", "SIGKILL"),
+    ("transformers", "lora-bfloat16", "evaluation", "SIGTERM"),
+    ("transformers", "lora-float16", "put", "SIGKILL"),
+    ("transformers", "lora-4bit", "predictions", "SIGTERM"),
+    ("transformers", "lora-8bit", "checkpoint", "SIGKILL"),
+    ("transformers", "full-float32", "place", "SIGKILL"),
+    ("transformers", "full-bfloat16", "checkpoint", "SIGTERM"),
+    ("unsloth", "lora-float32", "export", "SIGKILL"),
+    ("unsloth", "lora-4bit", "accumulation", "SIGTERM"),
+    ("unsloth", "lora-bfloat16", "evaluation", "SIGKILL"),
+}
+#: Figures that tell of the clock, not of the run.
+TIMED = ("_runtime", "_per_second")
+
+
+class Cutter:
+    """Forks workers of one backend; see cutter.py."""
+
+    def __init__(self, backend: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("cutter.py")), backend],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+
+    def run(self, job: WorkerJob, attempt: int = 1, **cut: Any) -> Ended:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"job_dir": str(job.dir), "attempt": attempt, **cut}) + "\n")
+        self._process.stdin.flush()
+        return job._ended(json.loads(self._process.stdout.readline())["status"], attempt)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def cutter_of() -> Iterator[Callable[[str], Cutter]]:
+    cutters: dict[str, Cutter] = {}
+
+    def find(backend: str) -> Cutter:
+        if backend not in cutters:
+            cutters[backend] = Cutter(backend)
+        return cutters[backend]
+
+    yield find
+    for cutter in cutters.values():
+        cutter.end()
+
+
+@dataclass
+class Course:
+    """What a run did, step by step, all its attempts together."""
+
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    predictions: dict[int, Any] = field(default_factory=dict)
+    guard: dict[int, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, ended: Ended) -> None:
+        """An attempt's events. A step that is done again has to be done as before."""
+        for item in ended.of("step"):
+            self._put(self.steps, item["step"], {key: value for key, value in item.items() if key != "eta_sec"})
+        for item in ended.of("evaluation"):
+            self._put(self.evaluations, item["step"], untimed(item["metrics"]))
+        for item in ended.of("predictions"):
+            self._put(self.predictions, item["step"], (item["rows"], item["scores"], item["num_failed"]))
+        for item in ended.of("guard"):
+            self._put(self.guard, item["step"], (item["scores"], item["line"]))
+
+    @staticmethod
+    def _put(place: dict[int, Any], step: int, what: Any) -> None:
+        assert place.setdefault(step, what) == what, f"step {step} was another when it was done again"
+
+    def end(self, job: WorkerJob, ended: Ended) -> None:
+        assert ended.status == 0, (ended.result, ended.of("log"))
+        self.metrics = untimed(ended.metrics)
+        [path] = job.output_dir.glob("*model.safetensors")
+        self.weights = load_file(path)
+
+
+def untimed(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if not name.endswith(TIMED)}
+
+
+def course_of(job: WorkerJob, *attempts: Ended) -> Course:
+    course = Course()
+    for ended in attempts:
+        course.add(ended)
+    course.end(job, attempts[-1])
+    return course
+
+
+def assert_same(found: Course, undisturbed: Course) -> None:
+    assert found.steps == undisturbed.steps
+    assert found.evaluations == undisturbed.evaluations
+    assert found.predictions == undisturbed.predictions
+    assert found.guard == undisturbed.guard
+    assert found.metrics == undisturbed.metrics
+    assert found.weights.keys() == undisturbed.weights.keys()
+    for name, weight in found.weights.items():
+        assert weight.dtype == undisturbed.weights[name].dtype
+        assert torch.equal(weight, undisturbed.weights[name]), name
+
+
+def new_job(make_job: MakeJob, backend: str, way: str, **keys: Any) -> WorkerJob:
+    """A job on a mixture of two data sets."""
+    job = make_job(backend=backend, **{**KEYS, **WAYS[way], **keys})
+    paths = [write_facts(job.dir / f"facts{n}.jsonl", num_rows) for n, num_rows in enumerate((18, 12))]
+    spec = job.plan["spec"]
+    mixture = [spec["datasets"][0] | {"path": str(path), "fraction": share}
+               for path, share in zip(paths, (0.7, 0.3), strict=True)]  # fmt: skip
+    job.change_plan(spec=spec | {"datasets": mixture})
+    return job
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[tuple[str, str], Course]:
+    """Of each way of training, made when it is first asked for."""
+    return {}
+
+
+def marks(cell: tuple[str, ...]) -> list[Any]:
+    is_there = importlib.util.find_spec(cell[0]) is not None
+    needed = pytest.mark.skipif(not is_there, reason=f"needs {cell[0]}")
+    return [needed] if cell in SAMPLE else [needed, pytest.mark.exhaustive]
+
+
+@pytest.mark.parametrize(
+    ("backend", "way", "cut", "name"),
+    [pytest.param(*cell, id="-".join(cell), marks=marks(cell)) for cell in CELLS],
+)  # fmt: skip
+def test_a_run_that_is_cut_and_resumed_is_the_undisturbed_run(
+    make_job: MakeJob, cutter_of: Callable[[str], Cutter], undisturbed: dict[tuple[str, str], Course],
+    backend: str, way: str, cut: str, name: str,
+) -> None:  # fmt: skip
+    if (backend, way) not in undisturbed:
+        whole = new_job(make_job, backend, way)
+        undisturbed[backend, way] = course_of(whole, cutter_of(backend).run(whole))
+        assert len(undisturbed[backend, way].steps) == 11
+        assert list(undisturbed[backend, way].predictions) == [0, 4, 8, 11]
+    job = new_job(make_job, backend, way)
+    first = cutter_of(backend).run(job, cut=cut, step=CUTS[cut], signal=SIGNALS[name])
+    if name == "SIGTERM" and cut in {"export", "place"}:
+        assert_same(course_of(job, first), undisturbed[backend, way])  # an export is done sooner than it is resumed
+        return
+    assert first.status == (75 if name == "SIGTERM" else -signal.SIGKILL), (first.result, job.log()[-3000:])
+    second = job.wait(job.start(2), 2)
+    assert second.status == 0, (second.result, job.log(2)[-3000:])
+    assert len(second.of("resumed")) == 1
+    assert_same(course_of(job, first, second), undisturbed[backend, way])
