@@ -113,6 +113,11 @@ class Backlog:
         if delay_sec:
             self._not_before[job.id] = self._clock() + delay_sec
 
+    def replace(self, job: Job) -> None:
+        """A job's entry has changed, and not its state."""
+        if job.id in self._jobs:
+            self._jobs[job.id] = job
+
     def follow_change(self, changed: Job) -> None:
         """A person has changed a job that is not running, whatever it was before."""
         self._jobs.pop(changed.id, None)

@@ -149,6 +149,32 @@ class HubConfig(_Section):
     """Models that are fetched at a time."""
 
 
+class RetentionConfig(_Section):
+    """[retention]: what honed removes by itself. Finished jobs stay for ever by default; refused files do not. Whatever
+    a job that is not over needs, and what is pinned (`honectl pin`), stays in any case. What lies in an output_dir
+    outside of a job's own directory is never touched."""
+
+    max_job_age_days: Annotated[float, Field(ge=0)] | None = None
+    """Days after which a finished job is removed, with all that lies in its directory and its rows in honed.db."""
+    max_jobs: Annotated[int, Field(ge=0)] | None = None
+    """Finished jobs that are kept; the oldest go. Pinned ones do not count."""
+    max_job_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes that the directories of finished jobs may take together; the oldest go. Pinned ones do not count."""
+    max_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
+    """Days after which the checkpoints of a job that has succeeded are removed; its output stays."""
+    max_failed_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
+    """The same of jobs that failed or were cancelled: requeued after that, they start from the beginning."""
+    max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
+    """Days after which a refused file is removed from rejected/, with its reason."""
+    max_rejected: Annotated[int, Field(ge=0)] | None = 10_000
+    """Refused files that are kept; the oldest go."""
+    max_event_age_days: Annotated[float, Field(ge=0)] | None = None
+    """Days after which what the workers of finished jobs told is removed from the table `events`, their metrics and
+    predictions not. A database that is made again has them again, until then."""
+    interval_sec: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds between looks at all that."""
+
+
 class Config(_Section):
     """All of honed.toml."""
 
@@ -158,6 +184,7 @@ class Config(_Section):
     policy: PolicyConfig = PolicyConfig()
     hub: HubConfig = HubConfig()
     reporting: ReportingConfig = ReportingConfig()
+    retention: RetentionConfig = RetentionConfig()
 
 
 def load(layout: Layout) -> Config:

@@ -3,7 +3,8 @@
 The loop is a list of named steps, each of which does what can be done now and waits for nothing:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
-    end what must · have rows sent and pages made · report
+    end what must · have rows sent and pages made · keep house ·
+    report
 
 Signals, arrivals, the preflight helper and the control socket only wake it.
 """
@@ -37,6 +38,7 @@ from honed.database import Database
 from honed.device import Device
 from honed.error import HonedError, InternalError
 from honed.fetcher import Fetcher, FetchRunner
+from honed.housekeeper import Housekeeper
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
@@ -111,9 +113,10 @@ class Daemon:
             layout, self._spool, self._database, self._acceptance, self._attempts, self._placement, clock=clock
         )
         self._publishing = Publishing(layout, config, self._database, self._attempts, clock=clock)
+        self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
         self._answers = Answers(
             layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
-            unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
+            housekeeper=self._housekeeper, unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
         )  # fmt: skip
         self._server = control.Server(layout.control_path, self._selector, self._answers.answer)
 
@@ -145,7 +148,7 @@ class Daemon:
             key.data(events)
         steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
                  self._start_next, self._attempts.enforce, self._publishing.tend_sender,
-                 self._publishing.tend_reporter)  # fmt: skip
+                 self._publishing.tend_reporter, self._housekeeper.tend)  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
         self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
@@ -188,7 +191,7 @@ class Daemon:
     def _patience(self) -> float:
         """Seconds that the loop may sleep when nothing wakes it."""
         now = self._clock()
-        waits = [self._rescan_at - now]
+        waits = [self._rescan_at - now, self._housekeeper.patience()]
         if self._attempts.running or self._acceptance.num_fetching:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.num_unsettled:
@@ -237,6 +240,7 @@ class Daemon:
         self._watcher.stop()
         self._client.close()
         self._fetcher.close()
+        self._housekeeper.close()
         # What `--drain` leaves behind may never run again.
         self._publishing.close(is_last=self._drain and not self._is_stopping)
         self._database.close()
@@ -270,7 +274,14 @@ class Daemon:
             self._config_fault = error.message
         else:
             self._config_fault = ""
-            for part in (self._acceptance, self._attempts, self._fetcher, self._placement, self._answers):
+            for part in (
+                self._acceptance,
+                self._attempts,
+                self._fetcher,
+                self._placement,
+                self._answers,
+                self._housekeeper,
+            ):
                 part.config = self._config
             self._watcher.settle_sec = self._config.spool.settle_sec
             self._publishing.reload(self._config)

@@ -22,7 +22,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print_json(json.dumps(jobs))
         return 0
     rows = [
-        [job["id"], terminal.plain(job["name"], limit=40), job["state"], job["outcome"] or "", job["priority"],
+        [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), job["priority"],
          *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
         for job in jobs
     ]  # fmt: skip
@@ -31,6 +31,10 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
     return 0
+
+
+def _outcome(job: dict[str, Any]) -> str:
+    return ", ".join(filter(None, [job["outcome"], "pinned" if job.get("is_pinned") else ""]))
 
 
 def _fetch_line(arrival: dict[str, Any]) -> str:
@@ -53,7 +57,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     terminal.say(
         f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
     )
-    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]], ["step", step],
+    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]],
+             ["pinned", "yes" if job.get("is_pinned") else None], ["step", step],
              ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
              if isinstance(value, int | float)), *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
     terminal.table(["", " "], [fact for fact in facts if fact[1] not in {None, ""}])

@@ -45,6 +45,8 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
     if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
         return job
     named = [job for job in spool.all_jobs().values() if job.name == reference and asker.may_read(job)]
+    if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
+        raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="drop its job file again")
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
     active = [job for job in named if not job.state.is_final]
@@ -54,6 +56,12 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
         case several:
             numbers = ", ".join(str(job.id) for job in several)
             raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"say which by its number: {numbers}")
+
+
+def words_of_pruned(pruned: Job) -> str:
+    """What became of a job that is not there any more."""
+    ended = {State.SUCCEEDED: "succeeded", State.FAILED: "failed"}.get(pruned.state, "was cancelled")
+    return f"{ended}, and was pruned since: what it made is gone"
 
 
 def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
@@ -101,6 +109,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "submitted_at": timestamp(job.submitted_at),
         "uid": job.uid,
         "source": job.source,
+        "is_pinned": job.is_pinned,
         "progress": {key: progress.get(key) for key in keys},
     }
 

@@ -424,6 +424,8 @@ class JobSpec(Section):
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)  # fmt: skip
     """Who else gets the figures."""
+    pin: Flag = False
+    """Whether the job is kept when it is over: nothing removes it until `honectl unpin`."""
     notify: NotifySpec | None = None
     """Who is told of the end."""
     trial: Annotated[
