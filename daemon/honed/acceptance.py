@@ -452,6 +452,7 @@ class Acceptance:
             num_gpus=spec["resources"]["gpus"],
             depends_on=tuple(map(str, spec.get("depends_on") or ())),
             is_pinned=bool(spec.get("pin")),
+            notify=spec.get("notify"),
             state=State.HELD if pending.claim.is_held else State.QUEUED,
         )
 

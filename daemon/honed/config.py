@@ -7,6 +7,7 @@ and key, and the configuration in force stays.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,30 @@ def _web_address(value: str) -> str:
     if parts.username is not None or parts.password is not None:
         raise ValueError("a password does not belong into an address: name a token_file")
     return value
+
+
+#: A webhook of honed.toml by its name.
+WEBHOOK_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+#: One mailbox, without what could make two of it, a header, or an option of a mail program.
+MAIL_ADDRESS = re.compile(
+    r"[A-Za-z0-9_+][A-Za-z0-9._%+=~-]{0,63}@[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*"
+)
+
+
+def _mail_address(value: str) -> str:
+    if not MAIL_ADDRESS.fullmatch(value):
+        raise ValueError("not a mail address")
+    return value
+
+
+def _webhook_name(value: str) -> str:
+    if not WEBHOOK_NAME.fullmatch(value):
+        raise ValueError("a webhook's name is a word: letters, digits, - and _")
+    return value
+
+
+def _webhook_or_name(value: str) -> str:
+    return value if WEBHOOK_NAME.fullmatch(value) else _web_address(value)
 
 
 #: A directory on this machine, from / on.
@@ -175,6 +200,50 @@ class RetentionConfig(_Section):
     """Seconds between looks at all that."""
 
 
+class NotifyConfig(_Section):
+    """[notify]: who may be told of a job's end (a job's own `notify:`), and whom the administrator has told."""
+
+    allowed_webhooks: list[Annotated[str, AfterValidator(_web_address)]] = []
+    """Addresses that a job may have called, each with all that lies below its path: https://ntfy.example.org/honed.
+    None by default: honed-send has network, and a job file must not choose where it goes."""
+    webhook_files: dict[Annotated[str, AfterValidator(_webhook_name)], Directory] = {}
+    """Webhooks by a name that jobs may use, whose address is a secret: name = file, which has the address on its first
+    line and, where one is needed, a bearer token on its second. Readable for honed's group alone."""
+    allowed_mail_domains: list[str] = []
+    """Domains to which jobs may have mail sent, each written out."""
+    smtp_host: str | None = None
+    """The mail server; without one no mail is sent."""
+    smtp_port: Annotated[int, Field(gt=0, lt=65536)] = 587
+    """Its port."""
+    smtp_security: Literal["starttls", "tls", "none"] = "starttls"
+    """How the connection is kept private: by STARTTLS, by TLS from the start (port 465), or not."""
+    smtp_user: str | None = None
+    """The user to log in as, where that is needed."""
+    smtp_password_file: Directory | None = None
+    """A file with that user's password, readable for honed's group alone."""
+    mail_from: Annotated[str, AfterValidator(_mail_address)] | None = None
+    """The sender's address."""
+    admin_webhook: Annotated[str, AfterValidator(_webhook_or_name)] | None = None
+    """The administrator's own webhook, for all jobs: an address, or a name in webhook_files."""
+    admin_mail: list[Annotated[str, AfterValidator(_mail_address)]] = []
+    """The administrator's own mail addresses, for all jobs."""
+    admin_states: list[Literal["succeeded", "failed", "cancelled"]] = ["failed"]
+    """The ends that the administrator is told of."""
+    admin_degraded: bool = True
+    """Whether the administrator is told when honed cannot work (a full disk, a GPU that does not answer), and when it
+    can again."""
+    timeout_sec: Annotated[float, Field(gt=0, le=120)] = 30.0
+    """Seconds that a receiver may take for one answer."""
+    retry_delay_sec: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds before what could not be delivered is tried again, doubled each time, with some chance in it."""
+    max_retry_delay_sec: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds between two tries, at most."""
+    give_up_days: Annotated[float, Field(gt=0)] = 7.0
+    """Days after which a notice that nobody takes is set aside."""
+    max_waiting: Annotated[int, Field(gt=0)] = 10_000
+    """Notices that may wait for delivery; what comes after that is dropped, and the log says so."""
+
+
 class Config(_Section):
     """All of honed.toml."""
 
@@ -185,6 +254,7 @@ class Config(_Section):
     hub: HubConfig = HubConfig()
     reporting: ReportingConfig = ReportingConfig()
     retention: RetentionConfig = RetentionConfig()
+    notify: NotifyConfig = NotifyConfig()
 
 
 def load(layout: Layout) -> Config:

@@ -3,7 +3,7 @@
 The loop is a list of named steps, each of which does what can be done now and waits for nothing:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
-    end what must · have rows sent and pages made · keep house ·
+    end what must · tell who wants to know · have rows sent and pages made · keep house ·
     report
 
 Signals, arrivals, the preflight helper and the control socket only wake it.
@@ -42,6 +42,7 @@ from honed.housekeeper import Housekeeper
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
+from honed.notification import Notices
 from honed.notify import Notifier
 from honed.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.progress import progress_text
@@ -112,7 +113,8 @@ class Daemon:
         self._backlog = Backlog(
             layout, self._spool, self._database, self._acceptance, self._attempts, self._placement, clock=clock
         )
-        self._publishing = Publishing(layout, config, self._database, self._attempts, clock=clock)
+        self._notices = Notices(layout, config.notify, self._spool)
+        self._publishing = Publishing(layout, config, self._database, self._attempts, self._notices, clock=clock)
         self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
         self._answers = Answers(
             layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
@@ -135,6 +137,8 @@ class Daemon:
         log.info("honed %s ready: %s", __version__, self._status(), extra=about(message=message.READY))
         self._tell_of_machine("")
         self._placement.tell()
+        if self._placement.fault:
+            self._notices.tell_of_machine(self._placement.fault)
         try:
             while not self._is_over():
                 self._turn()
@@ -147,7 +151,7 @@ class Daemon:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
         steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce, self._publishing.tend_sender,
+                 self._start_next, self._attempts.enforce, self._notices.tend, self._publishing.tend_sender,
                  self._publishing.tend_reporter, self._housekeeper.tend)  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
@@ -173,8 +177,10 @@ class Daemon:
         """A full disk and the like: said once, and when it is over."""
         if fault and not self._machine_fault:
             log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+            self._notices.tell_of_machine(fault)
         elif self._machine_fault and not fault:
             log.info("honed works again", extra=about(message=message.RECOVERED))
+            self._notices.tell_of_machine("")
         self._machine_fault = fault
 
     def _rescan(self) -> None:

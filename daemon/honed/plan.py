@@ -21,7 +21,7 @@ from honed.precision import Precision
 from honed.spec import JobSpec
 
 #: Keys that a spec may have and this version does nothing with: what to look for, and what is said.
-NOT_ACTED_ON: tuple[tuple[str, Callable[[JobSpec], bool]], ...] = (("notify", lambda spec: spec.notify is not None),)
+NOT_ACTED_ON: tuple[tuple[str, Callable[[JobSpec], bool]], ...] = ()
 
 #: In what a merged checkpoint may be stored.
 MERGED_DTYPES = ("bfloat16", "float16", "float32")

@@ -8,6 +8,7 @@ from honed.attempts import Attempts
 from honed.config import Config
 from honed.database import Database
 from honed.layout import Layout
+from honed.notification import Notices
 from honed.outbox import Outbox
 from honed.reporter import Reporter
 from honed.send_process import SendProcess, is_a_unit
@@ -17,12 +18,20 @@ class Publishing:
     """The sender, where it is no unit of its own, and the reporter. Raises SpecError for an address that is none."""
 
     def __init__(
-        self, layout: Layout, config: Config, database: Database, attempts: Attempts, *, clock: Callable[[], float]
+        self,
+        layout: Layout,
+        config: Config,
+        database: Database,
+        attempts: Attempts,
+        notices: Notices,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self._layout = layout
         self._config = config
         self._database = database
         self._attempts = attempts
+        self._notices = notices
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, clock=clock)
         self._set_outbox()
@@ -31,6 +40,7 @@ class Publishing:
         """Raises SpecError for an address that is none."""
         self._config = config
         self._set_outbox()
+        self._notices.reload(config.notify)
         if self._sender is not None:
             self._sender.reload()
 
@@ -43,7 +53,7 @@ class Publishing:
 
     def tend_sender(self) -> None:
         if self._sender is not None:
-            self._sender.tend(is_wanted=self._attempts.outbox is not None)
+            self._sender.tend(is_wanted=self._attempts.outbox is not None or self._notices.is_wanted)
 
     def tend_reporter(self) -> None:
         moved, self._database.moved = self._database.moved, set()

@@ -46,6 +46,7 @@ from honed.error import EnvironmentInvalidError, HonedError
 from honed.layout import Layout
 from honed.log import about
 from honed.message import ROW_REFUSED, SEND_TROUBLE
+from honed.messenger import Messenger
 from honed.notify import Notifier
 from honed.outbox import Row
 
@@ -112,6 +113,7 @@ class Sender:
         self._refused_at: dict[str, float] = {}  # when it was last said, by the answer
         self._refused_bytes: int | None = None  # in all; looked up with the first
         self._counts = {"num_delivered": 0, "num_refused": 0}
+        self._messenger = Messenger(layout)
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -124,7 +126,10 @@ class Sender:
         with self._alone() as is_alone:
             self._notifier.ready()
             if is_alone:
-                self._deliver_all()
+                with self._messenger.running():
+                    self._deliver_all()
+                    if self._ends_at is not None:  # the daemon has ended, and what it had to tell may wait
+                        self._messenger.finish(self._must_end)
         self._notifier.stopping()
         return 0
 
@@ -359,7 +364,9 @@ class Sender:
             self._ends_at = self._clock() + self._config.flush_sec
 
     def _load(self) -> None:
-        self._config = config.load(self._layout).reporting
+        configured = config.load(self._layout)
+        self._config = configured.reporting
+        self._messenger.reload(configured.notify)
         address = self._config.address()
         if address is None:
             log.info("no metrics API is configured: nothing is sent")

@@ -55,7 +55,7 @@ def rows(instance: Instance) -> set[int]:
 
 def run_jobs(instance: Instance, *names: str) -> None:
     for number, name in enumerate(names):
-        instance.drop(f"{number:02}", name=name)
+        instance.drop(f"{number:02}", name=name, retry={"max_attempts": 1})
     assert instance.drain() == 0
 
 
@@ -104,11 +104,10 @@ def test_what_is_pinned_needed_or_not_over_stays_and_says_why(instance: Instance
     instance.drop("c", name="succeed.first")
     assert instance.drain() == 0
     made = str(instance.layout.job(1).output_dir)
-    instance.drop("d.hold", name="succeed.user", base_model=made)
+    instance.drop("d.hold", name="succeed.user", adapter=made, lora=None)
     instance.drop("e.hold", name="succeed.after", depends_on=["succeed.first"])
     assert instance.drain() == 0
     done = answer(instance, "prune", "1", "2", "3", "4")
-    assert "kept" in done, (done, instance.rejected())
     assert {row["id"]: row["why"] for row in done["kept"]} == {
         1: "job 4 (succeed.user) needs it, which is held",
         2: "it is pinned",
@@ -147,7 +146,7 @@ def test_an_output_outside_of_honeds_tree_is_never_touched(instance: Instance, t
 
 @pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
 def test_checkpoints_go_alone_and_the_job_that_is_requeued_says_so(instance: Instance, is_up: bool) -> None:
-    run_jobs(instance, "killer.a", "succeed.b")
+    run_jobs(instance, "regress.a", "succeed.b")
     for number in (1, 2):
         age(instance, number, 8)
     if is_up:
@@ -214,13 +213,14 @@ def test_retention_by_number_and_by_size(instance: Instance) -> None:
 
 
 def test_refused_files_go_after_their_time_and_beyond_their_number(instance: Instance) -> None:
+    rejected = instance.layout.spool_dir / "rejected"
     instance.configure("[retention]\nmax_rejected = 2\ninterval_sec = 0.2\n")
     instance.start()
     for number in range(4):
         instance.drop(f"bad{number}", nonsense=number)
-        wait_for(lambda number=number: f"bad{number}.json" in instance.rejected(), what="refused")  # type: ignore[misc]
-    wait_for(lambda: set(instance.rejected()) == {"bad2.json", "bad3.json"}, what="two are left")
-    assert sorted(path.name for path in (instance.layout.spool_dir / "rejected").iterdir()) == [
+        wait_for((rejected / f"bad{number}.json").exists, what="refused")
+    wait_for(lambda: len(list(rejected.iterdir())) == 4, what="two are left")
+    assert sorted(path.name for path in rejected.iterdir()) == [
         "bad2.json", "bad2.json.reason", "bad3.json", "bad3.json.reason",
     ]  # fmt: skip
     done = answer(instance, "prune", "--rejected", "--keep", "1")
@@ -254,4 +254,4 @@ def test_a_pruned_job_cannot_be_built_upon_and_the_refusal_says_so(instance: Ins
     instance.drop("y", name="later", depends_on=["make.base"])
     assert instance.drain() == 0
     for name in ("x.json", "y.json"):
-        assert "job 1 (make.base) succeeded, and was pruned since" in instance.rejected()[name]
+        assert "job 1 (make.base), which this one names, succeeded, and was pruned since" in instance.rejected()[name]
