@@ -453,6 +453,7 @@ class Acceptance:
             depends_on=tuple(map(str, spec.get("depends_on") or ())),
             is_pinned=bool(spec.get("pin")),
             notify=spec.get("notify"),
+            time_limit_sec=spec.get("time_limit_sec"),
             state=State.HELD if pending.claim.is_held else State.QUEUED,
         )
 

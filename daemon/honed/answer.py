@@ -65,7 +65,10 @@ class Answers:
                 fetched = f"{found['repo_id']} at {found['revision']}"
                 raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
             case str() if verb in query.READING_VERBS:
-                return query.READING_VERBS[verb](self._spool, self._layout, reference, self._asker(request))
+                asker = self._asker(request)
+                return self._with_reasons(
+                    query.READING_VERBS[verb](self._spool, self._layout, reference, asker), asker, verb
+                )
             case "status":
                 asker = self._asker(request)
                 return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
@@ -106,6 +109,14 @@ class Answers:
                 return {**query.summary(changed, {}), **more}
             case _:
                 raise UsageError(f"no verb {verb!r}")
+
+    def _with_reasons(self, told: Any, asker: query.Asker, verb: str) -> Any:
+        """What was read, with why each queued job waits: the files do not say that."""
+        for row in {"list": told, "show": [told]}.get(verb, ()):
+            if (waits_for := self._backlog.waits_for(row["id"])) is not None:
+                is_theirs = asker.reads_all or row["uid"] == asker.uid
+                row["waiting_for"] = waits_for if is_theirs else {**waits_for, "detail": ""}
+        return told
 
     def _arrival(self, reference: str, asker: query.Asker) -> dict[str, Any] | None:
         """What waits for a model and is no job yet, by its number or, where no job has it, its name. Raises

@@ -90,6 +90,9 @@ class JobsConfig(_Section):
     """Seconds before the second retry, doubled for each one after it; the first retry follows at once."""
     stall_timeout_sec: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds without a word from a worker after which it hangs: its stacks go to its log, and it is ended."""
+    time_limit_grace_sec: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds beyond a job's time_limit_sec, all attempts together, after which honed has its worker stopped where that
+    has not ended by itself: it does at the end of a step, and one that hangs comes to none."""
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None

@@ -239,6 +239,8 @@ class Daemon:
             {*(job.id for job in self._backlog.jobs()), *(claim.id for claim in self._spool.claims())}
         )
         self._acceptance.scan()
+        with contextlib.suppress(OSError):  # what ended before is told now, or in a turn of the loop
+            self._notices.tend()
         self._publishing.tend_sender()  # rows may wait though there is nothing else to do
 
     def _close(self) -> None:
@@ -302,6 +304,7 @@ class Daemon:
         for job in self._attempts.reap():
             self._backlog.put_back(job, delay_sec=self._retry_delay_sec(job))
             if job.state is State.SUCCEEDED:
+                self._backlog.release_met()
                 unstage.remove_copies(self._layout, job, self._unfinished())
 
     def _retry_delay_sec(self, job: Job) -> float:

@@ -207,8 +207,8 @@ class Housekeeper:
         self._done[item] = Done(earlier.num_bytes + done.num_bytes, earlier.num_files + done.num_files, done.problem)
         what = "its directory" if kind == "job" else "its old checkpoints"
         if done.problem:
-            log.error("job %s: %s cannot be removed, and is tried again in %.0f min: %s",
-                      number, what, RETRY_SEC / 60, done.problem, extra=about(int(number)))  # fmt: skip
+            log.error("job %s: %s cannot be removed, and is tried again in %.0f min: %s; root can: rm -r %s",
+                      number, what, RETRY_SEC / 60, done.problem, self._layout.job(int(number)).dir, extra=about(int(number)))  # fmt: skip
             self._retry[item] = self._clock() + RETRY_SEC
         elif done.num_files:
             log.info("job %s: removed %s, %d files, %d bytes", number, what, done.num_files, done.num_bytes,

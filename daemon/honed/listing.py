@@ -26,7 +26,11 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
          *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
         for job in jobs
     ]  # fmt: skip
+    if any(job.get("waiting_for") for job in jobs):
+        for row, job in zip(rows, jobs, strict=True):
+            row.append(terminal.plain((job.get("waiting_for") or {}).get("detail", ""), limit=60))
     columns = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
+    columns += ["waits because"] if rows and len(rows[0]) > len(columns) else []
     terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
@@ -58,6 +62,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
     )
     facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]],
+             ["waits", (job.get("waiting_for") or {}).get("detail")],
              ["pinned", "yes" if job.get("is_pinned") else None], ["step", step],
              ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
              if isinstance(value, int | float)), *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip

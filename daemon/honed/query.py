@@ -94,7 +94,8 @@ def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
     if asker.may_read(job):
         return summary(job, progress)
     steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
-    return {**summary(job, steps), "name": "", "outcome": None, "source": None}
+    row = {**summary(job, steps), "name": "", "outcome": None, "source": None}
+    return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
 def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +111,22 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "uid": job.uid,
         "source": job.source,
         "is_pinned": job.is_pinned,
+        "waiting_for": _waiting_for(job),
         "progress": {key: progress.get(key) for key in keys},
     }
+
+
+def _waiting_for(job: Job) -> dict[str, str] | None:
+    """Why a job waits, as far as its entry says; what the daemon knows of queued ones it adds itself."""
+    match job.state, job.error:
+        case State.HELD, {"message": message}:
+            return {"reason": "person" if job.held_for is None else "dependency", "detail": message}
+        case State.HELD, _:
+            return {"reason": "person", "detail": f"it is held: honectl release {job.id}"}
+        case State.QUEUED, _:
+            return {"reason": "honed", "detail": "honed is not running"}
+        case _:
+            return None
 
 
 def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
