@@ -208,7 +208,8 @@ class Housekeeper:
         what = "its directory" if kind == "job" else "its old checkpoints"
         if done.problem:
             log.error("job %s: %s cannot be removed, and is tried again in %.0f min: %s; root can: rm -r %s",
-                      number, what, RETRY_SEC / 60, done.problem, self._layout.job(int(number)).dir, extra=about(int(number)))  # fmt: skip
+                      number, what, RETRY_SEC / 60, done.problem, self._layout.job(int(number)).dir,
+                      extra=about(int(number)))  # fmt: skip
             self._retry[item] = self._clock() + RETRY_SEC
         elif done.num_files:
             log.info("job %s: removed %s, %d files, %d bytes", number, what, done.num_files, done.num_bytes,

@@ -53,14 +53,13 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     assert not machine.exists(f"{JOBS}/1")
 
     # What even the group may not enter is said, with what root can do; the job is gone from the list all the same.
-    machine.sh(
-        f"mkdir -m 0700 {JOBS}/2/output/closed; touch {JOBS}/2/output/closed/file; chown -R honed-job {JOBS}/2/output/closed"
-    )
+    closed = f"{JOBS}/2/output/closed"
+    machine.sh(f"mkdir -m 0700 {closed}; touch {closed}/file; chown -R honed-job {closed}")
     short = machine.try_run("honectl", "prune", "2", user="anna")
     assert short.returncode == 1
     assert "Permission denied" in short.stdout
     machine.wait_message("root can: rm -r", "--unit=honed")
     assert json.loads(machine.run("honectl", "list", "--json")) == []
-    machine.run("rm", "-r", f"{JOBS}/2/output/closed")
+    machine.run("rm", "-r", closed)
     machine.run("systemctl", "restart", "honed")
     wait_for(lambda: not machine.exists(f"{JOBS}/2"), what="the rest of it")
