@@ -90,7 +90,8 @@ class Answers:
                     request.arguments, lambda each: query.find(self._spool, each, asker), asker
                 )
             case "pruned":
-                return self._housekeeper.pruned(request.arguments)
+                asker = self._asker(request)
+                return self._housekeeper.pruned(request.arguments, asker)
             case "pin" | "unpin":
                 job = query.find(self._spool, reference, self._asker(request))
                 self._require_owner(request, job.id, job.uid)
@@ -189,7 +190,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
         case "cancel", State.QUEUED | State.HELD:
             return spool.move(job, State.CANCELLED, outcome="cancelled")
         case "hold", State.QUEUED:
-            return spool.move(job, State.HELD)
+            return spool.move(job, State.HELD, held_for=None)
         case "release", State.HELD:
             return spool.move(job, State.QUEUED, error=None, held_for=None)
         case "pin" | "unpin", _:
@@ -201,7 +202,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
                 job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred,
-                are_checkpoints_pruned=False,
+                are_checkpoints_pruned=False, held_for=None,
             )  # fmt: skip
         case _, State.RUNNING if verb in {"cancel", "hold"}:
             raise EnvironmentInvalidError(

@@ -13,11 +13,12 @@ import contextlib
 import json
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -120,19 +121,33 @@ class Housekeeper:
         if self._look is None and now >= self._look_at:
             self._look, self._look_at = self._look_over(), now + self.config.retention.interval_sec
         self._bite()
-        if self._rows and self._database.forget(self._rows[0], max_rows=BITE_ROWS):
-            number = self._rows.pop(0)
-            self._database.moved.add(number)  # the index has it no longer
-            if self._spool.is_pruned(number):
-                self._want(f"job:{number}")
+        until = time.monotonic() + BITE_SEC
+        while self._rows and time.monotonic() < until:
+            self._forget_rows(self._rows[0])
         for item, due in list(self._retry.items()):
             if now >= due:
                 del self._retry[item]
-                self._want(item)
+                if item.startswith("rows:"):
+                    self._rows.append(int(item.removeprefix("rows:")))
+                else:
+                    self._want(item)
         if self._work.process is not None:
             self._reap()
         if self._work.process is None and self._work.waiting:
             self._start()
+
+    def _forget_rows(self, number: int) -> None:
+        """A bite of a pruned job's rows; its directory goes after the last of them."""
+        try:
+            if not self._database.forget(number, max_rows=BITE_ROWS):
+                return
+        except sqlite3.Error as error:
+            log.error("job %d: its rows in %s stay for now: %s", number, self._database.path, error)  # noqa: TRY400
+            self._retry[f"rows:{number}"] = self._clock() + RETRY_SEC
+        self._rows.pop(0)
+        self._database.moved.add(number)  # the index has it no longer
+        if f"rows:{number}" not in self._retry and self._spool.is_pruned(number):
+            self._want(f"job:{number}")
 
     def _bite(self) -> None:
         """Go on with the look that was begun, for a moment."""
@@ -217,13 +232,14 @@ class Housekeeper:
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
-    def prune(self, job: Job, why: str) -> None:
-        """Give a finished job up, with all that is its own."""
-        self._spool.prune(job)
-        self._rows.append(job.id)
-        self._sizes.pop((job.id, job.revision), None)
-        self._done.pop(f"job:{job.id}", None)
-        log.info("job %d (%s): pruned: %s", job.id, job.name, why, extra=about(job))
+    def prune(self, jobs: Sequence[Job], why: str) -> None:
+        """Give finished jobs up, with all that is their own."""
+        self._spool.prune(*jobs)
+        for job in jobs:
+            self._rows.append(job.id)
+            self._sizes.pop((job.id, job.revision), None)
+            self._done.pop(f"job:{job.id}", None)
+            log.info("job %d (%s): pruned: %s", job.id, job.name, why, extra=about(job))
 
     def drop_checkpoints(self, job: Job, why: str) -> Job:
         """Remove a finished job's checkpoints; its entry says so first, so that nobody counts on them."""
@@ -314,7 +330,7 @@ class Housekeeper:
         beyond = {item.key for item in retention.excess(items, retention.job_limits(config), now=self._now())}
         for item in items:
             if item.key in beyond and self._may_still_go(by_id[int(item.key)]):
-                self.prune(by_id[int(item.key)], "retention")
+                self.prune([by_id[int(item.key)]], "retention")
                 yield
         for item in items:
             job = by_id[int(item.key)]
@@ -367,9 +383,11 @@ class Housekeeper:
             missing = missing or any((job.id, job.revision) not in known for job in mine)
         if is_dry or (wish.limits.max_bytes is not None and missing):
             return report(chosen, {number: size for (number, _r), size in known.items()}, is_measured=not missing)
-        for job in chosen.jobs:
-            why = f"user {asker.uid} asked for it"
-            self.drop_checkpoints(job, why) if wish.checkpoints else self.prune(job, why)
+        why = f"user {asker.uid} asked for it"
+        for job in chosen.jobs if wish.checkpoints else ():
+            self.drop_checkpoints(job, why)
+        if not wish.checkpoints:
+            self.prune(chosen.jobs, why)
         return report(chosen, sizes, is_measured=not missing)
 
     def _measure(self, jobs: Iterable[Job], known: dict[tuple[int, int], int], kind: str) -> bool:
@@ -379,7 +397,7 @@ class Housekeeper:
             self._want(f"{kind}:{job.id}")
         return bool(missing)
 
-    def pruned(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def pruned(self, arguments: dict[str, Any], asker: Asker) -> dict[str, Any]:
         """How far the removal is of what was asked for: {number: {num_bytes, num_files, problem}} of what is done."""
         kind = "checkpoints" if arguments.get("checkpoints") else "job"
         try:
@@ -390,6 +408,9 @@ class Housekeeper:
         found = {}
         for number in numbers:
             item = f"{kind}:{number}"
+            job = self._spool.pruned(number) or self._spool.job(number)
+            if job is not None and not asker.may_read(job):
+                continue
             if item not in busy and number not in self._rows:
                 found[str(number)] = self._done.get(item, Done()).__dict__
         return found

@@ -78,12 +78,13 @@ class Messenger:
         self._layout = layout
         self._clock = clock
         self._config = NotifyConfig()
+        self._is_loaded = False
         self._lines: dict[str, _Line] = {}
         self._stop = threading.Event()
 
     def reload(self, config: NotifyConfig) -> None:
         """What waits is tried at once, and what was refused once more: only a person knows what was mended."""
-        is_first, self._config = self._config == NotifyConfig(), config
+        is_first, self._config, self._is_loaded = not self._is_loaded, config, True
         self._lines = {to: _Line(thread=line.thread) for to, line in self._lines.items()}
         if not is_first:
             for path in notification.refused_dir(self._layout).glob("*.json"):

@@ -17,7 +17,7 @@ from honed.retention import Needs, Wish
 #: Seconds between looks at what the daemon has not finished yet.
 POLL_SEC = 0.1
 #: Jobs in one request: each costs the loop a millisecond or two.
-MAX_NUMBERS = 200
+MAX_NUMBERS = 100
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 

@@ -339,15 +339,16 @@ class Spool:
         """Seconds since the epoch: since when an entry is as it is. Raises FileNotFoundError where it is not there."""
         return self._entry_path(job.id, job.state).stat().st_mtime
 
-    def prune(self, job: Job) -> None:
-        """Give a finished job up. The rename of its entry is the commit: before it, nothing happened; after it, its
+    def prune(self, *jobs: Job) -> None:
+        """Give finished jobs up. The rename of an entry is the commit: before it, nothing happened; after it, the job's
         directory and its rows are removed by somebody, however often that has to be begun."""
-        assert job.state.is_final
-        old, new = self._entry_path(job.id, job.state), self.pruned_dir / f"{job.id}.{job.state}.json"
-        old.rename(new)
-        durable.sync_dir(new.parent)
-        durable.sync_dir(old.parent)
-        (self.ended_dir / str(job.id)).unlink(missing_ok=True)
+        for job in jobs:
+            assert job.state.is_final
+            self._entry_path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
+        for directory in [self.pruned_dir, *{self.state_dir(job.state) for job in jobs}]:
+            durable.sync_dir(directory)
+        for job in jobs:
+            (self.ended_dir / str(job.id)).unlink(missing_ok=True)
 
     def _pruned_paths(self) -> list[Path]:
         if not self.pruned_dir.is_dir():

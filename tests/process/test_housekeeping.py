@@ -164,18 +164,18 @@ def test_checkpoints_go_alone_and_the_job_that_is_requeued_says_so(instance: Ins
 
 
 def test_a_requeued_job_goes_on_from_its_checkpoint_or_from_the_start(instance: Instance) -> None:
-    instance.drop("a", name="slow-30")
+    instance.drop("a", name="slow-100")
     instance.start()
     wait_for((instance.layout.job(1).checkpoints_dir / "step").exists, what="steps")
-    assert honectl(instance, "cancel", "1").returncode == 0
-    instance.wait_state("slow-30", State.CANCELLED)
+    instance.client.ask("cancel", id="1")
+    instance.wait_state("slow-100", State.CANCELLED)
     assert "from its last checkpoint" in honectl(instance, "requeue", "1").stdout
-    instance.wait_state("slow-30", State.SUCCEEDED)
+    instance.wait_state("slow-100", State.SUCCEEDED)
     events = instance.layout.job(1).attempt(2).events_path.read_text()
     assert '"resumed"' in events
     assert "from the start" in honectl(instance, "requeue", "1", "--from-start").stdout
-    wait_for(lambda: instance.job("slow-30").num_failures == 0 and len(instance.job("slow-30").attempts) == 3)  # type: ignore[union-attr]
-    instance.wait_state("slow-30", State.SUCCEEDED)
+    wait_for(lambda: instance.job("slow-100").num_failures == 0 and len(instance.job("slow-100").attempts) == 3)  # type: ignore[union-attr]
+    instance.wait_state("slow-100", State.SUCCEEDED)
     assert '"resumed"' not in instance.layout.job(1).attempt(3).events_path.read_text()
     wait_for(lambda: not list(instance.layout.job(1).dir.glob(removal.OLD_CHECKPOINTS)), what="old ones are gone")
 

@@ -53,7 +53,7 @@ def test_every_end_is_told_to_whom_the_job_names(instance: Instance, receivers: 
     assert told[2]["error"] == {"code": "mask_invalid", "message": "trained on the prompt", "hint": "see preview"}
     assert "job 2 (explain.b) failed: mask_invalid\ntrained on the prompt\nWhat to do: see preview" in told[2]["text"]
     assert told[1]["metrics"]["train_loss"] == 0.5
-    assert told[1]["report"] is None or told[1]["report"].endswith("report.html")
+    assert told[1]["report"] == str(instance.layout.job(1).report_path)
     assert hook.paths == ["/hooks/anna"] * 2
     assert sorted(mail["To"] for mail in office.mails.values()) == ["anna@example.org"] * 2
     assert any("job 2 (explain.b) failed: mask_invalid" in str(mail["Subject"]) for mail in office.mails.values())
