@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -38,6 +40,10 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     }  # fmt: skip
     assert waits(instance, "succeed.d") == {"reason": "person", "detail": "it is held: honectl release 4"}
     assert instance.client.ask("show", id="1")["waiting_for"] is None
+    listed = subprocess.run([sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "list"],
+                            capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert "waits because" in listed
+    assert "job 1 (slow-400), which it depends on, is running" in listed
     instance.client.ask("pause")
     assert waits(instance, "succeed.b")["reason"] == "paused"
     instance.client.ask("resume")

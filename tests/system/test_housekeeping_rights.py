@@ -21,8 +21,25 @@ SPEC = {
 }
 
 
+#: A chat server in the machine, which keeps what it is told.
+LISTENER = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        with open("/srv/told.jsonl", "ab") as file:
+            file.write(self.rfile.read(int(self.headers["Content-Length"])) + b"\\n")
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", 8099), Handler).serve_forever()
+"""
+
+
 def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine: Machine, model: str) -> None:
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.run("ip", "link", "set", "lo", "up")
+    machine.write("/etc/honed/honed.toml.d/50-notify.toml",
+                  '[notify]\nadmin_webhook = "http://127.0.0.1:8099/x"\nadmin_states = ["succeeded"]\n'
+                  "retry_delay_sec = 1\nmax_retry_delay_sec = 2\n")  # fmt: skip
     machine.add_user("anna", "honed-submit")
     machine.add_user("berta", "honed-submit")
     machine.run("systemctl", "enable", "--now", "honed")
@@ -63,3 +80,15 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     machine.run("rm", "-r", closed)
     machine.run("systemctl", "restart", "honed")
     wait_for(lambda: not machine.exists(f"{JOBS}/2"), what="the rest of it")
+
+
+def test_ends_are_told_from_the_sandbox_of_honed_send_once_somebody_listens(machine: Machine) -> None:
+    machine.wait_message("is not delivered, and tried again", "--unit=honed-send")
+    machine.write("/srv/listener.py", LISTENER)
+    machine.run("systemd-run", "--unit=listener", "/usr/bin/python3", "/srv/listener.py")
+    wait_for(lambda: machine.try_run("cat", "/srv/told.jsonl").stdout.count("\n") == 2, what="both ends")
+    told = [json.loads(line) for line in machine.read("/srv/told.jsonl").splitlines()]
+    assert {(each["name"], each["state"]) for each in told} == {("facts", "succeeded"), ("more", "succeeded")}
+    wait_for(
+        lambda: not machine.sh("ls /var/lib/honed/outbox/notices | grep -c json || true").strip("0\n"), what="none"
+    )

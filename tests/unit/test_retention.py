@@ -101,6 +101,17 @@ def test_a_removal_leads_nowhere_else(tmp_path: Path) -> None:
     assert removal.remove(tree) == removal.Count()
 
 
+def test_staged_copies_go_with_their_job_unless_another_names_them(spool: Spool) -> None:
+    own, shared = (spool.layout.staged_dir / (digit * 16) for digit in "ab")
+    for place in (own, shared):
+        (place / "0").mkdir(parents=True)
+    spec = {"base_model": str(own / "0/model"), "datasets": [{"path": str(shared / "0/rows.jsonl")}]}
+    entry(spool, 2, State.HELD, plan={"spec": {"datasets": spec["datasets"]}})
+    spool.prune(entry(spool, 1, State.FAILED, plan={"spec": spec}))
+    assert removal.remove_job(spool, spool.layout, 1).problem is None
+    assert (own.exists(), shared.exists()) == (False, True)
+
+
 def give_up(spool: Spool, number: int) -> None:
     """As the daemon does, its rows apart."""
     if (job := spool.job(number)) is not None:
