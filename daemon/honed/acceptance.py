@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from honed import durable, foreign, message
+from honed import durable, foreign, message, query
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
@@ -482,9 +482,17 @@ class Acceptance:
                 f"{name!r}, which this one names, waits itself for a job that is not there",
                 hint="see why it is refused, and drop them all again",
             )
+        if (pruned := self._spool.pruned(name)) is not None and self._is_seen_by(pruned, job):
+            return SpecError(
+                f"job {pruned.id} ({pruned.name}), which this one names, {query.words_of_pruned(pruned)}",
+                hint="drop its job file again, before this one or together with it",
+            )
         return SpecError(
             f"there is no job {name!r}, which this one names", hint="drop it first, or both together; honectl list"
         )
+
+    def _is_seen_by(self, other: Job, job: Job) -> bool:
+        return self.config.policy.share_results or job.uid in {0, other.uid}
 
     def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
         """These names, those that this user's waiting arrivals of these names wait for, and so on."""
@@ -559,6 +567,9 @@ class Acceptance:
             max_attempts=spec["retry"]["max_attempts"],
             num_gpus=spec["resources"]["gpus"],
             depends_on=tuple(map(str, spec.get("depends_on") or ())),
+            is_pinned=bool(spec.get("pin")),
+            notify=spec.get("notify"),
+            time_limit_sec=spec.get("time_limit_sec"),
             state=State.HELD if pending.claim.is_held else State.QUEUED,
         )
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from honed import __version__, access, control, message, query
+from honed import __version__, access, control, message, query, removal
 from honed.acceptance import Acceptance
 from honed.attempts import Attempts
 from honed.backlog import Backlog
 from honed.config import Config
 from honed.database import Database
 from honed.error import EnvironmentInvalidError, NotPermittedError, UsageError
+from honed.housekeeper import Housekeeper
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
@@ -40,6 +39,7 @@ class Answers:
         attempts: Attempts,
         backlog: Backlog,
         *,
+        housekeeper: Housekeeper,
         unfinished: Callable[[], Iterable[Job]],
         status: Callable[[query.Asker], str],
         wake: Callable[[], None],
@@ -52,6 +52,7 @@ class Answers:
         self._acceptance = acceptance
         self._attempts = attempts
         self._backlog = backlog
+        self._housekeeper = housekeeper
         self._unfinished = unfinished
         self._status = status
         self._wake = wake
@@ -65,15 +66,20 @@ class Answers:
                 raise UsageError(f"{reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
             case "list":
                 choice = query.Choice.of(request.arguments)
-                return control.Rows(query.rows(self._spool, self._layout, choice, self._asker(request)))
+                asker = self._asker(request)
+                return control.Rows(self._with_reasons(query.rows(self._spool, self._layout, choice, asker), asker))
             case "overview":
                 choice = query.Choice.of(request.arguments)
-                return query.overview(self._spool, self._layout, choice, self._asker(request))
+                asker = self._asker(request)
+                found = query.overview(self._spool, self._layout, choice, asker)
+                return {**found, "jobs": list(self._with_reasons(found["jobs"], asker))}
             case "accepted":
                 since = str(request.arguments.get("since", ""))
                 return query.accepted(self._spool, self._layout, reference, self._asker(request), since)
             case str() if verb in query.READING_VERBS:
-                return query.READING_VERBS[verb](self._spool, self._layout, reference, self._asker(request))
+                asker = self._asker(request)
+                told = query.READING_VERBS[verb](self._spool, self._layout, reference, asker)
+                return next(self._with_reasons([told], asker)) if verb == "show" else told
             case "status":
                 asker = self._asker(request)
                 return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
@@ -89,14 +95,40 @@ class Answers:
                 self._require_owner(request, found["id"], found["uid"])
                 self._acceptance.cancel(found["id"])
                 return {**found, "state": "rejected"}
+            case "prune":
+                asker = self._asker(request)
+                return self._housekeeper.answer(
+                    request.arguments, lambda each: query.find(self._spool, each, asker), asker
+                )
+            case "pruned":
+                asker = self._asker(request)
+                return self._housekeeper.pruned(request.arguments, asker)
+            case "pin" | "unpin":
+                job = query.find(self._spool, reference, self._asker(request))
+                self._require_owner(request, job.id, job.uid)
+                return query.summary(self._pin(job, is_pinned=verb == "pin"), {})
             case "cancel" | "hold" | "release" | "requeue":
                 job = query.find(self._spool, reference, self._asker(request))
                 self._require_owner(request, job.id, job.uid)
-                changed = self._change(verb, job, from_start=bool(request.arguments.get("from_start")))
+                from_start = bool(request.arguments.get("from_start"))
+                more = (
+                    {"goes_on_from": goes_on_from(self._layout, job, from_start=from_start)}
+                    if verb == "requeue"
+                    else {}
+                )
+                changed = self._change(verb, job, from_start=from_start)
                 self._wake()
-                return query.summary(changed, {})
+                return {**query.summary(changed, {}), **more}
             case _:
                 raise UsageError(f"no verb {verb!r}")
+
+    def _with_reasons(self, rows: Iterable[dict[str, Any]], asker: query.Asker) -> Iterator[dict[str, Any]]:
+        """What was read, with why each queued job waits: the files do not say that."""
+        for row in rows:
+            if (waits_for := self._backlog.waits_for(row["id"])) is not None:
+                is_theirs = asker.reads_all or row["uid"] == asker.uid
+                row["waiting_for"] = waits_for if is_theirs else {**waits_for, "detail": ""}
+            yield row
 
     def _arrival(self, reference: str, asker: query.Asker) -> dict[str, Any] | None:
         """What waits for a model and is no job yet, by its number or, where no job has it, its name. Raises
@@ -127,6 +159,14 @@ class Answers:
                 f"job {job_id} is another user's", hint="its owner, root and the administrators' group may change it"
             )
 
+    def _pin(self, job: Job, *, is_pinned: bool) -> Job:
+        if (running := self._attempts.running.get(job.id)) is not None:
+            running.job = self._spool.update(running.job, is_pinned=is_pinned)
+            return running.job
+        changed = self._spool.annotate(job, is_pinned=is_pinned)
+        self._backlog.replace(changed)
+        return changed
+
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
         if job.id in self._attempts.running and verb in {"cancel", "hold"}:
             self._attempts.stop(job.id, Stop(verb))
@@ -134,11 +174,27 @@ class Answers:
         changed = change(self._spool, self._layout, verb, job, from_start=from_start)
         self._backlog.follow_change(changed)
         if verb == "requeue":
+            self._housekeeper.free_checkpoints(job.id)
             self._backlog.defer_users_of(job)
         self._database.put_job(changed)
         kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
         return changed
+
+
+def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
+    """Where a finished job begins that is queued again, in words."""
+    if from_start or job.state is State.SUCCEEDED:
+        return "the start"
+    if job.are_checkpoints_pruned:
+        return "the start: its checkpoints were pruned"
+    try:
+        has_any = any(True for _ in layout.job(job.id).checkpoints_dir.iterdir())
+    except FileNotFoundError:
+        has_any = False
+    except OSError:  # its worker's, and not ours to look into
+        return "its last checkpoint, if it has one"
+    return "its last checkpoint" if has_any else "the start: it has no checkpoint"
 
 
 def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: bool = False) -> Job:
@@ -147,16 +203,20 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
         case "cancel", State.QUEUED | State.HELD:
             return spool.move(job, State.CANCELLED, outcome="cancelled")
         case "hold", State.QUEUED:
-            return spool.move(job, State.HELD)
+            return spool.move(job, State.HELD, held_for=None)
         case "release", State.HELD:
-            return spool.move(job, State.QUEUED, error=None)
+            return spool.move(job, State.QUEUED, error=None, held_for=None)
+        case "pin" | "unpin", _:
+            return spool.annotate(job, is_pinned=verb == "pin")
         case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
             if from_start or job.state is State.SUCCEEDED:
-                _forget(layout.job(job.id).checkpoints_dir)
+                # At once, and for good: what they take on the disk is freed by honed (housekeeper.py).
+                removal.set_aside_checkpoints(layout, job.id)
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
                 job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred,
-                needs_bytes=0, adjustments=() if from_start or job.outcome == "out_of_memory" else job.adjustments,
+                are_checkpoints_pruned=False, held_for=None, needs_bytes=0,
+                adjustments=() if from_start or job.outcome == "out_of_memory" else job.adjustments,
             )  # fmt: skip
         case _, State.RUNNING if verb in {"cancel", "hold"}:
             raise EnvironmentInvalidError(
@@ -173,15 +233,3 @@ def arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
     if asker.reads_all or found["uid"] == asker.uid:
         return found
     return {**found, "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}
-
-
-def _forget(checkpoints_dir: Path) -> None:
-    """Remove a job's checkpoints: all of them, or it would go on from what is left."""
-    try:
-        shutil.rmtree(checkpoints_dir)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise EnvironmentInvalidError(
-            f"{checkpoints_dir}: not removed: {error.strerror or error}", hint="remove it, and ask again"
-        ) from error

@@ -61,6 +61,8 @@ class Running:
     beat_at_ns: int = 0  #: the pulse file's time when it was last looked at
     phase: str = ""  #: what the worker is at, by its pulse
     learned_sec: float | None = None  #: how long it may be silent there, by its own steps
+    overdue_at: float | None = None  #: monotonic seconds at which its time limit is over, and the grace
+    is_overdue: bool = False
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
     read_fault: str = ""  #: why its events could not be read; said once
 
@@ -173,7 +175,20 @@ class Attempts:
     def _follow(self, job: Job) -> None:
         self._database.put_job(job)
         offset = self._database.offset(job.id, job.attempt.number)
-        self.running[job.id] = Running(job, offset, heard_at=self._clock())
+        self.running[job.id] = Running(job, offset, heard_at=self._clock(), overdue_at=self._overdue_at(job))
+
+    def _overdue_at(self, job: Job) -> float | None:
+        """When an attempt that has just begun, or is taken over, has had the job's time and the grace."""
+        if job.time_limit_sec is None:
+            return None
+        # The clock may have been set meanwhile: no attempt took less than nothing, nor this one more than its limit.
+        now, *before = (
+            time.time(),
+            *((each.ended_at or each.started_at) - each.started_at for each in job.attempts[:-1]),
+        )
+        spent = sum(max(0.0, seconds) for seconds in before)
+        spent += min(max(0.0, now - job.attempt.started_at), job.time_limit_sec)
+        return self._clock() + max(0.0, job.time_limit_sec - spent) + self.config.jobs.time_limit_grace_sec
 
     def is_left(self, job_id: int) -> bool:
         """Whether a running job goes on while honed does not."""
@@ -212,6 +227,12 @@ class Attempts:
                 self._runner.kill(running.job.id, shim_too=running.was_killed)
                 running.was_killed = True
                 running.kill_at = now + DUMP_SEC
+            elif running.overdue_at is not None and now >= running.overdue_at and not running.is_overdue:
+                log.warning("job %d (%s): its time limit is over, and it did not end by itself; asked to stop",
+                            running.job.id, running.job.name)  # fmt: skip
+                running.is_overdue = True
+                self._ask(running, Stop.HOLD)
+                running.kill_at = now + self.config.jobs.stop_timeout_sec
             elif running.kill_at is None and self._is_stalled(running, now):
                 log.warning("job %d (%s): no sign of life for %.0f s in %s; it hangs", running.job.id, running.job.name,
                             now - running.heard_at, running.phase or running.stage)  # fmt: skip
@@ -361,6 +382,12 @@ class Attempts:
                     f"no sign of life in {running.phase or running.stage}", hint="its stacks are in its log"
                 ),
             )
+        if running.is_overdue and running.job.stop is None and not outcome.is_success:
+            late = error.TimeLimitError(
+                f"time limit of {running.job.time_limit_sec:g} s reached, and it did not end by itself",
+                hint="its last checkpoint is kept; its log shows where it was: honectl logs --raw",
+            )
+            outcome = replace(outcome, code=late.code, error=late)
         if running.job.stop is None and (why := self._why_stopped(outcome, ended)) is not None:
             running.job = self._spool.update(running.job, stop=why)
         if self._falls_back(running, outcome):

@@ -16,7 +16,7 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
-from honed import durable, foreign, message
+from honed import durable, foreign, message, query
 from honed.acceptance import Acceptance
 from honed.attempts import Attempts
 from honed.database import Database
@@ -25,8 +25,10 @@ from honed.error import EnvironmentInvalidError, HonedError, ModelError, from_di
 from honed.job import Job, State
 from honed.layout import Layout
 from honed.log import about
+from honed.memory import gib
 from honed.message import of_error
 from honed.placement import Placement
+from honed.progress import duration
 from honed.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -160,6 +162,18 @@ class Backlog:
                 self._put(job)
         self._spool.catalog.listen(self._told)
         self._database.put_jobs(self._spool.catalog)
+        self.release_met()
+
+    def release_met(self) -> None:
+        """Let those go on that were held for a job which has succeeded since."""
+        for job in [job for job in self._jobs.values() if job.state is State.HELD and job.held_for is not None]:
+            found = self._spool.job(job.held_for or 0)
+            if found is not None and found.state is State.SUCCEEDED:
+                log.info("job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name,
+                         extra=about(job))  # fmt: skip
+                released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
+                self._put(released)
+                self._database.put_job(released)
 
     def add(self, job: Job) -> None:
         """A job that was accepted."""
@@ -173,6 +187,11 @@ class Backlog:
         if delay_sec:
             self._not_before[job.id] = self._clock() + delay_sec
         self._put(job)
+
+    def replace(self, job: Job) -> None:
+        """A job's entry has changed, and not its state."""
+        if job.id in self._jobs:
+            self._jobs[job.id] = job
 
     def follow_change(self, changed: Job) -> None:
         """A person has changed a job that is not running, whatever it was before."""
@@ -254,6 +273,8 @@ class Backlog:
     def _dependencies_are_met(self, job: Job) -> bool:
         for reference in job.depends_on:
             found = self._find_any(reference)
+            if found is None and self._had_succeeded(reference, job):
+                continue
             if found is None or found.state in {State.FAILED, State.CANCELLED}:
                 self._hold(job, found, reference)
                 return False
@@ -261,15 +282,23 @@ class Backlog:
                 return False
         return True
 
+    def _had_succeeded(self, reference: str, job: Job) -> bool:
+        """Whether a job that was pruned had done what this one waited for: a success, and not its files."""
+        pruned = self._spool.pruned(reference)
+        return pruned is not None and pruned.state is State.SUCCEEDED and pruned.id not in job.inputs.values()
+
     def _hold(self, job: Job, found: Job | None, reference: str) -> None:
-        """Leave a job whose dependency will not succeed by itself to a person."""
+        """Leave a job whose dependency will not succeed by itself to a person. Once it has been requeued and has
+        succeeded, the job goes on by itself."""
         ended = f"({found.name}), which {_ENDED[found.state]}" if found else "which is gone"
+        if found is None and (pruned := self._spool.pruned(reference)) is not None:
+            ended = f"({pruned.name}), which {query.words_of_pruned(pruned)}"
         what = f"job {found.id if found else reference} {ended}"
-        again = f"honectl requeue {found.id}, then honectl release {job.id}; or " if found else ""
+        again = f"honectl requeue {found.id}: when that has succeeded, this one goes on; or " if found else ""
         problem = EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
         log.warning("job %d (%s): held: %s", job.id, job.name, problem.message,
                     extra=about(job, message.HELD, state=State.HELD, hint=problem.hint))  # fmt: skip
-        held = self._spool.move(job, State.HELD, error=problem.as_dict())
+        held = self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=found.id if found else None)
         self._put(held)
         self._database.put_job(held)
 
@@ -278,6 +307,34 @@ class Backlog:
         if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
             return job
         return max(self._spool.named(reference), key=lambda job: job.id, default=None)
+
+    # -- why a job waits ----------------------------------------------------------------------------------------------
+
+    def waits_for(self, job_id: int) -> dict[str, str] | None:
+        """Why a queued job does not run: a word for programs, and words for people. None where it is not queued."""
+        job = self._jobs.get(job_id)
+        if job is None or job.state is not State.QUEUED:
+            return None
+        reason, detail = self._why_waiting(job)
+        return {"reason": reason, "detail": detail}
+
+    def _why_waiting(self, job: Job) -> tuple[str, str]:
+        for reference in job.depends_on:
+            other = self._find_any(reference)
+            if other is not None and other.state is not State.SUCCEEDED:
+                return "dependency", f"job {other.id} ({other.name}), which it depends on, is {other.state}"
+        if job.is_deferred or self._acceptance.is_asked_again(job.id):
+            return "plan", "it is being planned again"
+        if (seconds := self._not_before.get(job.id, 0.0) - self._clock()) > 0:
+            return "retry", f"it is tried again in {duration(seconds)}"
+        if job.needs_bytes and not self._attempts.has_room(job):
+            return "disk", f"its checkpoints need {gib(job.needs_bytes)} of free disk space"
+        if self._spool.is_paused:
+            return "paused", "no jobs are started: honectl resume"
+        limit = self._placement.config.jobs.max_running
+        if limit is not None and len(self._attempts.running) >= limit:
+            return "device", f"{limit} jobs run, as many as jobs.max_running allows"
+        return self._placement.obstacles(job) or ("turn", "it is about to start, or more urgent ones come first")
 
     # -- planned again ------------------------------------------------------------------------------------------------
 
@@ -311,8 +368,8 @@ class Backlog:
             return
         problem = from_dict(answer["error"]) if not answer["ok"] else ModelError("what it starts from is not there")
         if found is not None:  # it cannot run there; it was accepted, so it can elsewhere
-            self._placement.rule_out(job, found)
-            log.info("job %d (%s): not on %s: %s", job.id, job.name, found.name, problem.message)
+            self._placement.rule_out(job, found, problem.message)
+            log.warning("job %d (%s): not on %s: %s", job.id, job.name, found.name, problem.message)
             return
         self.fail(job, problem)
 

@@ -7,6 +7,7 @@ and key, and the configuration in force stays.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,30 @@ def _web_address(value: str) -> str:
     if parts.username is not None or parts.password is not None:
         raise ValueError("a password does not belong into an address: name a token_file")
     return value
+
+
+#: A webhook of honed.toml by its name.
+WEBHOOK_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+#: One mailbox, without what could make two of it, a header, or an option of a mail program.
+MAIL_ADDRESS = re.compile(
+    r"[A-Za-z0-9_+][A-Za-z0-9._%+=~-]{0,63}@[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*"
+)
+
+
+def _mail_address(value: str) -> str:
+    if not MAIL_ADDRESS.fullmatch(value):
+        raise ValueError("not a mail address")
+    return value
+
+
+def _webhook_name(value: str) -> str:
+    if not WEBHOOK_NAME.fullmatch(value):
+        raise ValueError("a webhook's name is a word: letters, digits, - and _")
+    return value
+
+
+def _webhook_or_name(value: str) -> str:
+    return value if WEBHOOK_NAME.fullmatch(value) else _web_address(value)
 
 
 #: A directory on this machine, from / on.
@@ -70,6 +95,9 @@ class JobsConfig(_Section):
     Once a job's own steps are known it is less: twenty times the longest of its last pauses."""
     min_stall_timeout_sec: Annotated[float, Field(ge=0)] = 300.0
     """Seconds that a worker may be silent however quick its steps were, as long as that is below stall_timeout_sec."""
+    time_limit_grace_sec: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds beyond a job's time_limit_sec, all attempts together, after which honed has its worker stopped where that
+    has not ended by itself: it does at the end of a step, and one that hangs comes to none."""
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None
@@ -163,6 +191,76 @@ class HubConfig(_Section):
     """Models that are fetched at a time."""
 
 
+class RetentionConfig(_Section):
+    """[retention]: what honed removes by itself. Finished jobs stay for ever by default; refused files do not. Whatever
+    a job that is not over needs, and what is pinned (`honectl pin`), stays in any case. What lies in an output_dir
+    outside of a job's own directory is never touched."""
+
+    max_job_age_days: Annotated[float, Field(ge=0)] | None = None
+    """Days after which a finished job is removed, with all that lies in its directory and its rows in honed.db."""
+    max_jobs: Annotated[int, Field(ge=0)] | None = None
+    """Finished jobs that are kept; the oldest go. Pinned ones do not count."""
+    max_job_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes that the directories of finished jobs may take together; the oldest go. Pinned ones do not count."""
+    max_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
+    """Days after which the checkpoints of a job that has succeeded are removed; its output stays."""
+    max_failed_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
+    """The same of jobs that failed or were cancelled: requeued after that, they start from the beginning."""
+    max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
+    """Days after which a refused file is removed from rejected/, with its reason."""
+    max_rejected: Annotated[int, Field(ge=0)] | None = 10_000
+    """Refused files that are kept; the oldest go."""
+    max_event_age_days: Annotated[float, Field(ge=0)] | None = None
+    """Days after which what the workers of finished jobs told is removed from the table `events`, their metrics and
+    predictions not. A database that is made again has them again, until then."""
+    interval_sec: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds between looks at all that."""
+
+
+class NotifyConfig(_Section):
+    """[notify]: who may be told of a job's end (a job's own `notify:`), and whom the administrator has told."""
+
+    allowed_webhooks: list[Annotated[str, AfterValidator(_web_address)]] = []
+    """Addresses that a job may have called, each with all that lies below its path: https://ntfy.example.org/honed.
+    None by default: honed-send has network, and a job file must not choose where it goes."""
+    webhook_files: dict[Annotated[str, AfterValidator(_webhook_name)], Directory] = {}
+    """Webhooks by a name that jobs may use, whose address is a secret: name = file, which has the address on its first
+    line and, where one is needed, a bearer token on its second. Readable for honed's group alone."""
+    allowed_mail_domains: list[str] = []
+    """Domains to which jobs may have mail sent, each written out."""
+    smtp_host: str | None = None
+    """The mail server; without one no mail is sent."""
+    smtp_port: Annotated[int, Field(gt=0, lt=65536)] = 587
+    """Its port."""
+    smtp_security: Literal["starttls", "tls", "none"] = "starttls"
+    """How the connection is kept private: by STARTTLS, by TLS from the start (port 465), or not."""
+    smtp_user: str | None = None
+    """The user to log in as, where that is needed."""
+    smtp_password_file: Directory | None = None
+    """A file with that user's password, readable for honed's group alone."""
+    mail_from: Annotated[str, AfterValidator(_mail_address)] | None = None
+    """The sender's address."""
+    admin_webhook: Annotated[str, AfterValidator(_webhook_or_name)] | None = None
+    """The administrator's own webhook, for all jobs: an address, or a name in webhook_files."""
+    admin_mail: list[Annotated[str, AfterValidator(_mail_address)]] = []
+    """The administrator's own mail addresses, for all jobs."""
+    admin_states: list[Literal["succeeded", "failed", "cancelled"]] = ["failed"]
+    """The ends that the administrator is told of."""
+    admin_degraded: bool = True
+    """Whether the administrator is told when honed cannot work (a full disk, a GPU that does not answer), and when it
+    can again."""
+    timeout_sec: Annotated[float, Field(gt=0, le=120)] = 30.0
+    """Seconds that a receiver may take for one answer."""
+    retry_delay_sec: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds before what could not be delivered is tried again, doubled each time, with some chance in it."""
+    max_retry_delay_sec: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds between two tries, at most."""
+    give_up_days: Annotated[float, Field(gt=0)] = 7.0
+    """Days after which a notice that nobody takes is set aside."""
+    max_waiting: Annotated[int, Field(gt=0)] = 10_000
+    """Notices that may wait for delivery; what comes after that is dropped, and the log says so."""
+
+
 class WebConfig(_Section):
     """[web]: honed-web, pages and an API for a browser; it runs only where honed-web.socket is enabled."""
 
@@ -188,6 +286,8 @@ class Config(_Section):
     hub: HubConfig = HubConfig()
     reporting: ReportingConfig = ReportingConfig()
     web: WebConfig = WebConfig()
+    retention: RetentionConfig = RetentionConfig()
+    notify: NotifyConfig = NotifyConfig()
 
 
 def load(layout: Layout) -> Config:

@@ -3,7 +3,8 @@
 The loop is a list of named steps, each of which does what can be done now and waits for nothing:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
-    end what must · have rows sent and pages made · report
+    end what must · tell who wants to know · have rows sent and pages made · keep house ·
+    report
 
 Signals, arrivals, the preflight helper and the control socket only wake it.
 """
@@ -37,9 +38,11 @@ from honed.database import Database
 from honed.device import Device
 from honed.error import HonedError, InternalError
 from honed.fetcher import Fetcher, FetchRunner
+from honed.housekeeper import Housekeeper
 from honed.job import Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
+from honed.notification import Notices
 from honed.notify import Notifier
 from honed.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.progress import progress_text
@@ -110,12 +113,14 @@ class Daemon:
         self._backlog = Backlog(
             layout, self._spool, self._database, self._acceptance, self._attempts, self._placement, clock=clock
         )
+        self._notices = Notices(layout, config.notify, self._spool)
         self._publishing = Publishing(
-            layout, config, self._database, self._attempts, job_of=self._spool.job, clock=clock
+            layout, config, self._database, self._attempts, self._notices, job_of=self._spool.job, clock=clock
         )
+        self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
         self._answers = Answers(
             layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
-            unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
+            housekeeper=self._housekeeper, unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
         )  # fmt: skip
         self._server = control.Server(layout.control_path, self._selector, self._answers.answer)
 
@@ -134,6 +139,8 @@ class Daemon:
         log.info("honed %s ready: %s", __version__, self._status(), extra=about(message=message.READY))
         self._tell_of_machine("")
         self._placement.tell()
+        if self._placement.fault:
+            self._notices.tell_of_machine(self._placement.fault)
         try:
             while not self._is_over():
                 self._turn()
@@ -146,8 +153,8 @@ class Daemon:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
         steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce, self._publishing.tend_sender,
-                 self._publishing.tend_reporter)  # fmt: skip
+                 self._start_next, self._attempts.enforce, self._notices.tend, self._publishing.tend_sender,
+                 self._publishing.tend_reporter, self._housekeeper.tend)  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
         self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
@@ -172,8 +179,10 @@ class Daemon:
         """A full disk and the like: said once, and when it is over."""
         if fault and not self._machine_fault:
             log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+            self._notices.tell_of_machine(fault)
         elif self._machine_fault and not fault:
             log.info("honed works again", extra=about(message=message.RECOVERED))
+            self._notices.tell_of_machine("")
         self._machine_fault = fault
 
     def _rescan(self) -> None:
@@ -190,7 +199,7 @@ class Daemon:
     def _patience(self) -> float:
         """Seconds that the loop may sleep when nothing wakes it."""
         now = self._clock()
-        waits = [self._rescan_at - now]
+        waits = [self._rescan_at - now, self._housekeeper.patience()]
         if self._attempts.running or self._acceptance.num_fetching:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.num_unsettled:
@@ -232,6 +241,8 @@ class Daemon:
             {*(job.id for job in self._backlog.jobs()), *(claim.id for claim in self._spool.claims())}
         )
         self._acceptance.scan()
+        with contextlib.suppress(OSError):  # what ended before is told now, or in a turn of the loop
+            self._notices.tend()
         self._publishing.tend_sender()  # rows may wait though there is nothing else to do
 
     def _close(self) -> None:
@@ -239,6 +250,7 @@ class Daemon:
         self._watcher.stop()
         self._client.close()
         self._fetcher.close()
+        self._housekeeper.close()
         # What `--drain` leaves behind may never run again.
         self._publishing.close(is_last=self._drain and not self._is_stopping)
         self._database.close()
@@ -272,7 +284,14 @@ class Daemon:
             self._config_fault = error.message
         else:
             self._config_fault = ""
-            for part in (self._acceptance, self._attempts, self._fetcher, self._placement, self._answers):
+            for part in (
+                self._acceptance,
+                self._attempts,
+                self._fetcher,
+                self._placement,
+                self._answers,
+                self._housekeeper,
+            ):
                 part.config = self._config
             self._watcher.settle_sec = self._config.spool.settle_sec
             self._publishing.reload(self._config)
@@ -287,6 +306,7 @@ class Daemon:
         for job in self._attempts.reap():
             self._backlog.put_back(job, delay_sec=self._retry_delay_sec(job))
             if job.state is State.SUCCEEDED:
+                self._backlog.release_met()
                 unstage.remove_copies(self._layout, job, self._unfinished())
 
     def _retry_delay_sec(self, job: Job) -> float:

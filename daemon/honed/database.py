@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -141,6 +141,34 @@ class Database:
                 " DO UPDATE SET offset = excluded.offset, num_bad = num_bad + excluded.num_bad",
                 (job.id, attempt, reading.offset, reading.num_bad),
             )
+
+    def job_ids(self) -> set[int]:
+        """The jobs that have a row."""
+        return {number for (number,) in self._db.execute("SELECT id FROM jobs")}
+
+    def forget(self, job_id: int, *, max_rows: int) -> bool:
+        """Remove a job's rows, at most so many at a time. Returns whether none is left; its own goes last."""
+        for table in ("metrics", "training_predictions", "events", "offsets"):
+            rows = f"SELECT rowid FROM {table} WHERE job_id = ? LIMIT ?"
+            found = self._db.execute(f"DELETE FROM {table} WHERE rowid IN ({rows})", (job_id, max_rows))
+            if found.rowcount >= max_rows:
+                return False
+        self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+        return True
+
+    def last_event(self) -> int:
+        """The number of the newest row in `events`."""
+        return int(self._db.execute("SELECT coalesce(max(rowid), 0) FROM events").fetchone()[0])
+
+    def forget_events(self, first: int, count: int, *, before: float, of: Container[int]) -> int:
+        """Among `count` rows of `events` from a number on, remove those of these jobs that are older. Returns their
+        number."""
+        sql = "SELECT rowid, job_id FROM events WHERE rowid >= ? AND rowid < ? AND created_at < ?"
+        rows = [(rowid,) for rowid, job_id in self._db.execute(sql, (first, first + count, timestamp(before)))
+                if job_id in of]  # fmt: skip
+        with self._transaction():
+            self._db.executemany("DELETE FROM events WHERE rowid = ?", rows)
+        return len(rows)
 
     def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
         data, when = event.data, timestamp(event.time)

@@ -14,12 +14,13 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from honed import access, device, installed, message, outbox
+from honed import access, device, installed, message, notification, outbox
 from honed import config as configs
 from honed.config import Config
 from honed.error import EnvironmentInvalidError, HonedError
@@ -31,6 +32,8 @@ Status = Literal["ok", "warning", "error"]
 
 #: Seconds that a child has; `import torch` from a cold disk has been seen to take 30.
 CHILD_TIMEOUT_SEC = 120.0
+#: Seconds that a notice may wait before somebody should look why.
+NOTICE_PATIENCE_SEC = 600.0
 #: Bytes of free disk below which one job's checkpoints may not fit.
 LOW_DISK_BYTES = 20 * 2**30
 #: Bytes of free disk below which not even honed's own files are safe.
@@ -88,6 +91,7 @@ def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
             *(answer.result() for answer in compiled),
             *_instance(layout, config),
             *_reporting(layout, config),
+            *_notices(layout),
         ]
 
 
@@ -488,6 +492,28 @@ def _reporting(layout: Layout, config: Config) -> list[Finding]:
         detail = f"{waiting}; {num_lost} rows found no room, and were not sent"
         return [Finding(check, "warning", detail, f"raise reporting.max_outbox_bytes; then rm {path}/lost.json")]
     return [Finding(check, "ok", f"{address}; {waiting}")]
+
+
+def _notices(layout: Layout) -> list[Finding]:
+    """Of the notices of jobs' ends, where any are stuck or refused."""
+    check, directory = "notices", notification.notices_dir(layout)
+    if not os.access(directory, os.R_OK | os.X_OK):
+        return []
+    waiting, refused = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
+    old = [path for path in waiting if time.time() - _changed_at(path) > NOTICE_PATIENCE_SEC]
+    if old:
+        return [Finding(check, "warning", f"{len(old)} are not delivered", "journalctl -u honed-send says why")]
+    if refused:
+        detail = f"{len(refused)} were refused, and lie in {notification.refused_dir(layout)}"
+        return [Finding(check, "warning", detail, "systemctl reload honed-send sends them again; or remove them")]
+    return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # delivered
+        return time.time()
 
 
 def _daemon(layout: Layout) -> Finding:

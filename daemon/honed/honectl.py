@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from honed import __version__, config, draft, following, joblog, listing, submission, terminal
+from honed import __version__, config, draft, following, joblog, listing, pruning, submission, terminal
 from honed import layout as layouts
 from honed.error import HonedError, NotPermittedError, UsageError
 from honed.instance import Instance
@@ -39,7 +39,8 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     for job in changed:
         is_asked = job["state"] == State.RUNNING
-        terminal.say(f"job {job['id']} ({job['name']}): " + ("asked to stop" if is_asked else job["state"]))
+        more = f", from {where}" if (where := job.get("goes_on_from")) else ""
+        terminal.say(f"job {job['id']} ({job['name']}): " + ("asked to stop" if is_asked else job["state"] + more))
     return 0
 
 
@@ -180,6 +181,27 @@ def _add_changes(add: Add) -> None:
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
             verb.add_argument("--from-start", action="store_true", help="forget its checkpoints")
+    for name, words in (
+        ("pin", "keep a job: neither prune nor retention removes it"),
+        ("unpin", "keep a job no longer"),
+    ):
+        add(name, pruning.pin, words).add_argument("ids", nargs="+", metavar="ID")
+    verb = add("prune", pruning.prune, "remove finished jobs, or their checkpoints, or refused files; says what")
+    verb.add_argument("ids", nargs="*", metavar="ID", help="these; without one, those beyond a limit")
+    verb.add_argument("--older-than", type=pruning.span, metavar="AGE", help="finished so long ago: 30d, 12h, 2w")
+    verb.add_argument("--keep", type=int, metavar="N", help="all but the newest N")
+    verb.add_argument(
+        "--max-size", type=pruning.size, metavar="SIZE", help="the oldest, until the rest takes less: 200G, 500M"
+    )
+    verb.add_argument(
+        "--state", action="append", choices=[state.value for state in State if state.is_final],
+        help="only jobs that ended so; may be repeated",
+    )  # fmt: skip
+    verb.add_argument(
+        "--checkpoints", action="store_true", help="their checkpoints alone; of succeeded jobs, unless told otherwise"
+    )
+    verb.add_argument("--rejected", action="store_true", help="refused files, and no jobs")
+    verb.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     add("pause", pause, "start no more jobs; running ones go on", as_json=False)
     add("resume", pause, "start jobs again", as_json=False)
 

@@ -3,6 +3,8 @@ the socket, or, when honed is down, to the spool itself under its lock."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed import query
@@ -61,11 +63,28 @@ class Instance:
         """Change a job, through the daemon or, where it is down, in the spool itself."""
         if self.is_up:
             return self._client.ask(verb, id=reference, **arguments)
-        from honed.answer import change
+        from honed.answer import change, goes_on_from
 
         spool = self._spool(lock=True)
         try:
-            return query.summary(change(spool, self.layout, verb, query.find(spool, reference), **arguments), {})
+            job, more = query.find(spool, reference), {}
+            if verb == "requeue":
+                more = {"goes_on_from": goes_on_from(self.layout, job, from_start=arguments.get("from_start", False))}
+            return {**query.summary(change(spool, self.layout, verb, job, **arguments), {}), **more}
+        finally:
+            spool.close()
+
+    @contextlib.contextmanager
+    def pruner(self) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
+        """What answers `prune` and `pruned`: the daemon, or we ourselves where it is down."""
+        if self.is_up:
+            yield lambda verb, arguments: self._client.ask(verb, **arguments)
+            return
+        from honed.pruning import Down
+
+        spool = self._spool(lock=True)
+        try:
+            yield Down(spool, self.layout).ask
         finally:
             spool.close()
 

@@ -95,6 +95,11 @@ class Job:
     error: dict[str, str] | None = None  #: code, message, hint
     adjustments: tuple[Adjustment, ...] = ()  #: steps down the ladder, which the next attempt takes with it
     needs_bytes: int = 0  #: free space for its checkpoints, without which it is not started again
+    is_pinned: bool = False  #: a person keeps it: neither retention nor prune touches it
+    are_checkpoints_pruned: bool = False  #: it cannot go on from where it was
+    time_limit_sec: float | None = None  #: seconds that all attempts together may take, as its spec says
+    held_for: int | None = None  #: the failed job that it depends on, and is held for: released when that succeeds
+    notify: dict[str, Any] | None = None  #: who is told of its end, as its spec says
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: where the entry was found
 
     @property

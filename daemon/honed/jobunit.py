@@ -14,9 +14,11 @@ honed is down, and adds to exit.json what systemd knows; where the shim was kill
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -124,6 +126,21 @@ def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "
     return record
 
 
+def open_up(directory: Path) -> None:
+    """Let the group into the directories that the worker has made below its job's: the daemon, a member of it, is to
+    remove them one day, and nobody else could. tempfile's own, for one, are closed to all but their owner."""
+    for _path, names, _files, fd in os.fwalk(directory, onerror=lambda _error: None):
+        for name in names:
+            with contextlib.suppress(OSError):  # its owner's affair, or gone
+                below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+                try:
+                    info = os.fstat(below)
+                    if info.st_uid == os.geteuid() and info.st_mode & 0o070 != 0o070:
+                        os.fchmod(below, stat.S_IMODE(info.st_mode) | 0o070)
+                finally:
+                    os.close(below)
+
+
 def _signal_number(name: str) -> int | None:
     """Of systemd's spelling: KILL, ABRT."""
     try:
@@ -140,6 +157,7 @@ def start_main() -> int:
 
 def end_main() -> int:
     """The `honed-job-end` command."""
+    open_up(_job().dir)
     try:
         end(_job(), os.environ, system_state=_system_state())
     except (OSError, ValueError) as error:

@@ -32,16 +32,18 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
     rows = [
-        [job["id"], terminal.plain(job["name"], limit=40), job["state"], job["outcome"] or "", job["priority"],
+        [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), job["priority"],
          *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
         for job in jobs
     ]  # fmt: skip
-    terminal.table(COLUMNS, rows, right=["id", "priority", "step", "loss", "ETA"])
+    columns = list(COLUMNS)
+    if any(job.get("waiting_for") for job in jobs):
+        columns.append("waits because")
+        for row, job in zip(rows, jobs, strict=True):
+            row.append(terminal.plain((job.get("waiting_for") or {}).get("detail", ""), limit=60))
+    terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
     if left := _left_out(jobs, counts):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
-    for job in jobs:
-        if job["needs_bytes"]:
-            terminal.say(f"{job['id']}: waits for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space")
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
     return 0
@@ -56,6 +58,10 @@ def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
         if (num := sum(counts.get(state, 0) for state in states) - shown) > 0:
             parts.append(f"{num:,} more {words}")
     return ", ".join(parts)
+
+
+def _outcome(job: dict[str, Any]) -> str:
+    return ", ".join(filter(None, [job["outcome"], "pinned" if job.get("is_pinned") else ""]))
 
 
 def _fetch_line(arrival: dict[str, Any]) -> str:
@@ -78,7 +84,9 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     terminal.say(
         f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
     )
-    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]], ["step", step],
+    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]],
+             ["waits", (job.get("waiting_for") or {}).get("detail")],
+             ["pinned", "yes" if job.get("is_pinned") else None], ["step", step],
              ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
              if isinstance(value, int | float)), *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
     terminal.table(["", " "], [fact for fact in facts if fact[1] not in {None, ""}])

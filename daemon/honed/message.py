@@ -488,9 +488,35 @@ ROWS_LOST = Message(
     "man:honed.toml(5)",
 )
 
+NOTICE_TROUBLE = Message(
+    "ee862292747b48beb5a43e1605b63291",
+    "A notice of a job's end cannot be delivered",
+    """
+    Its receiver, a webhook or a mail server, cannot be reached, is busy, or says that address, token or password are
+    wrong. It waits in /var/lib/honed/outbox/notices and is tried again, ever later, for notify.give_up_days. No job and
+    no other receiver is held up.
+
+      journalctl -u honed-send
+    """,
+    "man:honed.toml(5)",
+)
+NOTICE_REFUSED = Message(
+    "b34447786c7c437ba26362b59dd55001",
+    "A notice of a job's end was refused, or found no room",
+    """
+    Its receiver said that it will never take it, [notify] in honed.toml does not allow that receiver any more, or too
+    many wait already. What was refused lies in /var/lib/honed/outbox/notices/refused with the answer, and is sent once
+    more with
+
+      systemctl reload honed-send
+    """,
+    "man:honed.toml(5)",
+)
+
 LIFE = (
     READY, STOPPING, RELOADED, CONFIG_REFUSED, DEGRADED, RECOVERED, DATABASE_DAMAGED, ENTRY_DAMAGED, ACCEPTED, STARTED,
     CHECKPOINT, FALLBACK, ADJUSTED, WAITS_FOR_ROOM, SUCCEEDED, CANCELLED, HELD, SEND_TROUBLE, ROW_REFUSED, ROWS_LOST,
+    NOTICE_TROUBLE, NOTICE_REFUSED,
 )  # fmt: skip
 
 #: Characters of a line: `journalctl -x` puts three before it, and a terminal has 80.

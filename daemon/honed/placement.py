@@ -44,7 +44,7 @@ class Placement:
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
         self._devices: list[Device] = []
         self._planned_for: dict[int, Device | None] = {}  # read from the plans once
-        self._unfit: dict[int, set[str]] = {}  # devices on which a job was found not to fit
+        self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job was found not to fit, and why
         self.fault = ""  #: what is wrong with the devices
 
     def tell(self) -> None:
@@ -68,7 +68,7 @@ class Placement:
 
         Of several, one for which the job's plan holds as it is.
         """
-        free = self._free(job.num_gpus > 0, self._attempts.devices_in_use() | self._unfit.get(job.id, set()))
+        free = self._free(job.num_gpus > 0, self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys())
         return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
 
     def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
@@ -94,9 +94,29 @@ class Placement:
         is_alike = planned.compute_capability == found.compute_capability
         return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
 
-    def rule_out(self, job: Job, found: Device) -> None:
+    def rule_out(self, job: Job, found: Device, why: str) -> None:
         """A job cannot run on that device: it is not offered to the job again while it is queued."""
-        self._unfit.setdefault(job.id, set()).add(found.uuid or found.kind)
+        self._unfit.setdefault(job.id, {})[found.uuid or found.kind] = why
+
+    def obstacles(self, job: Job) -> tuple[str, str] | None:
+        """Why none of the devices is to be had for a job, as they were last looked at: `unfit` where none will ever be,
+        else `device`, with the words for a person. None where one is."""
+        wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
+        users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
+        unfit, taken = [], []
+        for found in self._devices if wants_gpu else [_cpu(self._devices)]:
+            key = found.uuid or found.kind
+            if (found.kind == "cuda") != wants_gpu:
+                continue
+            if (why := self._unfit.get(job.id, {}).get(key)) is not None:
+                unfit.append(f"it cannot run on {found.name}: {why}")
+            elif key in users:
+                taken.append(f"job {users[key]} runs on {found.name}")
+            elif found.kind == "cuda" and not device.is_free(found, self.config.device.busy_bytes):
+                taken.append(f"others hold the memory of {found.name}")
+            else:
+                return None
+        return ("device" if taken else "unfit"), "; ".join(dict.fromkeys([*taken, *unfit]))
 
     def reread_plan(self, job: Job) -> None:
         """A job's plan has changed: the next question reads it again."""

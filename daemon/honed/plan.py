@@ -5,7 +5,7 @@ Backend, precision and an estimate of memory, in the shape that `honectl plan --
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,6 @@ from honed.installed import Installed, known_model_types
 from honed.memory import Memory
 from honed.precision import Precision
 from honed.spec import JobSpec
-
-#: Keys that a spec may have and this version does nothing with: what to look for, and what is said.
-NOT_ACTED_ON: tuple[tuple[str, Callable[[JobSpec], bool]], ...] = (("notify", lambda spec: spec.notify is not None),)
 
 #: In what a merged checkpoint may be stored.
 MERGED_DTYPES = ("bfloat16", "float16", "float32")
@@ -98,7 +95,7 @@ def make(
         num_rows=num_rows, rows=rows,
     )  # fmt: skip
     num_trained = parameter.trained(spec, model, adapter).num_parameters
-    return Plan(backend, choices, needed, model, device, num_trained, tuple(_warnings(spec, model, choices, needed)))
+    return Plan(backend, choices, needed, model, device, num_trained, tuple(_warnings(model, choices, needed)))
 
 
 def _merge(
@@ -117,7 +114,7 @@ def _merge(
     )  # fmt: skip
     needed = memory.estimate(spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes)
     backend = Backend("transformers", ("a merge goes through transformers and peft",))
-    return Plan(backend, choices, needed, model, device, 0, tuple(_warnings(spec, model, choices, needed)))
+    return Plan(backend, choices, needed, model, device, 0, tuple(_warnings(model, choices, needed)))
 
 
 def choose_backend(
@@ -169,9 +166,8 @@ def _unsloth_obstacle(
 # --- Warnings ---------------------------------------------------------------------------------------------------------
 
 
-def _warnings(spec: JobSpec, model: BaseModelInfo, choices: Precision, needed: Memory) -> list[str]:
+def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[str]:
     found = list(choices.warnings)
-    found += [f"{key}: this version does nothing with it" for key, is_set in NOT_ACTED_ON if is_set(spec)]
     if not needed.fits:
         found.append(
             f"memory: {memory.gib(needed.total_bytes)} are estimated, and there are "

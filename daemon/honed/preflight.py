@@ -41,6 +41,7 @@ from honed import (
     packagecheck,
     placecheck,
     plan,
+    receiver,
     remedy,
     spec,
     templatecheck,
@@ -259,6 +260,7 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
             "trust_remote_code: code that comes with a model may not run here",
             hint="leave it out, or the administrator sets policy.trust_remote_code in honed.toml",
         )
+    receiver.check(job_spec.notify, config.notify)
 
 
 def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:

@@ -9,6 +9,7 @@ from honed.config import Config
 from honed.database import Database
 from honed.job import Job
 from honed.layout import Layout
+from honed.notification import Notices
 from honed.offlinerun import Collector
 from honed.outbox import Outbox
 from honed.reporter import Reporter
@@ -24,6 +25,7 @@ class Publishing:
         config: Config,
         database: Database,
         attempts: Attempts,
+        notices: Notices,
         *,
         job_of: Callable[[int], Job | None],
         clock: Callable[[], float],
@@ -33,6 +35,7 @@ class Publishing:
         self._database = database
         self._attempts = attempts
         self._job_of = job_of
+        self._notices = notices
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, clock=clock)
         self._offline_runs = Collector(layout)
@@ -42,6 +45,7 @@ class Publishing:
         """Raises SpecError for an address that is none."""
         self._config = config
         self._set_outbox()
+        self._notices.reload(config.notify)
         if self._sender is not None:
             self._sender.reload()
 
@@ -54,7 +58,8 @@ class Publishing:
 
     def tend_sender(self) -> None:
         if self._sender is not None:
-            is_wanted = self._attempts.outbox is not None or self._config.reporting.sync_wandb
+            has_rows = self._attempts.outbox is not None
+            is_wanted = has_rows or self._notices.is_wanted or self._config.reporting.sync_wandb
             self._sender.tend(is_wanted=is_wanted)
 
     def tend_reporter(self) -> None:

@@ -57,6 +57,8 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
     if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
         return job
     named = [job for job in spool.named(reference) if asker.may_read(job)]
+    if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
+        raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="drop its job file again")
     if not named:
         raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
     active = [job for job in named if not job.state.is_final]
@@ -66,6 +68,12 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
         case several:
             numbers = ", ".join(str(job.id) for job in several)
             raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"say which by its number: {numbers}")
+
+
+def words_of_pruned(pruned: Job) -> str:
+    """What became of a job that is not there any more."""
+    ended = {State.SUCCEEDED: "succeeded", State.FAILED: "failed"}.get(pruned.state, "was cancelled")
+    return f"{ended}, and was pruned since: what it made is gone"
 
 
 def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
@@ -161,7 +169,8 @@ def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
     if asker.may_read(job):
         return summary(job, progress)
     steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
-    return {**summary(job, steps), "name": "", "outcome": None, "source": None}
+    row = {**summary(job, steps), "name": "", "outcome": None, "source": None}
+    return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
 def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
@@ -176,9 +185,24 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "submitted_at": timestamp(job.submitted_at),
         "uid": job.uid,
         "source": job.source,
+        "is_pinned": job.is_pinned,
+        "waiting_for": _waiting_for(job),
         "progress": {key: progress.get(key) for key in keys},
         "needs_bytes": job.needs_bytes or None,
     }
+
+
+def _waiting_for(job: Job) -> dict[str, str] | None:
+    """Why a job waits, as far as its entry says; what the daemon knows of queued ones it adds itself."""
+    match job.state, job.error:
+        case State.HELD, {"message": message}:
+            return {"reason": "person" if job.held_for is None else "dependency", "detail": message}
+        case State.HELD, _:
+            return {"reason": "person", "detail": f"it is held: honectl release {job.id}"}
+        case State.QUEUED, _:
+            return {"reason": "honed", "detail": "honed is not running"}
+        case _:
+            return None
 
 
 def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:

@@ -259,6 +259,7 @@ RULES = (
 MERGE_KEYS = frozenset({
     "name", "kind", "priority", "base_model", "model_type", "revision", "trust_remote_code", "chat_template", "adapter",
     "dtype", "output_dir", "resources", "retry", "depends_on", "time_limit_sec", "notify",
+    "pin",
 })  # fmt: skip
 MERGE_RULES = (
     Rule((("kind",),), _merge_keys),

@@ -46,6 +46,7 @@ from honed.error import EnvironmentInvalidError, HonedError
 from honed.layout import Layout
 from honed.log import about
 from honed.message import ROW_REFUSED, SEND_TROUBLE
+from honed.messenger import Messenger
 from honed.notify import Notifier
 from honed.outbox import Row
 from honed.sync import Syncer
@@ -114,6 +115,7 @@ class Sender:
         self._refused_bytes: int | None = None  # in all; looked up with the first
         self._syncer = Syncer(self._path, reporting=lambda: self._config)
         self._counts = {"num_delivered": 0, "num_refused": 0}
+        self._messenger = Messenger(layout)
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -128,7 +130,10 @@ class Sender:
             if is_alone:
                 self._syncer.start()
                 try:
-                    self._deliver_all()
+                    with self._messenger.running():
+                        self._deliver_all()
+                        if self._ends_at is not None:  # the daemon has ended, and what it had to tell may wait
+                            self._messenger.finish(self._must_end)
                 finally:
                     self._syncer.finish(self._left_sec())
         self._notifier.stopping()
@@ -369,7 +374,9 @@ class Sender:
             self._ends_at = self._clock() + self._config.flush_sec
 
     def _load(self) -> None:
-        self._config = config.load(self._layout).reporting
+        configured = config.load(self._layout)
+        self._config = configured.reporting
+        self._messenger.reload(configured.notify)
         address = self._config.address()
         if address is None:
             log.info("no metrics API is configured: nothing is sent")

@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from honed import document, refusal, rule, synonym
+from honed.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.field import (
     MEMBER,
     AbsolutePath,
@@ -116,6 +117,8 @@ def _job_ids(value: Any) -> Any:
 
 
 def _webhook(value: str) -> str:
+    if WEBHOOK_NAME.fullmatch(value):
+        return value
     if re.match(r"https?://[^/]*@", value):
         refuse("an address with a password in it", "secrets never stand in a spec")
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
@@ -362,11 +365,13 @@ class GuardSpec(Section):
 class NotifySpec(Section):
     """`notify:` who is told of the job's end."""
 
-    webhook: Annotated[str, AfterValidator(_webhook), Expected("an http or https address")] | None = None
-    """An address that gets a POST."""
-    mail: Annotated[str, form(r"[^\s@]+@[^\s@]+"), Expected("a mail address")] | None = None
-    """A mail address."""
-    states: list[Ending] = Field(default=["succeeded", "failed"])
+    webhook: Annotated[
+        str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")
+    ] | None = None  # fmt: skip
+    """An address that gets a POST, or the name of one in honed.toml; the administrator says which a job may name."""
+    mail: Annotated[str, form(MAIL_ADDRESS.pattern), Expected("a mail address")] | None = None
+    """A mail address, in a domain that the administrator allows."""
+    states: list[Ending] = Field(default=["succeeded", "failed", "cancelled"])
     """The ends that are told."""
 
 
@@ -448,6 +453,8 @@ class JobSpec(Section):
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)  # fmt: skip
     """Who else gets the figures."""
+    pin: Flag = False
+    """Whether the job is kept when it is over: nothing removes it until `honectl unpin`."""
     notify: NotifySpec | None = None
     """Who is told of the end."""
     trial: Annotated[

@@ -4,6 +4,8 @@
     claimed/<id>/   an arrival that is being checked, under its own name
     queued/ held/ running/ succeeded/ failed/ cancelled/      one entry <id>.json per job
     rejected/       what was refused, as it was dropped, and <file>.reason
+    pruned/         <id>.<state>.json: the last entry of a job whose directory is being removed, or is gone
+    ended/          <id>: this job's end has yet to be told, see notification.py
     seq             the last number given to an arrival
     paused          there while starting of jobs is paused
     lock            locked by the daemon that owns this spool
@@ -86,9 +88,16 @@ class Spool:
         self.incoming_dir = self.dir / "incoming"
         self.claimed_dir = self.dir / "claimed"
         self.rejected_dir = self.dir / "rejected"
+        self.pruned_dir = self.dir / "pruned"
+        self.ended_dir = self.dir / "ended"
+        #: Whether somebody wants to know of every job's end, whatever its spec says.
+        self.tells_every_end = False
         for path in (self.incoming_dir, self.claimed_dir, self.rejected_dir, *map(self.state_dir, State)):
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
+        if lock:  # an older honed has not made them, and a reader may not
+            durable.make_dir(self.pruned_dir)
+            durable.make_dir(self.ended_dir)
         self._lock_fd = self._take_lock() if lock else None
         self._catalog: Catalog | None = None
         #: Whether workers are another user than we, who then shares nothing by accident.
@@ -125,6 +134,10 @@ class Spool:
     def root(self) -> Path:
         """The prefix of the instance whose spool this is."""
         return self._layout.root
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
 
     def state_dir(self, state: State) -> Path:
         return self.dir / state.value
@@ -193,6 +206,7 @@ class Spool:
 
     def _max_id(self) -> int:
         numbers = [int(path.name) for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]
+        numbers += [int(path.name.partition(".")[0]) for path in self._pruned_paths()]
         return max([*numbers, *self.all_jobs()], default=0)
 
     def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "") -> Copy:
@@ -334,6 +348,10 @@ class Spool:
                 found[job.id] = job
         return dict(sorted(found.items()))
 
+    def ids(self) -> set[int]:
+        """The numbers of all entries, without a look into them."""
+        return {int(path.stem) for _ in range(2) for state in State for path in self._entries(state)}
+
     def _entries(self, state: State) -> list[Path]:
         numbered = [path for path in self.state_dir(state).glob("*.json") if path.stem.isdecimal()]
         return sorted(numbered, key=lambda path: int(path.stem))
@@ -360,10 +378,20 @@ class Spool:
             self._catalog.put(changed)
         return changed
 
+    def annotate(self, job: Job, **changes: Any) -> Job:
+        """As update, and the entry stays as old as it was: nothing has happened to the job."""
+        path = self._entry_path(job.id, job.state)
+        before = path.stat()
+        changed = self.update(job, **changes)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return changed
+
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state, changed on the way; asserts that there is such a move."""
         assert to in MOVES[job.state], f"no move from {job.state} to {to}"
         moved = dataclasses.replace(job, state=to, revision=job.revision + 1, **changes)
+        if to.is_final and (self.tells_every_end or job.notify):
+            durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())
         old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
         durable.write_beside(old, moved.to_json()).rename(new)
         if self._catalog is not None:
@@ -372,6 +400,54 @@ class Spool:
         old.unlink()
         durable.sync_dir(old.parent)
         return moved
+
+    # -- pruned -------------------------------------------------------------------------------------------------------
+
+    def changed_at(self, job: Job) -> float:
+        """Seconds since the epoch: since when an entry is as it is. Raises FileNotFoundError where it is not there."""
+        return self._entry_path(job.id, job.state).stat().st_mtime
+
+    def prune(self, *jobs: Job) -> None:
+        """Give finished jobs up. The rename of an entry is the commit: before it, nothing happened; after it, the job's
+        directory and its rows are removed by somebody, however often that has to be begun."""
+        for job in jobs:
+            assert job.state.is_final
+            self._entry_path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
+            if self._catalog is not None:
+                self._catalog.drop(job.id)
+        for directory in [self.pruned_dir, *{self.state_dir(job.state) for job in jobs}]:
+            durable.sync_dir(directory)
+        for job in jobs:
+            (self.ended_dir / str(job.id)).unlink(missing_ok=True)
+
+    def _pruned_paths(self) -> list[Path]:
+        if not self.pruned_dir.is_dir():
+            return []
+        return [path for path in self.pruned_dir.iterdir() if path.name.partition(".")[0].isdecimal()]
+
+    def pruned_ids(self) -> set[int]:
+        """The jobs that were pruned, as far as is remembered."""
+        return {int(path.name.partition(".")[0]) for path in self._pruned_paths()}
+
+    def _pruned_places(self, job_id: int) -> list[Path]:
+        return [self.pruned_dir / f"{job_id}.{state}.json" for state in State if state.is_final]
+
+    def is_pruned(self, job_id: int) -> bool:
+        return any(path.exists() for path in self._pruned_places(job_id))
+
+    def pruned(self, reference: int | str) -> Job | None:
+        """The last entry of a job that was pruned, by its number, or the newest of that name."""
+        is_number = str(reference).isdecimal()
+        paths = self._pruned_places(int(reference)) if is_number else self._pruned_paths()
+        found = [job for path in paths if (job := _read_pruned(path)) is not None]
+        return max((job for job in found if reference in {job.id, job.name, str(job.id)}),
+                   key=lambda job: job.id, default=None)  # fmt: skip
+
+    def forget_pruned(self, job_ids: set[int]) -> None:
+        """Let go of the last entries of jobs of which nothing is left."""
+        for path in self._pruned_paths():
+            if int(path.name.partition(".")[0]) in job_ids:
+                path.unlink(missing_ok=True)
 
     # -- pause --------------------------------------------------------------------------------------------------------
 
@@ -395,6 +471,7 @@ class Spool:
         for path in [*self.dir.glob(".*.tmp"), *self.rejected_dir.glob(".*.reason.tmp")]:
             path.unlink(missing_ok=True)
         self._catalog = None
+        self._drop_pruned_copies()
         self._catalog = Catalog(self._newest_copies())
         for place in list(self.claimed_dir.iterdir()):
             if not place.name.isdecimal() or not place.is_dir():
@@ -406,6 +483,15 @@ class Spool:
             for path in names:
                 self._recover_claim(Claim(int(place.name), path))
         self._next_id_is_readable()
+
+    def _drop_pruned_copies(self) -> None:
+        """A rename between directories can leave both names after a power cut: what is pruned is pruned."""
+        for path in self._pruned_paths():
+            for state in State:
+                copy = self._entry_path(int(path.name.partition(".")[0]), state)
+                if copy.exists():
+                    copy.unlink()
+                    durable.sync_dir(copy.parent)
 
     def _newest_copies(self) -> Iterable[Job]:
         """Each job once; of two copies, which a move leaves that was cut short, the older is removed."""
@@ -469,6 +555,13 @@ def read_entry(path: Path, state: State) -> Job | None:
         return None
     except (OSError, ValueError) as error:
         log.error("%s: damaged entry: %s", path, error, extra=about(message=ENTRY_DAMAGED))  # noqa: TRY400
+        return None
+
+
+def _read_pruned(path: Path) -> Job | None:
+    try:
+        return read_entry(path, State(path.name.split(".")[1]))
+    except (ValueError, IndexError):
         return None
 
 

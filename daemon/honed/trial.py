@@ -68,7 +68,7 @@ class Findings:
 
 def only(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A job file's content, of a job that does nothing but try it, before all others."""
-    kept = {key: value for key, value in document.items() if key not in {"output_dir", "notify", "depends_on"}}
+    kept = {key: value for key, value in document.items() if key not in {"output_dir", "notify", "depends_on", "pin"}}
     return {**kept, "trial": "only", "priority": MAX_PRIORITY, "name": f"trial of {document.get('name') or name}"[:100]}
 
 

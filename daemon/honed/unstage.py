@@ -20,12 +20,17 @@ log = logging.getLogger(__name__)
 
 def remove_copies(layout: Layout, job: Job, unfinished: Iterable[Job]) -> None:
     """Of a job that is done, what `submit --stage` had copied; what another job of the same person names stays."""
+    for place in copies_of_its_own(layout, job, unfinished):
+        # Aside: a hundred thousand images take their time.
+        threading.Thread(target=_remove, args=(job, place)).start()
+
+
+def copies_of_its_own(layout: Layout, job: Job, unfinished: Iterable[Job]) -> set[Path]:
+    """The copies that were made for a job, and that no unfinished one of the same person names."""
     places = staged.places(_spec_of(layout, job), layout, job.uid)
     others = [other for other in unfinished if other.uid == job.uid] if places else []
     needed = {place for other in others for place in staged.places(_spec_of(layout, other), layout, other.uid)}
-    for place in set(places) - needed:
-        # Aside: a hundred thousand images take their time.
-        threading.Thread(target=_remove, args=(job, place)).start()
+    return set(places) - needed
 
 
 def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:

@@ -5,10 +5,10 @@ _honectl_jobs() {
 _honectl() {
     local word words verb= current=${COMP_WORDS[COMP_CWORD]}
     for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-        case $word in submit|check|plan|preview|trial|list|show|logs|watch|cancel|hold|release|requeue|pause|resume|predictions|report|sandbox|doctor) verb=$word; break ;; esac
+        case $word in submit|check|plan|preview|trial|list|show|logs|watch|cancel|hold|release|requeue|pin|unpin|prune|pause|resume|predictions|report|sandbox|doctor) verb=$word; break ;; esac
     done
     case $verb in
-        "") words="submit check plan preview trial list show logs watch cancel hold release requeue pause resume predictions report sandbox doctor --root --user" ;;
+        "") words="submit check plan preview trial list show logs watch cancel hold release requeue pin unpin prune pause resume predictions report sandbox doctor --root --user" ;;
         submit) words="--json --hold --stage --wait" ;;
         check) words="--json" ;;
         plan) words="--json" ;;
@@ -22,6 +22,9 @@ _honectl() {
         hold) words="--json $(_honectl_jobs)" ;;
         release) words="--json $(_honectl_jobs)" ;;
         requeue) words="--json --from-start $(_honectl_jobs)" ;;
+        pin) words="--json $(_honectl_jobs)" ;;
+        unpin) words="--json $(_honectl_jobs)" ;;
+        prune) words="--json --older-than --keep --max-size --state --checkpoints --rejected --dry-run $(_honectl_jobs)" ;;
         pause) words="" ;;
         resume) words="" ;;
         predictions) words="--json --sample --step --jsonl --csv $(_honectl_jobs)" ;;

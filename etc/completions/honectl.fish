@@ -46,6 +46,22 @@ complete -c honectl -n __fish_use_subcommand -f -a requeue -d 'queue a finished 
 complete -c honectl -n '__fish_seen_subcommand_from requeue' -l json
 complete -c honectl -n '__fish_seen_subcommand_from requeue' -l from-start
 complete -c honectl -n '__fish_seen_subcommand_from requeue' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a pin -d 'keep a job: neither prune nor retention removes it'
+complete -c honectl -n '__fish_seen_subcommand_from pin' -l json
+complete -c honectl -n '__fish_seen_subcommand_from pin' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a unpin -d 'keep a job no longer'
+complete -c honectl -n '__fish_seen_subcommand_from unpin' -l json
+complete -c honectl -n '__fish_seen_subcommand_from unpin' -f -a '(__honectl_jobs)'
+complete -c honectl -n __fish_use_subcommand -f -a prune -d 'remove finished jobs, or their checkpoints, or refused files; says what'
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l json
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l older-than
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l keep
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l max-size
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l state
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l checkpoints
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l rejected
+complete -c honectl -n '__fish_seen_subcommand_from prune' -l dry-run
+complete -c honectl -n '__fish_seen_subcommand_from prune' -f -a '(__honectl_jobs)'
 complete -c honectl -n __fish_use_subcommand -f -a pause -d 'start no more jobs; running ones go on'
 complete -c honectl -n __fish_use_subcommand -f -a resume -d 'start jobs again'
 complete -c honectl -n __fish_use_subcommand -f -a predictions -d 'what the model wrote for held-out examples, step by step, beside the truth'

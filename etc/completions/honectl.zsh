@@ -15,6 +15,9 @@ verbs=(
         'hold:keep a queued job from starting, or stop a running one at a checkpoint'
         'release:let a held job go on'
         'requeue:queue a finished job again, from its last checkpoint if it has one'
+        'pin:keep a job: neither prune nor retention removes it'
+        'unpin:keep a job no longer'
+        'prune:remove finished jobs, or their checkpoints, or refused files; says what'
         'pause:start no more jobs; running ones go on'
         'resume:start jobs again'
         'predictions:what the model wrote for held-out examples, step by step, beside the truth'
@@ -41,6 +44,9 @@ else
         hold) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         release) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         requeue) _arguments '--json' '--from-start' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        pin) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        unpin) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        prune) _arguments '--json' '--older-than' '--keep' '--max-size' '--state' '--checkpoints' '--rejected' '--dry-run' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         pause) _arguments  '*:file:_files' ;;
         resume) _arguments  '*:file:_files' ;;
         predictions) _arguments '--json' '--sample' '--step' '--jsonl' '--csv' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;

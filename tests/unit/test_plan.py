@@ -88,11 +88,6 @@ def test_what_may_not_fit_is_warned_about(model: BaseModelInfo) -> None:
     assert any(warning.startswith("memory: ") for warning in found.warnings)
 
 
-def test_keys_that_nothing_is_done_with_are_told(model: BaseModelInfo) -> None:
-    found = make(model, notify={"mail": "a@example.org"})
-    assert "notify: this version does nothing with it" in found.warnings
-
-
 def test_a_config_that_contradicts_the_weights_is_told(model: BaseModelInfo) -> None:
     model.config["dtype"] = "bfloat16"
     assert any("says bfloat16, but the weights are stored in float32" in warning for warning in make(model).warnings)

@@ -1,0 +1,175 @@
+"""A mail server and a chat's webhook that keep what they get, and misbehave on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import email
+import email.policy
+import json
+import socketserver
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from email.message import EmailMessage
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class _Talk(socketserver.StreamRequestHandler):
+    """One SMTP conversation, as far as honed goes: EHLO, AUTH PLAIN or LOGIN, MAIL, RCPT, DATA, QUIT."""
+
+    def handle(self) -> None:
+        office: PostOffice = self.server.office  # type: ignore[attr-defined]
+        if office.is_silent:
+            time.sleep(5)
+            return
+        self._say("220 post office")
+        while line := self.rfile.readline().decode().strip():
+            verb = line.split(":")[0].split(" ")[0].upper()
+            match verb:
+                case "EHLO":
+                    self._say("250-post office\r\n250-AUTH PLAIN\r\n250 SMTPUTF8")
+                case "AUTH":
+                    office.logins.append(line.split(" ")[2])
+                    self._say("235 welcome")
+                case "MAIL":
+                    self._say("250 ok")
+                case "RCPT":
+                    self._say(office.rcpt_answers.pop(0) if office.rcpt_answers else "250 ok")
+                case "DATA":
+                    self._say("354 go on")
+                    data = b""
+                    while (text := self.rfile.readline()) not in {b".\r\n", b""}:
+                        data += text
+                    office.keep(data)
+                    if office.num_hang_ups:
+                        office.num_hang_ups -= 1
+                        return  # kept, and the sender never hears of it
+                    self._say("250 kept")
+                case "QUIT":
+                    self._say("221 bye")
+                    return
+                case _:
+                    self._say("250 ok")
+
+    def _say(self, line: str) -> None:
+        self.wfile.write(f"{line}\r\n".encode())
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+
+class PostOffice:
+    """Listens on a port of its own from the first `up` on."""
+
+    def __init__(self) -> None:
+        self.mails: dict[str, EmailMessage] = {}  #: by Message-ID
+        self.num_times: Counter[str] = Counter()
+        self.rcpt_answers: list[str] = []
+        self.logins: list[str] = []
+        self.num_hang_ups = 0
+        self.is_silent = False
+        self.port = 0
+        self._server: _Server | None = None
+        self.up()
+
+    def keep(self, data: bytes) -> None:
+        mail = email.message_from_bytes(data, policy=email.policy.default)
+        assert isinstance(mail, EmailMessage)
+        self.num_times[str(mail["Message-ID"])] += 1
+        self.mails[str(mail["Message-ID"])] = mail
+
+    def up(self) -> None:
+        self._server = _Server(("127.0.0.1", self.port), _Talk)
+        self._server.office = self  # type: ignore[attr-defined]
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def down(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class _Post(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        hook: Webhook = self.server.hook  # type: ignore[attr-defined]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = hook.replies.pop(0) if hook.replies else None
+        if callable(reply):
+            reply(self)
+            return
+        if reply is None or reply < 300:
+            hook.num_times[str(self.headers["Idempotency-Key"])] += 1
+            hook.notices[str(self.headers["Idempotency-Key"])] = body
+            hook.headers.append(dict(self.headers.items()))
+            hook.paths.append(self.path)
+        self.send_response(reply or 200)
+        if reply in {301, 302}:
+            self.send_header("Location", f"http://127.0.0.1:{hook.port}/elsewhere")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on stderr."""
+
+
+class Webhook:
+    """What a chat server has; `replies` are those to the next requests, a status or a function."""
+
+    def __init__(self) -> None:
+        self.notices: dict[str, dict[str, Any]] = {}  #: by key
+        self.num_times: Counter[str] = Counter()
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.replies: list[int | Callable[[Any], None]] = []
+        self.port = 0
+        self._server: ThreadingHTTPServer | None = None
+        self.up()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hooks"
+
+    def up(self) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _Post)
+        self._server.hook = self  # type: ignore[attr-defined]
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def down(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+def drip(request: Any) -> None:
+    """A byte now and then, for ever."""
+    with contextlib.suppress(OSError):
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        for _ in range(400):
+            request.wfile.write(b" ")
+            time.sleep(0.05)
+
+
+def keep_and_hang_up(request: Any) -> None:
+    """What came is kept, and the sender never hears of it."""
+    request.server.hook.num_times[str(request.headers["Idempotency-Key"])] += 1
+
+
+@contextlib.contextmanager
+def open_both() -> Iterator[tuple[Webhook, PostOffice]]:
+    hook, office = Webhook(), PostOffice()
+    try:
+        yield hook, office
+    finally:
+        hook.down()
+        office.down()

@@ -1,0 +1,116 @@
+"""Why a job waits is told; one that waits for another goes on when that has succeeded; one that hangs beyond its time
+limit is ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from harness import Instance, wait_for
+
+from honed.job import State
+
+
+def waits(instance: Instance, name: str) -> dict[str, Any]:
+    rows = {row["name"]: row for row in instance.client.ask("list")}
+    shown = instance.client.ask("show", id=name)
+    assert shown["waiting_for"]["reason"] == rows[name]["waiting_for"]["reason"]
+    found: dict[str, Any] = shown["waiting_for"]
+    return found
+
+
+def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
+    instance.configure("[jobs]\nretry_delay_sec = 600\n")
+    instance.start()
+    instance.drop("a", name="slow-400")
+    instance.wait_state("slow-400", State.RUNNING)
+    instance.drop("b", name="succeed.b")
+    instance.drop("c", name="succeed.c", depends_on=["slow-400"])
+    instance.drop("d.hold", name="succeed.d")
+    for name in ("succeed.b", "succeed.c", "succeed.d"):
+        wait_for(lambda name=name: instance.job(name), what=name)  # type: ignore[misc]
+    found = waits(instance, "succeed.b")
+    assert (found["reason"], found["detail"][:14]) == ("device", "job 1 runs on ")
+    assert waits(instance, "succeed.c") == {
+        "reason": "dependency", "detail": "job 1 (slow-400), which it depends on, is running",
+    }  # fmt: skip
+    assert waits(instance, "succeed.d") == {"reason": "person", "detail": "it is held: honectl release 4"}
+    assert instance.client.ask("show", id="1")["waiting_for"] is None
+    listed = subprocess.run([sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "list"],
+                            capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert "waits because" in listed
+    assert "job 1 (slow-400), which it depends on, is running" in listed
+    instance.client.ask("pause")
+    assert waits(instance, "succeed.b")["reason"] == "paused"
+    instance.client.ask("resume")
+    instance.client.ask("cancel", id="1")
+    wait_for(lambda: instance.job("succeed.c").state is State.HELD, what="held")  # type: ignore[union-attr]
+    assert waits(instance, "succeed.c")["reason"] == "dependency"
+    instance.drop("e", name="killer.e", retry={"max_attempts": 9})
+    wait_for(lambda: (job := instance.job("killer.e")) and job.num_failures == 2, what="two failures")
+    found = wait_for(lambda: waits(instance, "killer.e"), what="a wait")
+    assert (found["reason"], found["detail"][:17]) == ("retry", "it is tried again")
+
+
+def test_a_job_that_fits_on_no_device_says_so_to_its_owner(instance: Instance) -> None:
+    gpus = instance.root / "gpus.json"
+    gpus.write_text(json.dumps([{"uuid": "GPU-1", "free_bytes": 1 << 30}]))
+    instance.environment["HONED_TEST_GPUS"] = str(gpus)
+    instance.start()
+    instance.drop("a", name="succeed.a")
+    wait_for(lambda: instance.job("succeed.a"), what="accepted")
+    assert waits(instance, "succeed.a") == {"reason": "device", "detail": "others hold the memory of test GPU"}
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["up", "killed"])
+def test_a_job_held_for_a_failed_one_goes_on_when_that_is_requeued_and_succeeds(
+    instance: Instance, is_killed: bool
+) -> None:
+    instance.drop("a", name="fallback", backend="unsloth")
+    instance.drop("b", name="succeed.b", depends_on=["fallback"])
+    instance.drop("c", name="die-3", retry={"max_attempts": 1})
+    instance.drop("d", name="succeed.d", depends_on=["die-3"])
+    instance.start()
+    held = instance.wait_state("succeed.d", State.HELD)
+    assert held.error is not None
+    assert held.error["message"] == "it depends on job 3 (die-3), which failed"
+    assert held.error["hint"] == "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4"
+    instance.wait_state("succeed.b", State.HELD)
+    if is_killed:
+        instance.kill(signal.SIGKILL)
+        instance.start()
+    instance.client.ask("requeue", id="3")
+    instance.wait_state("die-3", State.SUCCEEDED)
+    assert instance.wait_state("succeed.d", State.SUCCEEDED).held_for is None
+    assert instance.wait_state("succeed.b", State.HELD).error is not None  # its own has not
+
+
+def test_a_worker_that_hangs_beyond_its_time_limit_is_ended(instance: Instance) -> None:
+    instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\nstop_timeout_sec = 1\n")
+    instance.drop("a", name="hang", time_limit_sec=1)
+    instance.drop("b", name="slow-1000", time_limit_sec=1)
+    instance.drop("c", name="succeed.c", time_limit_sec=600)
+    assert instance.drain() == 0
+    for name in ("hang", "slow-1000"):
+        job = instance.wait_state(name, State.FAILED)
+        assert job.error is not None
+        assert (job.outcome, job.error["code"], len(job.attempts)) == ("time_limit", "time_limit", 1)
+    assert instance.wait_state("succeed.c", State.SUCCEEDED)
+    assert (instance.layout.job(2).checkpoints_dir / "step").exists()
+
+
+def test_a_time_limit_counts_the_time_before_a_kill_of_honed(instance: Instance) -> None:
+    instance.configure("[jobs]\ntime_limit_grace_sec = 0\nstop_timeout_sec = 1\n")
+    instance.drop("a", name="hang", time_limit_sec=3)
+    instance.start()
+    began = instance.wait_state("hang", State.RUNNING).attempt.started_at
+    wait_for(lambda: instance.starts(instance.wait_state("hang", State.RUNNING)), what="its worker")
+    instance.kill(signal.SIGKILL)
+    instance.start()
+    job = instance.wait_state("hang", State.FAILED)
+    assert job.outcome == "time_limit"
+    assert job.attempt.started_at == began

@@ -1,0 +1,94 @@
+"""Keeping house as honed is installed: the daemon removes what another user, its workers', has made; people prune their
+own jobs and nobody else's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(300)]
+
+JOBS = "/var/lib/honed/jobs"
+SPEC = {
+    "base_model": "/srv/models/tiny",
+    "backend": "transformers",
+    "lora": {"r": 4, "lora_alpha": 8},
+    "datasets": [{"path": "/srv/data/facts.jsonl"}],
+    "training": {"max_steps": 2, "per_device_train_batch_size": 2, "max_length": 128, "save_steps": 1},
+    "predictions": {"sample_frequency": "off"},
+}
+
+
+#: A chat server in the machine, which keeps what it is told.
+LISTENER = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        with open("/srv/told.jsonl", "ab") as file:
+            file.write(self.rfile.read(int(self.headers["Content-Length"])) + b"\\n")
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", 8099), Handler).serve_forever()
+"""
+
+
+def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine: Machine, model: str) -> None:
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.run("ip", "link", "set", "lo", "up")
+    machine.write("/etc/honed/honed.toml.d/50-notify.toml",
+                  '[notify]\nadmin_webhook = "http://127.0.0.1:8099/x"\nadmin_states = ["succeeded"]\n'
+                  "retry_delay_sec = 1\nmax_retry_delay_sec = 2\n")  # fmt: skip
+    machine.add_user("anna", "honed-submit")
+    machine.add_user("berta", "honed-submit")
+    machine.run("systemctl", "enable", "--now", "honed")
+    for name in ("facts", "more"):
+        machine.write(f"/var/spool/honed/incoming/{name}.json", json.dumps({"name": name, **SPEC}), user="anna")
+    wait_for(lambda: json.loads(machine.run("honectl", "list", "--json", "--state", "succeeded"))[1:],
+             what="both jobs", deadline_sec=200)  # fmt: skip
+    owners = set(machine.run("find", f"{JOBS}/1", "-printf", "%u\\n").split())
+    assert owners == {"honed", "honed-job"}
+    # What a library's tempfile leaves is open to nobody: the end of the unit has seen to that.
+    machine.sh(
+        f"mkdir -m 0700 {JOBS}/1/output/tmpx; touch {JOBS}/1/output/tmpx/file; chown -R honed-job {JOBS}/1/output/tmpx"
+    )
+    end = machine.sh("readlink -f /opt/honed/current/bin/honed-job-end").strip()
+    machine.try_run(end, "1", user="honed-job")
+
+    refused = machine.try_run("honectl", "prune", "1", user="berta")
+    assert refused.returncode == 77, refused.stderr
+    assert machine.try_run("honectl", "pin", "1", user="berta").returncode == 77
+    checkpoints = json.loads(machine.run("honectl", "prune", "--json", "--checkpoints", "1", user="anna"))
+    assert checkpoints["removed"][0]["problem"] is None
+    assert checkpoints["removed"][0]["num_bytes"] > 100_000
+    assert "checkpoints" not in machine.run("ls", "-A", f"{JOBS}/1")
+    before = int(machine.run("du", "-sb", f"{JOBS}/1").split()[0])
+    done = json.loads(machine.run("honectl", "prune", "--json", "1", user="anna"))
+    assert done["removed"][0]["problem"] is None
+    assert 0.5 * before < done["removed"][0]["num_bytes"] <= before
+    assert not machine.exists(f"{JOBS}/1")
+
+    # What even the group may not enter is said, with what root can do; the job is gone from the list all the same.
+    closed = f"{JOBS}/2/output/closed"
+    machine.sh(f"mkdir -m 0700 {closed}; touch {closed}/file; chown -R honed-job {closed}")
+    short = machine.try_run("honectl", "prune", "2", user="anna")
+    assert short.returncode == 1
+    assert "Permission denied" in short.stdout
+    machine.wait_message("root can: rm -r", "--unit=honed")
+    assert json.loads(machine.run("honectl", "list", "--json")) == []
+    machine.run("rm", "-r", closed)
+    machine.run("systemctl", "restart", "honed")
+    wait_for(lambda: not machine.exists(f"{JOBS}/2"), what="the rest of it")
+
+
+def test_ends_are_told_from_the_sandbox_of_honed_send_once_somebody_listens(machine: Machine) -> None:
+    machine.wait_message("is not delivered, and tried again", "--unit=honed-send")
+    machine.write("/srv/listener.py", LISTENER)
+    machine.run("systemd-run", "--unit=listener", "/usr/bin/python3", "/srv/listener.py")
+    wait_for(lambda: machine.try_run("cat", "/srv/told.jsonl").stdout.count("\n") == 2, what="both ends")
+    told = [json.loads(line) for line in machine.read("/srv/told.jsonl").splitlines()]
+    assert {(each["name"], each["state"]) for each in told} == {("facts", "succeeded"), ("more", "succeeded")}
+    wait_for(
+        lambda: not machine.sh("ls /var/lib/honed/outbox/notices | grep -c json || true").strip("0\n"), what="none"
+    )
