@@ -109,12 +109,13 @@ class Acceptance:
         self._replanned: list[Replanned] = []
         self._num_unsettled = 0
         self._left: dict[str, int] = {}  # name → inode
+        self._late: list[Job] = []  # accepted, though a fault came after their entry was there
         self.fault = ""  #: what kept the last scan's arrivals from being settled, where the machine did
 
     @property
     def is_busy(self) -> bool:
         """Whether something lies in incoming/ or is being checked."""
-        return bool(self._pending or self._num_unsettled or self._asked_again - self._fetching.keys())
+        return bool(self._pending or self._num_unsettled or self._late or self._asked_again - self._fetching.keys())
 
     @property
     def num_waiting(self) -> int:
@@ -135,7 +136,11 @@ class Acceptance:
         """Claim every arrival that is whole, and check again what was claimed before and could not be settled then."""
         self.fault = ""
         for claim in self._spool.claims():
-            if not any(claim.id in known for known in (self._pending, self._waiting, self._fetching)):
+            if any(claim.id in known for known in (self._pending, self._waiting, self._fetching)):
+                continue
+            if (job := self._spool.accepted(claim)) is not None:
+                self._late.append(job)
+            else:
                 self._check(claim)
         arrivals = [path for path in self._spool.arrivals() if not self._is_left(path)]
         self._watcher.keep({path.name for path in arrivals})
@@ -183,7 +188,7 @@ class Acceptance:
 
     def settle(self) -> list[Job]:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
-        accepted = []
+        accepted, self._late = self._late, []
         for answer in self._client.poll():
             if not (answer["ok"] and answer["needs_fetch"]):
                 self._num_fetches.pop(answer["id"], None)

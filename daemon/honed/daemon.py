@@ -23,16 +23,15 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from honed import __version__, access, config, control, device, durable, event, foreign, message, query, staged
+from honed import __version__, access, config, control, device, durable, foreign, message, query, staged
 from honed import layout as layouts
 from honed import log as logs
 from honed.acceptance import Acceptance
-from honed.attempts import MAX_REST_BYTES, Attempts
+from honed.attempts import Attempts
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
@@ -56,6 +55,7 @@ from honed.notify import Notifier
 from honed.outbox import Outbox
 from honed.process_runner import ProcessRunner
 from honed.progress import progress_text
+from honed.rebuild import catch_up, rebuild
 from honed.reporter import Reporter
 from honed.runner import Runner
 from honed.send_process import SendProcess, is_a_unit
@@ -210,11 +210,12 @@ class Daemon:
     def _turn(self) -> None:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
-        steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce, self._tend_sender, self._tend_reporter)  # fmt: skip
+        steps = (self._tend_database, self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals,
+                 self._plan_deferred, self._start_next, self._attempts.enforce, self._tend_sender,
+                 self._tend_reporter)  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
-        self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
+        self._tell_of_machine(faults[0] if faults else self._attempts.fault or self._acceptance.fault)
         self._report(is_healthy=num_broken == len(faults))
         # What keeps breaking is tried again at leisure, and its restart is left to systemd's watchdog.
         self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
@@ -304,42 +305,14 @@ class Daemon:
         for state in (State.QUEUED, State.HELD):
             self._queue |= {job.id: job for job in self._spool.jobs(state)}
         if self._database.is_new:
-            self._rebuild()
-        for job in self._queue.values():
-            self._database.put_job(job)
+            rebuild(self._database, self._spool, self._layout, outbox=self._attempts.outbox)
+        catch_up(self._database, self._spool, self._layout)
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
         self._watcher.start()
         self._fetcher.recover({*self._queue, *(claim.id for claim in self._spool.claims())})
         self._acceptance.scan()
         self._tend_sender()  # rows may wait though there is nothing else to do
-
-    def _rebuild(self) -> None:
-        """Make the database again from the entries and the workers' own event files."""
-        for job in self._spool.all_jobs().values():
-            self._database.put_job(job)
-            for index, attempt in enumerate(job.attempts):
-                then = replace(job, attempts=job.attempts[: index + 1])
-                for reading in self._readings(then):
-                    if self._attempts.outbox is not None and job.state is State.RUNNING and attempt == job.attempt:
-                        # It may have told more while there was nobody to hear; what was sent goes under its old keys.
-                        self._attempts.outbox.lose(self._attempts.outbox.put(then, reading))
-                    self._database.apply(then, reading)
-
-    def _readings(self, job: Job) -> Iterator[event.Reading]:
-        """All that the worker of a job's latest attempt has told."""
-        path, offset = self._layout.job(job.id).attempt(job.attempt.number).events_path, 0
-        while offset < MAX_REST_BYTES:
-            try:
-                reading = event.read(path, offset)
-            except OSError as error:  # what its worker left there is no file, or not ours to read
-                log.warning("job %d (%s): the events of attempt %d cannot be read: %s",
-                            job.id, job.name, job.attempt.number, error)  # fmt: skip
-                return
-            if reading.offset == offset:
-                return
-            yield reading
-            offset = reading.offset
 
     def _close(self) -> None:
         self._server.close()
@@ -374,10 +347,11 @@ class Daemon:
             left = [job_id for job_id in self._attempts.running if self._is_left(job_id)]
             asked = [job_id for job_id in self._attempts.running if job_id not in left]
             log.info("asked to stop; %d running jobs go on, %d are asked for a checkpoint", len(left), len(asked))
-            for job_id in asked:
-                self._attempts.stop(job_id, Stop.SHUTDOWN)
         if signal.SIGHUP in signals:
             self._reload()
+        if self._is_stopping:  # each time: a full disk may have kept the word from one of them
+            for job_id in [job_id for job_id in self._attempts.running if not self._is_left(job_id)]:
+                self._attempts.stop(job_id, Stop.SHUTDOWN)
 
     def _reload(self) -> None:
         self._notifier.reloading()
@@ -409,6 +383,21 @@ class Daemon:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    def _tend_database(self) -> None:
+        """Make the database again where somebody has removed it, or a disk has damaged it."""
+        if self._database.is_lost:
+            self._database.renew()
+        if self._database.is_new:
+            followed = {number: running.offset for number, running in self._attempts.running.items()}
+            rebuild(self._database, self._spool, self._layout, followed=followed)
+        if self._database.is_behind:
+            self._database.is_behind = False  # what fails now sets it again
+            try:
+                catch_up(self._database, self._spool, self._layout)
+            except BaseException:
+                self._database.is_behind = True
+                raise
+
     def _tend_sender(self) -> None:
         if self._sender is not None:
             self._sender.tend(is_wanted=self._attempts.outbox is not None)
@@ -418,11 +407,12 @@ class Daemon:
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
 
     def _settle(self) -> None:
+        settled = self._attempts.reap()
         for job in self._attempts.put_back():
             if job.state in {State.QUEUED, State.HELD}:
                 self._queue[job.id] = job
                 self._not_before[job.id] = self._clock() + NOT_NOW_SEC
-        for job in self._attempts.reap():
+        for job in settled:
             if job.state in {State.QUEUED, State.HELD}:
                 self._queue[job.id] = job
             if job.state is State.QUEUED and job.num_failures > 1:
@@ -521,7 +511,11 @@ class Daemon:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 self._fail(job, InternalError(f"its plan cannot be read: {error}", hint="drop the job again"))
                 continue
-            self._attempts.start(job, free, backend)
+            try:
+                self._attempts.start(job, free, backend)
+            except BaseException:  # a full disk: it lies where it was
+                self._queue[job.id] = job
+                raise
 
     def _choose(self) -> tuple[Job, Device] | None:
         """The most urgent job that fits on a free device: highest priority, then first come."""
@@ -546,7 +540,11 @@ class Daemon:
         """End a queued job that cannot be started."""
         log.error("job %d (%s): %s", job.id, job.name, error.message,
                   extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint))  # fmt: skip
-        self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
+        try:
+            self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
+        except OSError:
+            self._queue[job.id] = job
+            raise
 
     def _dependencies_are_met(self, job: Job) -> bool:
         for reference in job.depends_on:
@@ -733,6 +731,9 @@ class Daemon:
                 # What it starts from is made anew, so it is planned anew.
                 self._queue[other.id] = self._spool.update(other, is_deferred=True)
         self._database.put_job(changed)
+        if verb == "requeue":  # from here on its state alone does not tell whether its rows are up to date
+            with contextlib.suppress(sqlite3.Error):
+                self._database.sync()
         kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
         return changed

@@ -1,7 +1,7 @@
 """How an attempt ended, from the two witnesses: the worker's result file and its process's exit.
 
-What the worker explains is believed; success needs both, a result that says so and exit status 0. A worker that died
-without a word (a signal, an exit without its result) is `killed`, and tried again.
+What the worker explains is believed; success needs both, a result that says so and an exit that does not belie it. A
+worker that died without a word (a signal, an exit without its result) is `killed`, and tried again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def judge(result_path: Path, ended: Exit) -> Outcome:
         "artifacts": {key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
     }
     if result.get("outcome") == SUCCEEDED:
-        if ended.status == 0:
+        # Its result is the last that it writes, once all else is durable. Where it was killed from outside after that,
+        # or nobody saw it end, the work is done; doing it again would be a second success.
+        if ended.status == 0 or (ended.status is None and ended.signal in {None, signal.SIGKILL}):
             return Outcome(SUCCEEDED, **facts)
         return _of(_died(ended), **facts)
     reported = result.get("error")

@@ -88,6 +88,7 @@ class Spool:
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
         self._lock_fd = self._take_lock() if lock else None
+        self._begun: dict[int, int] = {}  # revisions that failed on their way to the disk, and may lie there
         #: Whether workers are another user than we, who then shares nothing by accident.
         self._has_workers_user = access.workers_user(layout.root) is not None
 
@@ -236,11 +237,21 @@ class Spool:
         if self._has_workers_user:
             access.let_read(reason_path, claim.path.lstat().st_uid)
         claim.path.rename(target)
-        durable.sync_dir(self.rejected_dir)
-        durable.sync_dir(claim.path.parent)
-        claim.path.parent.rmdir()
-        shutil.rmtree(self._layout.job(claim.id).dir, ignore_errors=True)
+        try:
+            durable.sync_dir(self.rejected_dir)
+            durable.sync_dir(claim.path.parent)
+            claim.path.parent.rmdir()
+        finally:
+            shutil.rmtree(self._layout.job(claim.id).dir, ignore_errors=True)
         return target
+
+    def accepted(self, claim: Claim) -> Job | None:
+        """The job that a claimed arrival has become already: what came after its entry's rename had failed."""
+        job = self.job(claim.id)
+        if job is not None:
+            durable.sync_dir(self.state_dir(job.state))
+            self._drop(claim)
+        return job
 
     def _drop(self, claim: Claim) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -290,20 +301,41 @@ class Spool:
 
     def update(self, job: Job, **changes: Any) -> Job:
         """Change an entry where it lies."""
-        changed = dataclasses.replace(job, revision=job.revision + 1, **changes)
-        durable.write(self._entry_path(job.id, job.state), changed.to_json())
+        with self._changed(job, job.state, changes) as changed:
+            durable.write(self._entry_path(job.id, job.state), changed.to_json())
         return changed
 
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state, changed on the way; asserts that there is such a move."""
         assert to in MOVES[job.state], f"no move from {job.state} to {to}"
-        moved = dataclasses.replace(job, state=to, revision=job.revision + 1, **changes)
-        old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
-        durable.write_beside(old, moved.to_json()).rename(new)
-        durable.sync_dir(new.parent)
-        old.unlink()
-        durable.sync_dir(old.parent)
+        with self._changed(job, to, changes) as moved:
+            old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
+            durable.write_beside(old, moved.to_json()).rename(new)
+            durable.sync_dir(new.parent)
+            old.unlink(missing_ok=True)
+            durable.sync_dir(old.parent)
         return moved
+
+    @contextlib.contextmanager
+    def _changed(self, job: Job, to: State, changes: dict[str, Any]) -> Iterator[Job]:
+        """The entry as it is to be: newer than all that may lie on the disk, of changes that failed half-way, too."""
+        failed = self._begun.get(job.id)
+        revision = max(job.revision, failed or 0) + 1
+        self._begun[job.id] = revision
+        yield dataclasses.replace(job, state=to, revision=revision, **changes)
+        if failed is not None:  # it may have left a copy in a third place
+            for path in [self._entry_path(job.id, state) for state in State if state is not to]:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+                    durable.sync_dir(path.parent)
+        del self._begun[job.id]
+
+    def not_in(self, states: dict[int, str]) -> Iterator[Job]:
+        """The jobs that lie elsewhere than `states` say, or are unknown to them."""
+        for state in State:
+            for path in self._entries(state):
+                if states.get(int(path.stem)) != state and (job := _read_entry(path, state)) is not None:
+                    yield job
 
     # -- pause --------------------------------------------------------------------------------------------------------
 
@@ -339,7 +371,16 @@ class Spool:
                 place.rmdir()
             for path in names:
                 self._recover_claim(Claim(int(place.name), path))
+        self._drop_refused()
         self._next_id_is_readable()
+
+    def _drop_refused(self) -> None:
+        """Remove what a crash has left of the directories of arrivals that were refused: nothing but the spec."""
+        kept = {path.stem for state in State for path in self.state_dir(state).iterdir()}
+        kept |= {path.name for path in self.claimed_dir.iterdir()}
+        for path in [path for path in self._layout.jobs_dir.iterdir() if path.name.isdecimal()]:
+            if path.name not in kept and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir()):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _drop_older_copies(self) -> None:
         copies: dict[int, list[Job]] = {}
