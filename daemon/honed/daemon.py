@@ -509,6 +509,9 @@ class Daemon:
             try:
                 backend = self._backend(job)
             except (OSError, ValueError, KeyError, TypeError) as error:
+                if durable.machine_fault(error):
+                    self._queue[job.id] = job
+                    raise
                 self._fail(job, InternalError(f"its plan cannot be read: {error}", hint="drop the job again"))
                 continue
             try:
