@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from honed.process_runner import ProcessRunner
 def main() -> int:
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
+    if "HONED_TEST_HIT" in os.environ:
+        sys.executable = str(Path(__file__).with_name("hitshim"))
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("quickworker.py"))]
     return daemon.start(
         layout,

@@ -8,15 +8,15 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from honed.database import Database
-from honed.job import State
+from honed.job import Job, State
 from honed.layout import Layout
 from honed.rebuild import rebuild
 from honed.spool import Spool
@@ -61,9 +61,11 @@ class Hit:
     fault: str
 
     @property
-    def injection(self) -> str:
+    def arguments(self) -> tuple[str, ...]:
+        """strace's."""
         what = "signal=SIGKILL" if self.fault == KILL else f"error={self.fault}"
-        return f"inject={self.point.call}:{what}:when={self.point.number}"
+        injection = f"inject={self.point.call}:{what}:when={self.point.number}"
+        return ("-qq", "-o", "/dev/null", "-e", f"trace={self.point.call}", "-e", injection)
 
     def __str__(self) -> str:
         return f"{self.fault} at {self.point}"
@@ -72,10 +74,14 @@ class Hit:
 class Scene:
     """An instance below `root`."""
 
-    def __init__(self, root: Path, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, root: Path, *, mutant: str | None = None) -> None:
+        """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py."""
         self.root = root
         self.layout = Layout(root)
-        self.environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+        path = os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])
+        self.environment = {**os.environ, "PYTHONPATH": path}
+        if mutant is not None:
+            self.environment["HONED_TEST_MUTANT"] = mutant
         self.log_path = root / "log"
 
     def prepare(self) -> None:
@@ -92,11 +98,18 @@ class Scene:
         self.layout.config_path.parent.mkdir(parents=True)
         self.layout.config_path.write_text(CONFIG)
 
-    def honed(self, *before: str) -> int | None:
-        """Run honed until nothing is left to do. Returns its exit status; None where it did not come to an end."""
+    def honed(self, *, before: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
+        """Run honed until nothing is left to do. Returns its exit status; None where it did not come to an end.
+
+        `shim_hit`: what its first shim is run under strace with.
+        """
         command = [*before, sys.executable, str(HERE / "quickhoned.py"), str(self.root), "--drain"]
+        environment = dict(self.environment)
+        if shim_hit:
+            environment |= {"HONED_TEST_HIT": " ".join(shim_hit), "HONED_TEST_PYTHON": sys.executable,
+                            "HONED_TEST_ROOT": str(self.root)}  # fmt: skip
         with self.log_path.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment, start_new_session=True)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             try:
                 return process.wait(DEADLINE_SEC)
             except subprocess.TimeoutExpired:
@@ -104,10 +117,11 @@ class Scene:
                 process.wait()
                 return None
 
-    def points(self) -> list[Point]:
-        """The system calls on files of this instance that an undisturbed honed makes, in order."""
+    def points(self, *, shim: bool = False) -> list[Point]:
+        """The system calls on files of this instance that an undisturbed honed, or its first shim, makes, in order."""
         trace_path = self.root.with_name(f"{self.root.name}.trace")
-        status = self.honed("strace", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+        arguments = ("-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+        status = self.honed(shim_hit=arguments) if shim else self.honed(before=("strace", *arguments))
         assert status == 0, self.log
         counts: collections.Counter[str] = collections.Counter()
         found = []
@@ -117,10 +131,6 @@ class Scene:
                 if path := re.search(rf"{re.escape(str(self.root))}/((?:var|run)/[^\"<>]*)", line):
                     found.append(Point(match[1], counts[match[1]], path[1]))
         return found
-
-    def hit(self, hit: Hit) -> int | None:
-        """Run honed with one fault."""
-        return self.honed("strace", "-qq", "-o", "/dev/null", "-e", f"trace={hit.point.call}", "-e", hit.injection)
 
     @property
     def log(self) -> str:
@@ -149,15 +159,18 @@ class Scene:
         for job in jobs:
             if job.state is not State.SUCCEEDED:
                 found.append(f"job {job.id} ({job.name}) is {job.state}: {job.error}")
-            path = self.layout.job(job.id).dir / "success.txt"
-            successes = path.read_text().split() if path.exists() else []
-            if len(successes) != 1:
-                found.append(f"job {job.id} ({job.name}): {len(successes)} successes")
+            succeeded = [attempt.number for attempt in job.attempts if self._has_succeeded(job, attempt.number)]
+            if succeeded != [job.attempt.number if job.attempts else 0]:
+                found.append(f"job {job.id} ({job.name}): of its attempts succeeded {succeeded}")
         found += [f"left in incoming/: {path.name}" for path in spool.incoming_dir.iterdir()]
         found += [f"left in claimed/: {path.name}" for path in spool.claimed_dir.iterdir()]
         known = {str(job.id) for job in jobs}
         found += [f"of no job: {path}" for path in self.layout.jobs_dir.iterdir() if path.name not in known]
         return found + self.database_faults(spool)
+
+    def _has_succeeded(self, job: Job, number: int) -> bool:
+        path = self.layout.job(job.id).attempt(number).result_path
+        return path.exists() and json.loads(path.read_bytes())["outcome"] == "succeeded"
 
     def database_faults(self, spool: Spool) -> list[str]:
         """How honed.db differs from the one that is made anew from the spool and the jobs' directories."""
@@ -177,8 +190,6 @@ class Scene:
 
 def dump(path: Path) -> dict[str, frozenset[tuple[object, ...]]]:
     """The rows of each table; their number tells two that are the same apart."""
-    import sqlite3
-
     db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     found = {}
@@ -189,12 +200,12 @@ def dump(path: Path) -> dict[str, frozenset[tuple[object, ...]]]:
     return found
 
 
-def try_hit(directory: Path, hit: Hit, *, environment: Mapping[str, str] | None = None) -> list[str]:
-    """One cell of the matrix: honed is hit once, started again where it died of that, and looked at."""
-    scene = Scene(directory / re.sub(r"\W+", "-", f"{hit.fault}-{hit.point.call}-{hit.point.number}"),
-                  environment=environment)  # fmt: skip
+def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool = False) -> list[str]:
+    """One cell of the matrix: honed or its first shim is hit once; honed is started again where it died of that."""
+    name = re.sub(r"\W+", "-", f"{hit.fault}-{hit.point.call}-{hit.point.number}")
+    scene = Scene(directory / name, mutant=mutant)
     scene.prepare()
-    status = scene.hit(hit)
+    status = scene.honed(shim_hit=hit.arguments) if shim else scene.honed(before=("strace", *hit.arguments))
     found = [f"it hangs after {hit}"] if status is None else []
     if status != 0:
         again = scene.honed()
@@ -210,15 +221,17 @@ def try_hit(directory: Path, hit: Hit, *, environment: Mapping[str, str] | None 
     return found
 
 
-def wait_until(condition: object, deadline_sec: float = DEADLINE_SEC) -> None:
-    """Until a condition is truthy."""
-    assert callable(condition)
-    deadline = time.monotonic() + deadline_sec
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
+def points_of(directory: Path, *, mutant: str | None = None, shim: bool = False) -> list[Point]:
+    """The points of an undisturbed run."""
+    scene = Scene(directory / "undisturbed", mutant=mutant)
+    scene.prepare()
+    found = scene.points(shim=shim)
+    if mutant is None:
+        assert scene.violations() == []
+    scene.clear()
+    return found
 
 
-def spread(hits: Sequence[Hit], count: int) -> list[Hit]:
+def spread(points: Sequence[Point], count: int) -> list[Point]:
     """So many of them, evenly, from the first on."""
-    return list(hits) if count >= len(hits) else [hits[len(hits) * index // count] for index in range(count)]
+    return list(points) if count >= len(points) else [points[len(points) * index // count] for index in range(count)]
