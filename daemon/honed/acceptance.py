@@ -109,6 +109,8 @@ class Acceptance:
         self._replanned: list[Replanned] = []
         self._num_unsettled = 0
         self._left: dict[str, int] = {}  # name → inode
+        self._num_scans = 0
+        self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
         self._late: list[Job] = []  # accepted, though a fault came after their entry was there
         self.fault = ""  #: what kept the last scan's arrivals from being settled, where the machine did
 
@@ -142,7 +144,7 @@ class Acceptance:
                 self._late.append(job)
             else:
                 self._check(claim)
-        arrivals = [path for path in self._spool.arrivals() if not self._is_left(path)]
+        arrivals = self._in_order(path for path in self._spool.arrivals() if not self._is_left(path))
         self._watcher.keep({path.name for path in arrivals})
         self._num_unsettled = len(arrivals)
         for path in [path for path in arrivals if self._watcher.is_whole(path)][:MAX_CLAIMS_PER_PASS]:
@@ -155,6 +157,13 @@ class Acceptance:
             self._watcher.forget(path.name)
             if taken is not None:
                 self._check(taken)
+
+    def _in_order(self, arrivals: Iterable[Path]) -> list[Path]:
+        """As they were first seen; those first seen together by their times, which a clock that jumps gets wrong."""
+        self._num_scans += 1
+        paths = list(arrivals)
+        self._seen_at = {path.name: self._seen_at.get(path.name, self._num_scans) for path in paths}
+        return sorted(paths, key=lambda path: self._seen_at[path.name])
 
     def _leave(self, path: Path, error: OSError) -> None:
         """What cannot be taken lies where it is, and is told of once: a directory of somebody else's."""

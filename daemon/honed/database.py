@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 #: What brings a database of an older honed to the next version, by the version that it has: rows whose job's files
 #: were removed since could not be made again. Views (view.py) are made anew with each start.
-MIGRATIONS: dict[int, str] = {}
+MIGRATIONS = {
+    1: "DROP INDEX events_by_job; CREATE INDEX events_by_kind ON events (job_id, kind)",
+}
 #: Stands in `user_version`; 0 is a database whose rows are still to be made.
 SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA = """
@@ -51,7 +53,7 @@ CREATE TABLE IF NOT EXISTS training_predictions (
 CREATE TABLE IF NOT EXISTS events (
     job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL,
     created_at TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS events_by_job ON events (job_id);
+CREATE INDEX IF NOT EXISTS events_by_kind ON events (job_id, kind);
 CREATE TABLE IF NOT EXISTS offsets (
     job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, offset INTEGER NOT NULL, num_bad INTEGER NOT NULL,
     PRIMARY KEY (job_id, attempt));
