@@ -52,8 +52,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32"},
     "4bit": {"lora": LORA, "quantization": "4bit"},
 }
-#: What is killed, and how often, of a hundred.
+#: What is killed, and how often, of a hundred: a long run is mostly of daemons, which are back in no time.
 TARGETS = {"daemon": 84, "worker": 10, "shim": 6}
+#: The same of a short one.
+FEW_TARGETS = {"daemon": 70, "worker": 15, "shim": 15}
+MANY_KILLS = 200
 #: Moments in the life of an attempt at which something is killed; `any` is a random one.
 PHASES = ("any", "started", "step", "checkpoint", "export", "result")
 CALLS = ("rename", "fsync", "fdatasync", "openat", "write", "pwrite64", "mkdir", "unlink", "ftruncate")
@@ -174,6 +177,10 @@ class Torture:
         self.quiet = Instance(directory / "quiet")
         self.hit = Instance(directory / "hit")
         self.kinds = [f"{kind}-{number}" for number in range(num_seeds) for kind in KINDS]
+        shares = TARGETS if num_kills >= MANY_KILLS else FEW_TARGETS
+        # So many of each, whatever happens; one for which nothing runs at the moment is kept for later.
+        self.targets = [name for name, share in shares.items() for _ in range(-(-num_kills * share // 100))]
+        self.random.shuffle(self.targets)
         self.unfinished_file: tuple[float, Any, str] | None = None
         self.trace_path = directory / "errors"
         self.has_strace = shutil.which("strace") is not None
@@ -298,7 +305,7 @@ class Torture:
 
     def kill(self) -> None:
         """Kill one of them, at the moment that is chosen or, where that does not come, a little later."""
-        target = self.random.choices(list(TARGETS), list(TARGETS.values()))[0]
+        target = self.targets[0]
         phase = self.random.choice(PHASES) if target != "daemon" or self.random.random() < 0.1 else "any"
         deadline = time.monotonic() + (
             20.0 if phase != "any" else self.random.choice([0.1, 0.5, 1.0, 2.0]) * self.random.random()
@@ -317,7 +324,9 @@ class Torture:
             phase = "any"
         pid = self.pid_of(target)
         if pid is None:
+            self.targets.append(self.targets.pop(0))
             return
+        self.targets.pop(0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             self.tally.kills[target, phase] += 1

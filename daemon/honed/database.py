@@ -93,6 +93,7 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, timeout=10)
         try:
+            _version(db, self.path)  # first: a database of a later honed stays as it is
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             _check(db)
