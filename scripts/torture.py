@@ -307,20 +307,18 @@ class Torture:
         """Kill one of them, at the moment that is chosen or, where that does not come, a little later."""
         target = self.targets[0]
         phase = self.random.choice(PHASES) if target != "daemon" or self.random.random() < 0.1 else "any"
-        deadline = time.monotonic() + (
-            20.0 if phase != "any" else self.random.choice([0.1, 0.5, 1.0, 2.0]) * self.random.random()
-        )
+        patience = self.random.choice([0.1, 0.5, 1.0, 2.0]) * self.random.random() if phase == "any" else 20.0
+        deadline = time.monotonic() + patience
         is_there = False
         while time.monotonic() < deadline and not is_there:
             self.end_file()
-            job = self.hit.running() if phase != "any" else None
-            with contextlib.suppress(OSError):
-                is_there = job is not None and self.phase_is_there(phase, job)
-            if not is_there:
-                time.sleep(0.002 if phase != "any" else 0.01)
-            if phase != "any" and not self.hit.is_up:
-                self.start()
-        if phase == "any" or not is_there:
+            time.sleep(0.01 if phase == "any" else 0.002)
+            if phase != "any":
+                if not self.hit.is_up:
+                    self.start()
+                with contextlib.suppress(OSError):
+                    is_there = (job := self.hit.running()) is not None and self.phase_is_there(phase, job)
+        if not is_there:
             phase = "any"
         pid = self.pid_of(target)
         if pid is None:
