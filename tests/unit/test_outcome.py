@@ -23,8 +23,10 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
     [
         (SUCCESS, Exit(0, None), "succeeded"),
         (SUCCESS, Exit(3, None), "killed"),
-        (SUCCESS, Exit(None, 9), "killed"),
-        (SUCCESS, Exit(None, None), "killed"),
+        (SUCCESS, Exit(None, 11), "killed"),
+        # Killed from outside after its last word, or seen by nobody: what it did is done, and not done again.
+        (SUCCESS, Exit(None, 9), "succeeded"),
+        (SUCCESS, Exit(None, None), "succeeded"),
         (FAILURE, Exit(81, None), "mask_invalid"),
         (FAILURE, Exit(None, 11), "mask_invalid"),  # it had explained itself before it crashed on its way out
         ({"outcome": "failed", "error": None}, Exit(1, None), "error"),
