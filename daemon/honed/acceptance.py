@@ -227,6 +227,9 @@ class Acceptance:
         except HonedError as error:
             self._refuse(pending.claim, error)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                if (accepted := self._spool.accepted(pending.claim)) is not None:
+                    return [accepted]
             self._wait(pending.claim, error)
         return []
 

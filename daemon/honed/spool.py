@@ -240,8 +240,9 @@ class Spool:
         try:
             durable.sync_dir(self.rejected_dir)
             durable.sync_dir(claim.path.parent)
-            claim.path.parent.rmdir()
         finally:
+            with contextlib.suppress(OSError):  # the next start removes what is left
+                claim.path.parent.rmdir()
             shutil.rmtree(self._layout.job(claim.id).dir, ignore_errors=True)
         return target
 
@@ -249,8 +250,10 @@ class Spool:
         """The job that a claimed arrival has become already: what came after its entry's rename had failed."""
         job = self.job(claim.id)
         if job is not None:
-            durable.sync_dir(self.state_dir(job.state))
-            self._drop(claim)
+            if claim.path.exists():  # else the entry was durable before it was removed
+                durable.sync_dir(self.state_dir(job.state))
+            with contextlib.suppress(OSError):  # the next start removes what is left
+                self._drop(claim)
         return job
 
     def _drop(self, claim: Claim) -> None:
