@@ -44,6 +44,8 @@ CANCEL_TIMEOUT_SEC = 30.0
 DUMP_SEC = 5.0
 #: Bytes of events that are still read of a worker that has ended: a file can be without end.
 MAX_REST_BYTES = 512 * 2**20
+#: Passes of the loop after which a worker whose result cannot be read is taken for one that left none.
+MAX_UNREAD = 60
 #: Why a worker may not be started although its job and its program are as they should be.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
@@ -65,6 +67,7 @@ class Running:
     is_stalled: bool = False
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
     read_fault: str = ""  #: why its events could not be read; said once
+    num_unread: int = 0  #: passes in which its result could not be read
     not_started: OSError | None = None  #: why it has no worker; settled by the next pass
 
 
@@ -342,7 +345,13 @@ class Attempts:
     def _reap(self, running: Running, ended: Exit) -> Job | None:
         is_counted = self._read_the_rest(running)
         result_path = self._layout.job(running.job.id).attempt(running.job.attempt.number).result_path
-        outcome = judge(result_path, ended)
+        try:
+            outcome = judge(result_path, ended)
+        except OSError:
+            running.num_unread += 1
+            if running.num_unread < MAX_UNREAD:
+                raise
+            outcome = judge(result_path, ended, is_readable=False)
         if running.is_stalled and not outcome.is_success:
             outcome = replace(
                 outcome, code="stalled", error=error.StalledError("no progress", hint="its stacks are in its log")

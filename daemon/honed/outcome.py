@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed import error, foreign
+from honed import durable, error, foreign
 from honed.runner import Exit
 
 SUCCEEDED = "succeeded"
@@ -33,9 +33,13 @@ class Outcome:
         return self.code == SUCCEEDED
 
 
-def judge(result_path: Path, ended: Exit) -> Outcome:
-    """Read the worker's result and weigh it against its exit."""
-    result = _read(result_path)
+def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
+    """Read the worker's result and weigh it against its exit.
+
+    Raises OSError where the machine keeps us from reading it: that is no word on how the worker ended. With
+    `is_readable` false it is judged without.
+    """
+    result = _read(result_path) if is_readable else None
     if result is None:
         return _of(_died(ended))
     facts: dict[str, Any] = {
@@ -66,7 +70,9 @@ def _of(problem: error.HonedError, **facts: Any) -> Outcome:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         result = json.loads(foreign.read_plain(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as problem:
+        if durable.machine_fault(problem):
+            raise
         return None
     return result if isinstance(result, dict) else None
 

@@ -102,7 +102,7 @@ def test_an_arrival_whose_acceptance_failed_after_its_entry_is_accepted_and_not_
 def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(spool: Spool, tmp_path: Path) -> None:
     refused, accepted = claim(spool), claim(spool)
     job = spool.admit(job_of(accepted), accepted, {})
-    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
         spool.reject(refused, "no")
     spool.job_layout(refused.id).dir.mkdir(exist_ok=True)
