@@ -65,6 +65,8 @@ ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
 ERROR_SHARE = 20
 #: Jobs that wait to be trained, at most, while there are kills left.
 MAX_BACKLOG = 2
+#: Seconds that what was killed may take to be gone.
+DEATH_SEC = 60.0
 #: Seconds within which the rest, undisturbed, has to come to its end.
 PEACE_SEC = 1800.0
 
@@ -123,11 +125,21 @@ class Instance:
         """The daemon's own, not that of strace before it."""
         if self.process is None or self.process.poll() is not None:
             return None
-        with contextlib.suppress(OSError, ValueError):
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            if Path(f"/proc/{self.process.pid}/comm").read_text().strip() == "strace":
-                return int(children[0]) if children else None
-        return self.process.pid
+        for number in (
+            *self._children(self.process.pid),
+            self.process.pid,
+        ):  # strace tries itself out on children first
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+                if b"honed.daemon" in words and words[0] != b"strace":
+                    return number
+        return None
+
+    @staticmethod
+    def _children(pid: int) -> list[int]:
+        with contextlib.suppress(OSError):
+            return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return []
 
     def drop(self, name: str, text: str) -> None:
         temporary = self.incoming_dir / f".{name}.tmp"
@@ -329,7 +341,7 @@ class Torture:
             os.kill(pid, signal.SIGKILL)
             self.tally.kills[target, phase] += 1
         if target == "daemon" and self.hit.process is not None:
-            self.hit.process.wait()
+            self.hit.process.wait(DEATH_SEC)
 
     def pid_of(self, target: str) -> int | None:
         if target == "daemon":
