@@ -125,10 +125,8 @@ class Instance:
         """The daemon's own, not that of strace before it."""
         if self.process is None or self.process.poll() is not None:
             return None
-        for number in (
-            *self._children(self.process.pid),
-            self.process.pid,
-        ):  # strace tries itself out on children first
+        # strace's first children are its own, on which it tries what it can.
+        for number in (*self._children(self.process.pid), self.process.pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
                 if b"honed.daemon" in words and words[0] != b"strace":
