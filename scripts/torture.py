@@ -282,7 +282,7 @@ class Torture:
             return
         call, error = self.random.choice(CALLS), self.random.choice(ERRORS)
         # Python's own start makes hundreds of calls of these kinds before honed is there; of the others few.
-        first = self.random.randint(*{"openat": (330, 700), "write": (1, 40), "pwrite64": (1, 60)}.get(call, (1, 25)))
+        first = self.random.randint(*{"openat": (330, 700), "write": (1, 20), "pwrite64": (1, 60)}.get(call, (1, 12)))
         last = first + self.random.choice([0, 0, 3, 20])
         self.count_errors()
         self.tally.num_faulty_starts += 1

@@ -41,6 +41,8 @@ MAX_CLAIMS_PER_PASS = 50
 #: Seconds for which a job waits for the arrival of one that it names, and for other arrivals to be settled first.
 NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
+#: Looks at which an arrival could not be taken, after which it is left where it lies.
+MAX_DENIALS = 3
 #: How often one arrival has a model fetched: what is cached can be removed before the next look at it.
 MAX_FETCHES_PER_ARRIVAL = 3
 
@@ -109,6 +111,7 @@ class Acceptance:
         self._replanned: list[Replanned] = []
         self._num_unsettled = 0
         self._left: dict[str, int] = {}  # name → inode
+        self._num_denials: dict[str, int] = {}
         self._num_scans = 0
         self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
         self._late: list[Job] = []  # accepted, though a fault came after their entry was there
@@ -152,9 +155,16 @@ class Acceptance:
             try:
                 taken = self._spool.claim(path)
             except PermissionError as error:
+                if error.filename != str(path):
+                    raise  # a place of our own
+                self._num_denials[path.name] = self._num_denials.get(path.name, 0) + 1
+                if self._num_denials[path.name] < MAX_DENIALS:
+                    self._num_unsettled += 1  # the next look may have more luck
+                    continue
                 self._leave(path, error)
                 continue
             self._watcher.forget(path.name)
+            self._num_denials.pop(path.name, None)
             if taken is not None:
                 self._check(taken)
 
@@ -167,6 +177,7 @@ class Acceptance:
 
     def _leave(self, path: Path, error: OSError) -> None:
         """What cannot be taken lies where it is, and is told of once: a directory of somebody else's."""
+        self._num_denials.pop(path.name, None)
         with contextlib.suppress(FileNotFoundError):
             self._left[path.name] = path.lstat().st_ino
             log.warning("%r lies in %s and cannot be taken: %s", path.name, path.parent, error.strerror)

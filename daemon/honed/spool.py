@@ -142,8 +142,8 @@ class Spool:
         job_id = self._next_id()
         place = self.claimed_dir / str(job_id)
         place.mkdir(mode=0o700)
-        durable.sync_dir(self.claimed_dir)
         try:
+            durable.sync_dir(self.claimed_dir)
             arrival.rename(place / arrival.name)
         except FileNotFoundError:
             place.rmdir()

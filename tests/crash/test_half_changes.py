@@ -116,3 +116,13 @@ def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(
     assert again.job_layout(job.id).dir.exists()
     assert list(again.claimed_dir.iterdir()) == []
     again.close()
+
+
+def test_a_claim_that_failed_half_way_leaves_the_arrival_where_it_was_and_nothing_else(spool: Spool) -> None:
+    path = spool.incoming_dir / "a.json"
+    path.write_text("{}")
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
+        Broken(monkeypatch, "fsync", 3)  # the number, its place, the new place
+        spool.claim(path)
+    assert path.exists()
+    assert list(spool.claimed_dir.iterdir()) == []
