@@ -16,7 +16,7 @@ for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run matrices whole, not pairwise")
+    parser.addoption("--all", action="store_true", help="run the whole of the sampled matrices")
 
 
 def has_gpu() -> bool:

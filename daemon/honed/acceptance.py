@@ -53,6 +53,8 @@ MAX_ASKED_AGAIN = 32
 #: Seconds for which a job waits for the arrival of one that it names, and for other arrivals to be settled first.
 NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
+#: Looks at which an arrival could not be taken, after which it is left where it lies.
+MAX_DENIALS = 3
 #: How often one arrival has a model fetched: what is cached can be removed before the next look at it.
 MAX_FETCHES_PER_ARRIVAL = 3
 
@@ -155,12 +157,16 @@ class Acceptance:
         self._must_list = False
         self._tried: set[int] = set()  # claims that could not be settled
         self._left: dict[str, int] = {}  # name → inode
+        self._num_denials: dict[str, int] = {}
+        self._num_scans = 0
+        self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
+        self._late: list[Job] = []  # accepted, though a fault came after their entry was there
         self.fault = ""  #: what kept the last scan's arrivals from being settled, where the machine did
 
     @property
     def is_busy(self) -> bool:
         """Whether something lies in incoming/ or is being checked."""
-        on_their_way = self._pending or self._checked or self.num_unsettled
+        on_their_way = self._pending or self._checked or self._late or self.num_unsettled
         return bool(on_their_way or self._asked_again - self._fetching.keys())
 
     @property
@@ -207,9 +213,16 @@ class Acceptance:
 
     def _list(self) -> None:
         """Look what lies in incoming/. While a flood is taken, that is done now and then."""
-        arrivals = self._spool.arrivals()
+        arrivals = self._in_order(self._spool.arrivals())
         self._watcher.keep({path.name for path in arrivals})
         self._listed, self._num_unsettled = deque(arrivals), 0
+
+    def _in_order(self, arrivals: Iterable[Path]) -> list[Path]:
+        """As they were first seen; those first seen together by their times, which a clock that jumps gets wrong."""
+        self._num_scans += 1
+        paths = list(arrivals)
+        self._seen_at = {path.name: self._seen_at.get(path.name, self._num_scans) for path in paths}
+        return sorted(paths, key=lambda path: self._seen_at[path.name])
 
     def _check_claimed(self) -> None:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
@@ -221,7 +234,13 @@ class Acceptance:
             return
         self._tried |= {claim.id for claim in found}
         self._must_list = True  # and then those behind them
-        self._copy(found)
+        unsettled = []
+        for claim in found:
+            if (job := self._spool.accepted(claim)) is not None:
+                self._late.append(job)
+            else:
+                unsettled.append(claim)
+        self._copy(unsettled)
 
     def _claim(self, paths: list[Path]) -> None:
         """Raises OSError where the machine keeps one of them from being claimed; the others are."""
@@ -229,7 +248,10 @@ class Acceptance:
         faults: list[Exception] = []
         for path, taken in zip(paths, self._spool.claim_all(paths), strict=True):
             match taken:
-                case PermissionError():
+                case PermissionError() if taken.filename == str(path):  # else a place of our own
+                    self._num_denials[path.name] = self._num_denials.get(path.name, 0) + 1
+                    if self._num_denials[path.name] < MAX_DENIALS:
+                        continue  # the next look may have more luck
                     self._leave(path, taken)
                 case Exception():
                     faults.append(taken)
@@ -237,6 +259,7 @@ class Acceptance:
                 case Claim():
                     claims.append(taken)
             self._watcher.forget(path.name)
+            self._num_denials.pop(path.name, None)
             self._num_unsettled -= 1
         self._copy(claims)
         if faults:
@@ -276,6 +299,7 @@ class Acceptance:
 
     def settle(self) -> list[Job]:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
+        late, self._late = self._late, []
         for answer in self._client.poll():
             if not (answer["ok"] and answer["needs_fetch"]):
                 self._num_fetches.pop(answer["id"], None)
@@ -302,8 +326,8 @@ class Acceptance:
         is_late = self._clock() - self._checked_since >= ACCEPT_TOGETHER_SEC
         if self._checked and (is_late or len(self._checked) >= MAX_TOGETHER or not self._pending):
             checked, self._checked = self._checked, []
-            return self._settle([(*each, self._job(*each)) for each in checked])
-        return []
+            return [*late, *self._settle([(*each, self._job(*each)) for each in checked])]
+        return late
 
     def _settle(self, checked: list[tuple[_Pending, dict[str, Any], Job]]) -> list[Job]:
         """Accept what is in no other job's way, together. Returns the jobs accepted."""
@@ -323,10 +347,18 @@ class Acceptance:
                 self._tell_accepted(admitted, answer)
                 accepted.append(admitted)
                 continue
-            if self._spool.job(job.id) is None:
-                self._spool.catalog.give_back(job)
+            if (late := self._accepted(pending.claim)) is not None:
+                accepted.append(late)
+                continue
+            self._spool.catalog.give_back(job)
             self._wait(pending.claim, admitted)
         return accepted
+
+    def _accepted(self, claim: Claim) -> Job | None:
+        """What a claim has become whose acceptance failed, where that was after its commit."""
+        with contextlib.suppress(OSError):
+            return self._spool.accepted(claim)
+        return None
 
     # -- models to fetch ----------------------------------------------------------------------------------------------
 

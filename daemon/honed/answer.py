@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -177,6 +179,9 @@ class Answers:
             self._housekeeper.free_checkpoints(job.id)
             self._backlog.defer_users_of(job)
         self._database.put_job(changed)
+        if verb == "requeue":  # from here on its state alone does not tell whether its rows are up to date
+            with contextlib.suppress(sqlite3.Error):
+                self._database.sync()
         kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
         return changed

@@ -9,9 +9,11 @@ starts, and says why it is to stop before its worker is asked to.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -21,13 +23,14 @@ from honed import durable, error, event, foreign, ladder, message
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
-from honed.job import Adjustment, Attempt, Job, State, Stop
+from honed.job import Adjustment, Attempt, Fallback, Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
 from honed.message import of_error
 from honed.outbox import Outbox
 from honed.outcome import Outcome, judge
 from honed.progress import figure, progress_text
+from honed.rebuild import fallback_event
 from honed.runner import Exit, NotNowError, Runner
 from honed.spool import Spool
 
@@ -41,6 +44,10 @@ CANCEL_TIMEOUT_SEC = 30.0
 DUMP_SEC = 5.0
 #: Bytes of events that are still read of a worker that has ended: a file can be without end.
 MAX_REST_BYTES = 512 * 2**20
+#: Passes of the loop after which a worker whose result cannot be read is taken for one that left none.
+MAX_UNREAD = 60
+#: Why a worker may not be started although its job and its program are as they should be.
+MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 
 
@@ -65,6 +72,8 @@ class Running:
     is_overdue: bool = False
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
     read_fault: str = ""  #: why its events could not be read; said once
+    num_unread: int = 0  #: passes in which its result could not be read
+    not_started: OSError | None = None  #: why it has no worker; settled by the next pass
 
 
 class Attempts:
@@ -89,6 +98,7 @@ class Attempts:
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
         self._put_back: list[Job] = []
+        self.fault = ""  #: what keeps a job from being settled or followed, where the machine does
         self.is_stopping = False  #: honed itself is asked to end
 
     # -- start --------------------------------------------------------------------------------------------------------
@@ -97,10 +107,11 @@ class Attempts:
         """Start a job's next attempt. It lies in running/ first: a crash after that is an attempt that vanished."""
         number = job.attempts[-1].number + 1 if job.attempts else 1
         attempt = Attempt(number, backend, time.time(), device=device.uuid or device.kind)
+        offset = self._database.offset(job.id, number)  # what fails here or in the move leaves the job in the queue
         job = self._spool.move(
             job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None, needs_bytes=0
         )
-        self._follow(job)
+        self._follow(job, offset)
         log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend,
                  extra=about(job, message.STARTED, attempt=number, backend=backend))  # fmt: skip
         self._launch(job, device.uuid)
@@ -125,12 +136,8 @@ class Attempts:
             self._runner.start(
                 job.id, attempt.number, attempt.num_starts, backend=attempt.backend, environment=environment
             )
-        except NotNowError as problem:
-            self._not_now(self.running.pop(job.id).job, problem)
         except OSError as problem:
-            log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)  # noqa: TRY400
-            failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="honectl doctor")
-            self._settle(self.running[job.id], Outcome(failure.code, failure))
+            self.running[job.id].not_started = problem
 
     def _write_adjustments(self, job: Job) -> None:
         """Tell the worker what a lack of memory has changed; the entry is the truth."""
@@ -140,9 +147,18 @@ class Attempts:
         else:
             path.unlink(missing_ok=True)
 
-    def _not_now(self, job: Job, problem: NotNowError) -> None:
-        """Put back a job whose worker was not started, for no fault of its own; the attempt is forgotten."""
-        log.warning("job %d (%s): %s; tried again later", job.id, job.name, problem)
+    def _settle_unstarted(self, running: Running, problem: OSError) -> Job | None:
+        """Put a job back whose worker was not started, for no fault of its own; else that was its attempt."""
+        job = running.job
+        if isinstance(problem, NotNowError) or problem.errno in MACHINE_ERRNOS:
+            self._not_now(job, problem)
+            return None
+        log.error("job %d (%s): its worker cannot be started: %s", job.id, job.name, problem)
+        failure = error.EnvironmentInvalidError(f"the worker cannot be started: {problem}", hint="honectl doctor")
+        return self._settle(running, Outcome(failure.code, failure))
+
+    def _not_now(self, job: Job, problem: OSError) -> None:
+        """Put back a job whose worker was not started; the attempt is forgotten."""
         attempts = job.attempts[:-1]
         if job.attempt.num_starts > 1:  # its first start was one
             attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted").attempts
@@ -151,6 +167,8 @@ class Attempts:
         else:
             state = State.HELD if job.stop is Stop.HOLD else State.QUEUED
             job = self._spool.move(job, state, attempts=attempts, stop=None)
+        log.warning("job %d (%s): %s; tried again later", job.id, job.name, problem)
+        del self.running[job.id]
         self._database.put_job(job)
         self._put_back.append(job)
 
@@ -161,20 +179,20 @@ class Attempts:
 
     def adopt(self, job: Job) -> None:
         """Take over a job that was running when the last daemon ended, whether its worker lives or not."""
-        self._follow(job)
+        self._follow(job, self._database.offset(job.id, job.attempt.number))
+        self._tell_fallback(job)
         if not self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts):
             # The last daemon ended between its word in the entry and the start.
             if job.stop is not None:
-                self._not_now(self.running.pop(job.id).job, NotNowError("asked to stop before it was started"))
+                self.running[job.id].not_started = NotNowError("asked to stop before it was started")
                 return
             self._launch(job, job.attempt.device if job.attempt.device not in {"cpu", "mps"} else None)
             return
         if job.stop is not None:
             self._ask(self.running[job.id], job.stop)
 
-    def _follow(self, job: Job) -> None:
+    def _follow(self, job: Job, offset: int) -> None:
         self._database.put_job(job)
-        offset = self._database.offset(job.id, job.attempt.number)
         self.running[job.id] = Running(job, offset, heard_at=self._clock(), overdue_at=self._overdue_at(job))
 
     def _overdue_at(self, job: Job) -> float | None:
@@ -209,7 +227,7 @@ class Attempts:
             self._ask(running, why)
 
     def _ask(self, running: Running, why: Stop) -> None:
-        if running.ended is not None:
+        if running.ended is not None or running.not_started is not None:
             return
         self._runner.stop(running.job.id)
         if self._runner.is_supervised(running.job.id) and why is not Stop.CANCEL:
@@ -220,7 +238,9 @@ class Attempts:
     def enforce(self) -> None:
         """Kill what was asked to stop and did not; end what hangs, its stacks dumped first."""
         now = self._clock()
-        for running in [running for running in self.running.values() if running.ended is None]:
+        for running in self.running.values():
+            if running.ended is not None or running.not_started is not None:
+                continue
             self._feel_pulse(running, now)
             if running.kill_at is not None and now >= running.kill_at:
                 log.warning("job %d (%s): killed: it did not end by itself", running.job.id, running.job.name)
@@ -353,8 +373,13 @@ class Attempts:
     def reap(self) -> list[Job]:
         """Settle the jobs whose workers have ended. Returns them as they are now."""
         settled = []
+        self.fault = ""
         for running in list(self.running.values()):
             with self._alone(running):
+                if running.not_started is not None:
+                    if (job := self._settle_unstarted(running, running.not_started)) is not None:
+                        settled.append(job)
+                    continue
                 running.ended = running.ended or self._runner.poll(running.job.id)
                 if running.ended is not None and (job := self._reap(running, running.ended)) is not None:
                     settled.append(job)
@@ -366,14 +391,21 @@ class Attempts:
         try:
             yield
         except Exception as problem:
-            if durable.is_no_room(problem):
-                raise  # the machine's affair: told once, and tried again until there is room
-            log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
+            if fault := durable.machine_fault(problem):
+                self.fault = fault  # told by the loop, and tried again until it is mended
+            else:
+                log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
 
     def _reap(self, running: Running, ended: Exit) -> Job | None:
-        self._read_the_rest(running)
+        is_counted = self._read_the_rest(running)
         result_path = self._layout.job(running.job.id).attempt(running.job.attempt.number).result_path
-        outcome = judge(result_path, ended)
+        try:
+            outcome = judge(result_path, ended)
+        except OSError:
+            running.num_unread += 1
+            if running.num_unread < MAX_UNREAD:
+                raise
+            outcome = judge(result_path, ended, is_readable=False)
         if running.is_stalled and not outcome.is_success:
             outcome = replace(
                 outcome,
@@ -398,7 +430,7 @@ class Attempts:
             running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
             stopped = error.InterruptedRunError("stopped on request, before Unsloth gave way to transformers")
             outcome = replace(outcome, code=stopped.code, error=stopped)
-        return self._settle(running, outcome)
+        return self._settle(running, outcome, is_counted=is_counted)
 
     def _why_stopped(self, outcome: Outcome, ended: Exit) -> Stop | None:
         """What a stop that honed did not ask for is: the machine's end, or honed's own, or a person's wish."""
@@ -408,8 +440,9 @@ class Attempts:
             return Stop.SHUTDOWN
         return Stop.HOLD if ended.was_asked else None
 
-    def _read_the_rest(self, running: Running) -> None:
-        """The last events of a worker that has ended; what cannot be counted is said, and holds up nothing."""
+    def _read_the_rest(self, running: Running) -> bool:
+        """The last events of a worker that has ended; what cannot be counted now is said, holds up nothing, and is
+        counted later. Returns whether all is."""
         left = MAX_REST_BYTES
         try:
             while left > 0 and (num_bytes := self._read_events(running)):
@@ -419,6 +452,8 @@ class Attempts:
                             running.job.id, running.job.name, MAX_REST_BYTES // 2**20)  # fmt: skip
         except Exception:
             log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
+            return False
+        return True
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
         """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""
@@ -428,12 +463,21 @@ class Attempts:
         reason = outcome.error.message if outcome.error else ""
         log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason,
                     extra=about(running.job, message.FALLBACK, code=outcome.code))  # fmt: skip
-        running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
-        fallback = event.Event("fallback", time.time(), {"from": "unsloth", "to": "transformers", "reason": reason})
-        self._database.apply(running.job, event.Reading([fallback], running.offset, 0))
+        fallback = Fallback(time.time(), reason)
+        running.job = self._spool.update(
+            running.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
+        )
+        with contextlib.suppress(sqlite3.Error):  # it is told when the job is adopted, or caught up with
+            self._tell_fallback(running.job)
         device = running.job.attempt.device
         self._launch(running.job, device if device not in {"cpu", "mps"} else None)
         return True
+
+    def _tell_fallback(self, job: Job) -> None:
+        """Count the fallback of the latest attempt, once."""
+        if (told := fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
+            offset = self._database.offset(job.id, job.attempt.number)
+            self._database.apply(job, event.Reading([told], offset, 0))
 
     def _may_fall_back(self, job: Job, outcome: Outcome) -> bool:
         attempt = job.attempt
@@ -442,7 +486,7 @@ class Attempts:
         plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
         return bool(plan["spec"].get("backend") != "unsloth")
 
-    def _settle(self, running: Running, outcome: Outcome) -> Job:
+    def _settle(self, running: Running, outcome: Outcome, *, is_counted: bool = True) -> Job:
         """Write down how the attempt ended and move the job on."""
         told = running.progress.get("step")
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
@@ -453,7 +497,10 @@ class Attempts:
         state, changes = destination(job, outcome, remedy)
         job = self._spool.move(job, state, **changes)
         del self.running[running.job.id]
-        self._database.put_job(job)
+        if is_counted:
+            self._database.put_job(job)
+        else:
+            self._database.is_behind = True
         level = logging.INFO if outcome.is_success or state in {State.HELD, State.CANCELLED} else logging.WARNING
         why = f": {outcome.error.message}" if outcome.error is not None else ""
         log.log(level, "job %d (%s): attempt %d: %s%s; now %s",

@@ -217,7 +217,12 @@ class Backlog:
         self._pop(job.id)
         log.error("job %d (%s): %s", job.id, job.name, error.message,
                   extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint))  # fmt: skip
-        self._database.put_job(self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict()))
+        try:
+            failed = self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict())
+        except OSError:
+            self._put(job)
+            raise
+        self._database.put_job(failed)
 
     def backend_of(self, job: Job) -> str:
         """What is to load the job's base. Raises OSError, ValueError, KeyError or TypeError for a plan that is none."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from honed.config import Config
 from honed.device import Device
 from honed.error import EnvironmentInvalidError
 from honed.layout import Layout
+
+log = logging.getLogger(__name__)
 
 #: Bytes; an answer holds a spec and a plan.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
@@ -109,6 +112,8 @@ class Checker:
             answers += self._revive() if is_dead else self._take(line)
         if self._current is not None and self._clock() >= self._current.deadline:
             answers.append(self._give_up(self._current))
+        if self._current is not None and self._helper is None:
+            self._send(self._current)
         self._send_next()
         return answers
 
@@ -128,7 +133,11 @@ class Checker:
     def _send(self, request: _Request) -> None:
         """A helper that is dead already is found so by the next read."""
         if self._helper is None:
-            self._start_helper()
+            try:
+                self._start_helper()
+            except OSError as error:  # no process, no descriptor to be had: the next poll tries again
+                log.warning("the checking process cannot be started: %s", error)
+                return
         assert self._helper is not None
         assert self._helper.stdin is not None
         request.num_helpers += 1

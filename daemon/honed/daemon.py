@@ -47,7 +47,7 @@ from honed.notify import Notifier
 from honed.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.progress import progress_text
 from honed.publishing import Publishing
-from honed.rebuild import rebuild
+from honed.rebuild import catch_up, rebuild
 from honed.runner import Runner
 from honed.runner_choice import choose_fetch_runner, choose_runner
 from honed.spool import Spool
@@ -152,12 +152,14 @@ class Daemon:
     def _turn(self) -> None:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
-        steps = (self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals, self._plan_deferred,
-                 self._start_next, self._attempts.enforce, self._notices.tend, self._publishing.tend_sender,
-                 self._publishing.tend_reporter, self._housekeeper.tend)  # fmt: skip
+        steps = (
+            self._tend_database, self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals,
+            self._plan_deferred, self._start_next, self._attempts.enforce, self._notices.tend,
+            self._publishing.tend_sender, self._publishing.tend_reporter, self._housekeeper.tend,
+        )  # fmt: skip
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
-        self._tell_of_machine(faults[0] if faults else self._acceptance.fault)
+        self._tell_of_machine(faults[0] if faults else self._attempts.fault or self._acceptance.fault)
         self._report(is_healthy=num_broken == len(faults))
         # What keeps breaking is tried again at leisure, and its restart is left to systemd's watchdog.
         self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
@@ -232,7 +234,8 @@ class Daemon:
     def _recover(self) -> None:
         self._spool.recover()
         if self._database.is_new:
-            rebuild(self._database, self._spool, self._layout, self._attempts.outbox)
+            rebuild(self._database, self._spool, self._layout, outbox=self._attempts.outbox)
+        catch_up(self._database, self._spool, self._layout)
         self._backlog.recover()
         for job in list(self._spool.jobs(State.RUNNING)):
             self._attempts.adopt(job)
@@ -266,10 +269,11 @@ class Daemon:
             left = [job_id for job_id in self._attempts.running if self._is_left(job_id)]
             asked = [job_id for job_id in self._attempts.running if job_id not in left]
             log.info("asked to stop; %d running jobs go on, %d are asked for a checkpoint", len(left), len(asked))
-            for job_id in asked:
-                self._attempts.stop(job_id, Stop.SHUTDOWN)
         if signal.SIGHUP in signals:
             self._reload()
+        if self._is_stopping:  # each time: a full disk may have kept the word from one of them
+            for job_id in [job_id for job_id in self._attempts.running if not self._is_left(job_id)]:
+                self._attempts.stop(job_id, Stop.SHUTDOWN)
 
     def _reload(self) -> None:
         self._notifier.reloading()
@@ -300,10 +304,26 @@ class Daemon:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    def _tend_database(self) -> None:
+        """Make the database again where somebody has removed it, or a disk has damaged it."""
+        if self._database.is_lost:
+            self._database.renew()
+        if self._database.is_new:
+            followed = {number: running.offset for number, running in self._attempts.running.items()}
+            rebuild(self._database, self._spool, self._layout, followed=followed)
+        if self._database.is_behind:
+            self._database.is_behind = False  # what fails now sets it again
+            try:
+                catch_up(self._database, self._spool, self._layout)
+            except BaseException:
+                self._database.is_behind = True
+                raise
+
     def _settle(self) -> None:
+        settled = self._attempts.reap()
         for job in self._attempts.put_back():
             self._backlog.put_back(job, delay_sec=NOT_NOW_SEC)
-        for job in self._attempts.reap():
+        for job in settled:
             self._backlog.put_back(job, delay_sec=self._retry_delay_sec(job))
             if job.state is State.SUCCEEDED:
                 self._backlog.release_met()
@@ -351,9 +371,16 @@ class Daemon:
             try:
                 backend = self._backlog.backend_of(job)
             except (OSError, ValueError, KeyError, TypeError) as error:
+                if durable.machine_fault(error):
+                    self._backlog.put_back(job)
+                    raise
                 self._backlog.fail(job, InternalError(f"its plan cannot be read: {error}", hint="drop the job again"))
                 continue
-            self._attempts.start(job, free, backend)
+            try:
+                self._attempts.start(job, free, backend)
+            except BaseException:  # a full disk: it lies where it was
+                self._backlog.put_back(job)
+                raise
 
     def _has_slot(self) -> bool:
         limit = self._config.jobs.max_running

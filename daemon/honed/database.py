@@ -18,12 +18,13 @@ import json
 import logging
 import math
 import sqlite3
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from honed import view
+from honed.error import EnvironmentInvalidError
 from honed.event import Event, Reading
 from honed.job import Job
 from honed.log import about
@@ -31,7 +32,13 @@ from honed.message import DATABASE_DAMAGED
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+#: What brings a database of an older honed to the next version, by the version that it has: rows whose job's files
+#: were removed since could not be made again. Views (view.py) are made anew with each start.
+MIGRATIONS = {
+    1: "DROP INDEX events_by_job; CREATE INDEX events_by_kind ON events (job_id, kind)",
+}
+#: Stands in `user_version`; 0 is a database whose rows are still to be made.
+SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, state TEXT NOT NULL, outcome TEXT, priority INTEGER NOT NULL,
@@ -47,7 +54,7 @@ CREATE TABLE IF NOT EXISTS training_predictions (
 CREATE TABLE IF NOT EXISTS events (
     job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL,
     created_at TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS events_by_job ON events (job_id);
+CREATE INDEX IF NOT EXISTS events_by_kind ON events (job_id, kind);
 CREATE TABLE IF NOT EXISTS offsets (
     job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, offset INTEGER NOT NULL, num_bad INTEGER NOT NULL,
     PRIMARY KEY (job_id, attempt));
@@ -73,33 +80,103 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.moved: set[int] = set()  #: jobs whose state has changed since somebody last took them from here
-        self.is_new = not path.exists()
+        self.is_new = False
+        self.is_behind = False  #: something could not be written; see rebuild.catch_up
+        self._is_damaged = False
+        self._db = self._open_or_begin()
+
+    def _open_or_begin(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            self._remove_journal()  # of a database that is gone
         try:
-            self._db = self._open()
-        except sqlite3.OperationalError:
-            raise  # locked, or no room: not damaged
+            return self._open()
         except sqlite3.DatabaseError as error:
-            aside = path.with_name(path.name + ".damaged")
-            log.error("%s: %s; set aside as %s and made again", path, error, aside.name,  # noqa: TRY400
-                      extra=about(message=DATABASE_DAMAGED))  # fmt: skip
-            for suffix in ("-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            path.rename(aside)
-            self.is_new = True
-            self._db = self._open()
+            if not _is_damage(error):
+                raise  # locked, or no room
+            self._set_aside(str(error))
+            return self._open()
 
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, timeout=10)
         try:
+            _version(db, self.path)  # first: a database of a later honed stays as it is
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             _check(db)
-            db.executescript(SCHEMA + view.SQL)
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            version = _migrate(db, self.path)
+            db.executescript(SCHEMA)
+            _make_views(db)
         except BaseException:
             db.close()
             raise
+        self.is_new = version == 0
+        self._is_damaged = False
+        self._files = self._identities()
         return db
+
+    def _set_aside(self, why: str) -> None:
+        aside = self.path.with_name(self.path.name + ".damaged")
+        log.error("%s: %s; set aside as %s and made again", self.path, why, aside.name,
+                  extra=about(message=DATABASE_DAMAGED))  # fmt: skip
+        self._remove_journal()
+        self.path.rename(aside)
+
+    def _remove_journal(self) -> None:
+        for suffix in ("-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+    def _identities(self) -> list[tuple[int, int] | None]:
+        """Which files the names of the database mean now."""
+        found: list[tuple[int, int] | None] = []
+        for suffix in ("", "-wal"):
+            try:
+                info = self.path.with_name(self.path.name + suffix).stat()
+            except FileNotFoundError:
+                found.append(None)
+            else:
+                found.append((info.st_dev, info.st_ino))
+        return found
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether what we write to is not what others read any more: somebody removed it, or it is damaged."""
+        return self._is_damaged or self._identities() != self._files
+
+    def renew(self) -> None:
+        """Begin a new database in the place of one that is lost."""
+        old = self._db
+        if self._is_damaged:
+            self._set_aside("damaged while honed was running")
+        else:
+            log.warning("%s was removed or replaced; it is made again", self.path)
+            self.path.unlink(missing_ok=True)  # whatever was put there; its journal may be gone
+            self._remove_journal()
+        self._db = self._open_or_begin()
+        with contextlib.suppress(sqlite3.Error):
+            old.close()
+
+    @contextlib.contextmanager
+    def made_again(self) -> Iterator[None]:
+        """All rows are made in here, or none: who dies in between leaves a database that is still new."""
+        with self._transaction():
+            for table in ("jobs", "metrics", "training_predictions", "events", "offsets"):
+                self._db.execute(f"DELETE FROM {table}")
+            yield
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self.is_new = False
+
+    def sync(self) -> None:
+        """Make all that was written so far durable; with WAL that is the next commit's affair."""
+        with self._noting_damage():
+            self._db.execute("PRAGMA synchronous = FULL")
+            try:
+                self._db.execute("UPDATE offsets SET offset = offset WHERE rowid = (SELECT max(rowid) FROM offsets)")
+            finally:
+                self._db.execute("PRAGMA synchronous = NORMAL")
+
+    def states(self) -> dict[int, str]:
+        """The state of each job as it stands here."""
+        return dict(self._db.execute("SELECT id, state FROM jobs"))
 
     def close(self) -> None:
         self._db.close()
@@ -110,6 +187,10 @@ class Database:
         try:
             self._db.execute(PUT_JOB, _job_row(job))
         except sqlite3.Error as error:
+            if self._db.in_transaction:
+                raise
+            self.is_behind = True
+            self._is_damaged = self._is_damaged or _is_corrupt(error)
             log.error("%s: job %d: %s", self.path, job.id, error)  # noqa: TRY400
 
     def put_jobs(self, jobs: Iterable[Job]) -> None:
@@ -121,6 +202,10 @@ class Database:
             with self._transaction():
                 self._db.executemany(PUT_JOB, rows)
         except sqlite3.Error as error:
+            if self._db.in_transaction:
+                raise
+            self.is_behind = True
+            self._is_damaged = self._is_damaged or _is_corrupt(error)
             log.error("%s: the rows of all jobs: %s", self.path, error)  # noqa: TRY400
 
     def offset(self, job_id: int, attempt: int) -> int:
@@ -129,6 +214,11 @@ class Database:
             "SELECT offset FROM offsets WHERE job_id = ? AND attempt = ?", (job_id, attempt)
         ).fetchone()
         return row[0] if row else 0
+
+    def has_event(self, job: Job, kind: str) -> bool:
+        """Whether the latest attempt has told such an event."""
+        sql = "SELECT 1 FROM events WHERE job_id = ? AND attempt = ? AND kind = ?"
+        return self._db.execute(sql, (job.id, job.attempt.number, kind)).fetchone() is not None
 
     def apply(self, job: Job, reading: Reading) -> None:
         """Count a reading of the latest attempt's events, once."""
@@ -213,14 +303,28 @@ class Database:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _transaction(self) -> Any:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _transaction(self) -> Iterator[None]:
+        """One of its own, or the one that we are in."""
+        if self._db.in_transaction:
+            yield
+            return
+        with self._noting_damage():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk ends it by itself
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _noting_damage(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            self._is_damaged = self._is_damaged or _is_corrupt(error)
             raise
-        self._db.execute("COMMIT")
 
 
 def _job_row(job: Job) -> tuple[Any, ...]:
@@ -251,11 +355,54 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     return db
 
 
+def _is_corrupt(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether what opening met is the file's own fault: it is no database, or not one of ours (SQLITE_ERROR)."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & 0xFF == sqlite3.SQLITE_ERROR or _is_corrupt(error)
+
+
+def _migrate(db: sqlite3.Connection, path: Path) -> int:
+    """Bring the tables to our version; returns it, or 0 for a database that is new."""
+    version = _version(db, path)
+    while 0 < version < SCHEMA_VERSION:
+        # One transaction a step: who is killed in between goes on from there.
+        db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[version]}; PRAGMA user_version = {version + 1}; COMMIT;")
+        log.info("%s: brought from version %d to %d", path, version, version + 1)
+        version += 1
+    return version
+
+
+def _make_views(db: sqlite3.Connection) -> None:
+    """Make the views that are not there, and those anew that an older honed has made otherwise."""
+    stored = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'view'"))
+    for made in view.VIEWS:
+        if stored.get(made.name) != made.sql.replace("IF NOT EXISTS ", "").rstrip(";"):
+            db.executescript(f"BEGIN IMMEDIATE; DROP VIEW IF EXISTS {made.name}; {made.sql} COMMIT;")
+
+
+def _version(db: sqlite3.Connection, path: Path) -> int:
+    """`user_version`. Raises EnvironmentInvalidError for that of a later honed."""
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA_VERSION:
+        raise EnvironmentInvalidError(
+            f"{path} is of a later honed: its version is {version}, and this one knows {SCHEMA_VERSION}",
+            hint="install that honed again; or move it away, and its rows are made again from the jobs' own files",
+        )
+    return version
+
+
 class Reader:
     """Reads a database that a daemon may be writing; what is not there reads as empty."""
 
     def __init__(self, path: Path) -> None:
         self._db = connect_read_only(path) if path.exists() else None
+        with contextlib.suppress(sqlite3.DatabaseError):  # damaged, or just being made: nothing is found in it
+            if self._db is not None:
+                _version(self._db, path)
 
     def close(self) -> None:
         if self._db is not None:

@@ -155,24 +155,24 @@ class Reading:
     num_bad: int  #: lines that are not events
 
 
-def read(path: Path, offset: int) -> Reading:
-    """The whole lines after `offset`. A last line without its newline waits for the next pass.
+def read(path: Path, offset: int, *, end: int | None = None) -> Reading:
+    """The whole lines after `offset`, and before `end`. A last line without its newline waits for the next pass.
 
     Raises OSError where something else than a file lies there.
     """
     try:
         with open(foreign.open_plain(path), "rb") as file:  # noqa: PTH123 - of a descriptor
             file.seek(offset)
-            data = file.read(MAX_READ_BYTES)
+            data = file.read(MAX_READ_BYTES if end is None else min(MAX_READ_BYTES, end - offset))
     except FileNotFoundError:
         return Reading([], offset, 0)
-    end = data.rfind(b"\n") + 1
-    if end == 0:
+    num_bytes = data.rfind(b"\n") + 1
+    if num_bytes == 0:
         # No end of line in all that we read: if it is longer than any event, it is garbage and we pass over it.
         too_long = len(data) >= MAX_READ_BYTES
         return Reading([], offset + len(data) if too_long else offset, int(too_long))
     events, num_bad = [], 0
-    for line in data[:end].split(b"\n"):
+    for line in data[:num_bytes].split(b"\n"):
         if not line.strip():
             continue
         event = _parse(line)
@@ -180,7 +180,7 @@ def read(path: Path, offset: int) -> Reading:
             num_bad += 1
         else:
             events.append(event)
-    return Reading(events, offset + end, num_bad)
+    return Reading(events, offset + num_bytes, num_bad)
 
 
 def _parse(line: bytes) -> Event | None:

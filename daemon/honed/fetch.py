@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from honed import __version__, config, durable, snapshot
 from honed import log as logs
 from honed.basemodel import is_hub_id
+from honed.clock import boot_time
 from honed.error import (
     DiskShortError,
     EnvironmentInvalidError,
@@ -94,7 +95,7 @@ class Request:
     revision: str
     pickle: bool
     code: bool
-    deadline: float  #: seconds since the epoch
+    deadline: float  #: by `boot_time`
 
     @classmethod
     def read(cls, path: Path) -> Request:
@@ -377,14 +378,14 @@ class Fetch:
                 if str(error) != self._progress["problem"]:
                     log.warning("%s: %s; tried again until the fetch's time is over", self._where(), error)
                 self._say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._delay_sec, self._request.deadline - time.time())))
+                time.sleep(max(0.0, min(self._delay_sec, self._request.deadline - boot_time())))
                 self._delay_sec = min(2 * self._delay_sec, MAX_DELAY_SEC)
             else:
                 self._progress["problem"] = None
                 return done
 
     def _check_deadline(self) -> None:
-        if time.time() < self._request.deadline:
+        if boot_time() < self._request.deadline:
             return
         problem = f": {self._progress['problem']}" if self._progress["problem"] else ""
         raise EnvironmentInvalidError(
@@ -599,7 +600,7 @@ def main() -> int:
         return _for_the_daemon(layout, options.request)
     try:
         timeout_sec = config.load(layout).hub.fetch_timeout_sec
-        deadline = time.time() + timeout_sec
+        deadline = boot_time() + timeout_sec
         request = Request(options.repo_id, options.revision, options.allow_pickle, options.allow_code, deadline)
         print(json.dumps({"ok": True, "path": str(fetch(request.checked(), layout, _print))}), flush=True)
     except HonedError as error:

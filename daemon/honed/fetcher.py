@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from honed import durable
+from honed.clock import boot_time
 from honed.config import Config
 from honed.error import EnvironmentInvalidError, HonedError, from_dict
 from honed.layout import FetchLayout, Layout
@@ -261,7 +262,7 @@ class Fetcher:
 
     def _write_request(self, fetch: _Fetch) -> None:
         """Its time runs from its first start, through deaths and restarts of the daemon."""
-        path, deadline = self._layout.fetch(fetch.number).request_path, time.time() + self.config.hub.fetch_timeout_sec
+        path, deadline = self._layout.fetch(fetch.number).request_path, boot_time() + self.config.hub.fetch_timeout_sec
         if "deadline" in fetch.request:
             return
         old = _read(path) or {}
@@ -275,7 +276,7 @@ class Fetcher:
             fetch.logged_at = now
             done, of = (progress[key] / 2**30 for key in ("bytes", "of"))
             log.info("fetching %s: %.1f of %.1f GiB", fetch.name, done, of)
-        if time.time() > fetch.request["deadline"] + DEADLINE_GRACE_SEC:
+        if boot_time() > fetch.request["deadline"] + DEADLINE_GRACE_SEC:
             self._runner.stop(fetch.number, at_once=True)
 
     def _died(self, fetch: _Fetch) -> HonedError | None:
@@ -283,7 +284,7 @@ class Fetcher:
         num_bytes = fetch.progress.get("bytes", 0)
         fetch.num_deaths = fetch.num_deaths + 1 if num_bytes <= fetch.num_bytes_at_death else 1
         fetch.num_bytes_at_death = num_bytes
-        if time.time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
+        if boot_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
             return EnvironmentInvalidError(
                 f"base_model: {fetch.name} could not be fetched: the fetch died {fetch.num_deaths} times",
                 hint="see the journal; drop the job again to go on: what was fetched is kept",

@@ -49,6 +49,14 @@ class Stop(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Fallback:
+    """That Unsloth gave way to transformers, when, and why."""
+
+    time: float  #: seconds since the epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One numbered try: one worker start, or two with a fallback."""
 
@@ -60,6 +68,7 @@ class Attempt:
     outcome: str | None = None
     step: int = 0  #: the last step that it told of
     device: str | None = None  #: what it ran on: a GPU's uuid, or cpu
+    fallback: Fallback | None = None  #: between its two starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +135,20 @@ class Job:
             raise ValueError("not a job entry")
         try:
             known = _known(cls, raw)
-            known["attempts"] = tuple(Attempt(**_known(Attempt, item)) for item in raw.get("attempts", ()))
+            known["attempts"] = tuple(_attempt(item) for item in raw.get("attempts", ()))
             known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
             known["depends_on"] = tuple(raw.get("depends_on", ()))
             known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
             return cls(**{**known, "state": state})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a job entry: {error}") from error
+
+
+def _attempt(raw: dict[str, Any]) -> Attempt:
+    known = _known(Attempt, raw)
+    if known.get("fallback") is not None:
+        known["fallback"] = Fallback(**_known(Fallback, known["fallback"]))
+    return Attempt(**known)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """How an attempt ended, from the two witnesses: the worker's result file and its process's exit.
 
-What the worker explains is believed; success needs both, a result that says so and exit status 0. A worker that died
-without a word (a signal, an exit without its result) is `killed`, and tried again.
+What the worker explains is believed; success needs both, a result that says so and an exit that does not belie it. A
+worker that died without a word (a signal, an exit without its result) is `killed`, and tried again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed import error, foreign
+from honed import durable, error, foreign
 from honed.runner import Exit
 
 SUCCEEDED = "succeeded"
@@ -35,9 +35,13 @@ class Outcome:
         return self.code == SUCCEEDED
 
 
-def judge(result_path: Path, ended: Exit) -> Outcome:
-    """Read the worker's result and weigh it against its exit."""
-    result = _read(result_path)
+def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
+    """Read the worker's result and weigh it against its exit.
+
+    Raises OSError where the machine keeps us from reading it: that is no word on how the worker ended. With
+    `is_readable` false it is judged without.
+    """
+    result = _read(result_path) if is_readable else None
     if result is None:
         return _of(_died(ended))
     facts: dict[str, Any] = {
@@ -48,7 +52,9 @@ def judge(result_path: Path, ended: Exit) -> Outcome:
         "needed_bytes": number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
     }
     if result.get("outcome") == SUCCEEDED:
-        if ended.status == 0:
+        # Its result is the last that it writes, once all else is durable. Where it was killed from outside after that,
+        # or nobody saw it end, the work is done; doing it again would be a second success.
+        if ended.status == 0 or (ended.status is None and ended.signal in {None, signal.SIGKILL}):
             return Outcome(SUCCEEDED, **facts)
         return _of(_died(ended), **facts)
     reported = result.get("error")
@@ -68,7 +74,9 @@ def _of(problem: error.HonedError, **facts: Any) -> Outcome:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         result = json.loads(foreign.read_plain(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as problem:
+        if durable.machine_fault(problem):
+            raise
         return None
     return result if isinstance(result, dict) else None
 

@@ -249,8 +249,10 @@ def has_ended(attempt_dir: str, start: int) -> bool:
     try:
         with open(f"{attempt_dir}/exit.json", "rb") as file:  # noqa: PTH123
             return bool(json.load(file)["start"] >= start)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return False
+    except OSError:  # it cannot be known: a worker that is not started is tried again, one started twice is not undone
+        return True
 
 
 def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: bool, was_asked: bool) -> None:

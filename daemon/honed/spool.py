@@ -100,6 +100,7 @@ class Spool:
             durable.make_dir(self.ended_dir)
         self._lock_fd = self._take_lock() if lock else None
         self._catalog: Catalog | None = None
+        self._begun: dict[int, int] = {}  # revisions that failed on their way to the disk, and may lie there
         #: Whether workers are another user than we, who then shares nothing by accident.
         self._has_workers_user = access.workers_user(layout.root) is not None
 
@@ -174,8 +175,8 @@ class Spool:
     def _claiming(self, arrival: Path, job_id: int) -> Steps[Claim | None]:
         place = self.claimed_dir / str(job_id)
         place.mkdir(mode=0o700)
-        yield [self.claimed_dir]
         try:
+            yield [self.claimed_dir]
             arrival.rename(place / arrival.name)
         except FileNotFoundError:
             place.rmdir()
@@ -281,9 +282,9 @@ class Spool:
         yield [self._layout.jobs_dir]
         temporary = yield from durable.writing_beside(self._entry_path(job.id, job.state), job.to_json())
         temporary.rename(self._entry_path(job.id, job.state))
+        yield [self.state_dir(job.state)]
         if self._catalog is not None:
             self._catalog.put(job)
-        yield [self.state_dir(job.state)]
         with contextlib.suppress(FileNotFoundError):  # what a crash leaves of it is dropped by recovery
             claim.path.unlink()
             claim.path.parent.rmdir()
@@ -300,11 +301,26 @@ class Spool:
         if self._has_workers_user:
             access.let_read(reason_path, claim.path.lstat().st_uid)
         claim.path.rename(target)
-        durable.sync_dir(self.rejected_dir)
-        durable.sync_dir(claim.path.parent)
-        claim.path.parent.rmdir()
-        shutil.rmtree(self._layout.job(claim.id).dir, ignore_errors=True)
+        try:
+            durable.sync_dir(self.rejected_dir)
+            durable.sync_dir(claim.path.parent)
+        finally:
+            with contextlib.suppress(OSError):  # the next start removes what is left
+                claim.path.parent.rmdir()
+            shutil.rmtree(self._layout.job(claim.id).dir, ignore_errors=True)
         return target
+
+    def accepted(self, claim: Claim) -> Job | None:
+        """The job that a claimed arrival has become already: what came after its entry's rename had failed."""
+        job = self._job_on_disk(claim.id)
+        if job is not None:
+            if claim.path.exists():  # else the entry was durable before it was removed
+                durable.sync_dir(self.state_dir(job.state))
+            with contextlib.suppress(OSError):  # the next start removes what is left
+                self._drop(claim)
+            if self._catalog is not None:
+                self._catalog.put(job)
+        return job
 
     def _drop(self, claim: Claim) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -360,6 +376,9 @@ class Spool:
         """One job, wherever it lies; of two copies the newer."""
         if self._catalog is not None:
             return self._catalog.get(job_id)
+        return self._job_on_disk(job_id)
+
+    def _job_on_disk(self, job_id: int) -> Job | None:
         places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
         found = [job for path, state in places if (job := read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
@@ -372,10 +391,8 @@ class Spool:
 
     def update(self, job: Job, **changes: Any) -> Job:
         """Change an entry where it lies."""
-        changed = dataclasses.replace(job, revision=job.revision + 1, **changes)
-        durable.write(self._entry_path(job.id, job.state), changed.to_json())
-        if self._catalog is not None:
-            self._catalog.put(changed)
+        with self._changed(job, job.state, changes) as changed:
+            durable.write(self._entry_path(job.id, job.state), changed.to_json())
         return changed
 
     def annotate(self, job: Job, **changes: Any) -> Job:
@@ -389,17 +406,39 @@ class Spool:
     def move(self, job: Job, to: State, **changes: Any) -> Job:
         """Move an entry to another state, changed on the way; asserts that there is such a move."""
         assert to in MOVES[job.state], f"no move from {job.state} to {to}"
-        moved = dataclasses.replace(job, state=to, revision=job.revision + 1, **changes)
-        if to.is_final and (self.tells_every_end or job.notify):
-            durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())
-        old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
-        durable.write_beside(old, moved.to_json()).rename(new)
-        if self._catalog is not None:
-            self._catalog.put(moved)
-        durable.sync_dir(new.parent)
-        old.unlink()
-        durable.sync_dir(old.parent)
+        with self._changed(job, to, changes) as moved:
+            if to.is_final and (self.tells_every_end or job.notify):
+                durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())
+            old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
+            durable.write_beside(old, moved.to_json()).rename(new)
+            durable.sync_dir(new.parent)
+            old.unlink(missing_ok=True)
+            durable.sync_dir(old.parent)
         return moved
+
+    @contextlib.contextmanager
+    def _changed(self, job: Job, to: State, changes: dict[str, Any]) -> Iterator[Job]:
+        """The entry as it is to be: newer than all that may lie on the disk, of changes that failed half-way, too."""
+        failed = self._begun.get(job.id)
+        revision = max(job.revision, failed or 0) + 1
+        self._begun[job.id] = revision
+        changed = dataclasses.replace(job, state=to, revision=revision, **changes)
+        yield changed
+        if failed is not None:  # it may have left a copy in a third place
+            for path in [self._entry_path(job.id, state) for state in State if state is not to]:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+                    durable.sync_dir(path.parent)
+        del self._begun[job.id]
+        if self._catalog is not None:
+            self._catalog.put(changed)
+
+    def not_in(self, states: dict[int, str]) -> Iterator[Job]:
+        """The jobs that lie elsewhere than `states` say, or are unknown to them."""
+        for state in State:
+            for job in self.jobs(state):
+                if states.get(job.id) != state:
+                    yield job
 
     # -- pruned -------------------------------------------------------------------------------------------------------
 
@@ -482,16 +521,29 @@ class Spool:
                 place.rmdir()
             for path in names:
                 self._recover_claim(Claim(int(place.name), path))
+        self._drop_refused()
         self._next_id_is_readable()
+
+    def _drop_refused(self) -> None:
+        """Remove what a crash has left of the directories of arrivals that were refused: nothing but the spec."""
+        kept = {name.partition(".")[0] for state in State for name in _names_in(self.state_dir(state))}
+        kept |= {*_names_in(self.claimed_dir), *map(str, self.pruned_ids())}
+        for name in _names_in(self._layout.jobs_dir):
+            path = self._layout.jobs_dir / name
+            if (
+                name.isdecimal()
+                and name not in kept
+                and all(each.name.startswith(("spec.", ".spec.")) for each in path.iterdir())
+            ):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _drop_pruned_copies(self) -> None:
         """A rename between directories can leave both names after a power cut: what is pruned is pruned."""
-        for path in self._pruned_paths():
-            for state in State:
-                copy = self._entry_path(int(path.name.partition(".")[0]), state)
-                if copy.exists():
-                    copy.unlink()
-                    durable.sync_dir(copy.parent)
+        pruned = {f"{number}.json" for number in self.pruned_ids()}
+        for directory in map(self.state_dir, State) if pruned else ():
+            for name in pruned.intersection(_names_in(directory)):
+                (directory / name).unlink()
+                durable.sync_dir(directory)
 
     def _newest_copies(self) -> Iterable[Job]:
         """Each job once; of two copies, which a move leaves that was cut short, the older is removed."""

@@ -108,8 +108,8 @@ sqlite3 -readonly /var/lib/honed/honed.db \\
 ```
 
 The views below are for other tools: their names and columns stay. A later version may add views, and columns at the
-end. The database is derived from the spool and the jobs' directories: delete it, and honed makes it again at its next
-start. So nothing of one's own belongs into it.
+end. The database is derived from the spool and the jobs' directories: delete it, and honed makes it again, within
+seconds where it runs. So nothing of one's own belongs into it.
 """
 _TABLES = """\
 ## Tables

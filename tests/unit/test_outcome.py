@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
     [
         (SUCCESS, Exit(0, None), "succeeded"),
         (SUCCESS, Exit(3, None), "killed"),
-        (SUCCESS, Exit(None, 9), "killed"),
-        (SUCCESS, Exit(None, None), "killed"),
+        (SUCCESS, Exit(None, 11), "killed"),
+        # Killed from outside after its last word, or seen by nobody: what it did is done, and not done again.
+        (SUCCESS, Exit(None, 9), "succeeded"),
+        (SUCCESS, Exit(None, None), "succeeded"),
         (FAILURE, Exit(81, None), "mask_invalid"),
         (FAILURE, Exit(None, 11), "mask_invalid"),  # it had explained itself before it crashed on its way out
         ({"outcome": "failed", "error": None}, Exit(1, None), "error"),
@@ -57,6 +61,20 @@ def test_a_torn_result_is_none(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text('{"outcome": "succ')
     assert judge(path, Exit(0, None)).code == "killed"
+
+
+def test_a_result_that_the_disk_keeps_back_is_not_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(SUCCESS))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "open", _fails)
+        with pytest.raises(OSError, match="Input/output"):
+            judge(path, Exit(0, None))
+        assert judge(path, Exit(0, None), is_readable=False).code == "killed"
+
+
+def _fails(*_arguments: Any, **_keys: Any) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_every_code_has_its_own_exit_status_and_a_sentence() -> None:

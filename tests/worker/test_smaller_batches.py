@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
     taken = tuple(Adjustment(**item) for item in json.loads(path.read_text())) if path.exists() else ()
     step = ladder.next_step(ladder.adjusted(job.plan["spec"], taken), attempt=len(taken) + 1, phase=phase)
     assert step is not None
-    path.write_text(json.dumps([vars(each) for each in (*taken, step)]))
+    path.write_text(json.dumps([dataclasses.asdict(each) for each in (*taken, step)]))
     return step
 
 

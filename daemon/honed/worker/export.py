@@ -114,6 +114,8 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
     try:
         beside.rename(target)
     except OSError as error:
+        if old.exists():
+            old.rename(target)  # what an earlier attempt had made is better than nothing
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise EnvironmentInvalidError(

@@ -52,17 +52,17 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     from honed.worker.run import versions
 
     started = time.time()
-    deadline = None if job.spec.time_limit_sec is None else started + job.spec.time_limit_sec
+    deadline = None if job.spec.time_limit_sec is None else time.monotonic() + job.spec.time_limit_sec
     events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
-    told_at = 0.0
+    told_at = -TELL_INTERVAL_SEC
 
     def progress(number: int, count: int) -> None:
         nonlocal told_at
         stop.check()
-        if deadline is not None and time.time() > deadline:
+        if deadline is not None and time.monotonic() > deadline:
             raise TimeLimitError(f"time limit of {job.spec.time_limit_sec:g} s reached", hint="a higher time_limit_sec")
-        if time.time() - told_at >= TELL_INTERVAL_SEC or number == count:
-            told_at = time.time()
+        if time.monotonic() - told_at >= TELL_INTERVAL_SEC or number == count:
+            told_at = time.monotonic()
             events.emit("step", step=number, num_steps=count)
 
     events.emit("stage", stage="prepare")

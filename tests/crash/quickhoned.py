@@ -1,0 +1,29 @@
+"""The real daemon with the quick worker: `python quickhoned.py ROOT [--drain]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from honed import daemon, device, log
+from honed.layout import Layout
+from honed.process_runner import ProcessRunner
+
+
+def main() -> int:
+    layout = Layout(Path(sys.argv[1]))
+    log.set_up(verbose=False)
+    if "HONED_TEST_HIT" in os.environ:
+        sys.executable = str(Path(__file__).with_name("hitshim"))
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("quickworker.py"))]
+    return daemon.start(
+        layout,
+        runner=ProcessRunner(layout, command=command),
+        probe=lambda _gpus: [device.cpu()],
+        drain="--drain" in sys.argv,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

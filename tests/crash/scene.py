@@ -1,0 +1,237 @@
+"""One instance with a few dropped files, a honed that is hit at one of its system calls, and what must hold after."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from honed.database import Database
+from honed.job import Job, State
+from honed.layout import Layout
+from honed.rebuild import rebuild
+from honed.spool import Spool
+from zoo import plain
+
+HERE = Path(__file__).parent
+#: The file operations that can fail or be the last one: what Python and SQLite call for them.
+CALLS = ("openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat2", "link", "unlink", "unlinkat",
+         "mkdir", "rmdir", "ftruncate", "close")  # fmt: skip
+ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
+KILL = "KILL"
+#: Seconds that one honed may take for three tiny jobs; far more than it needs.
+DEADLINE_SEC = 90.0
+GOOD, BAD = ("plain.json", "dies.json"), ("half.json",)
+CONFIG = """
+[spool]
+settle_sec = 0
+rescan_interval_sec = 0.2
+[jobs]
+poll_interval_sec = 0.02
+retry_delay_sec = 0
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The n-th call of one kind that a process makes, as `strace -e inject` counts them; `path` is what it was on."""
+
+    call: str
+    number: int
+    path: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.call} {self.number} ({self.path})"
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A fault at a point: KILL, or the name of an error."""
+
+    point: Point
+    fault: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """strace's."""
+        what = "signal=SIGKILL" if self.fault == KILL else f"error={self.fault}"
+        injection = f"inject={self.point.call}:{what}:when={self.point.number}"
+        return ("-qq", "-o", "/dev/null", "-e", f"trace={self.point.call}", "-e", injection)
+
+    def __str__(self) -> str:
+        return f"{self.fault} at {self.point}"
+
+
+class Scene:
+    """An instance below `root`."""
+
+    def __init__(self, root: Path, *, mutant: str | None = None) -> None:
+        """`mutant`: the bug that is planted in its honed; see mutant/sitecustomize.py."""
+        self.root = root
+        self.layout = Layout(root)
+        path = os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])
+        self.environment = {**os.environ, "PYTHONPATH": path}
+        if mutant is not None:
+            self.environment["HONED_TEST_MUTANT"] = mutant
+        self.log_path = root / "log"
+
+    def prepare(self) -> None:
+        """Three files in incoming/, dropped a while ago: two jobs, and one that is half a file."""
+        incoming_dir = self.layout.spool_dir / "incoming"
+        incoming_dir.mkdir(parents=True)
+        model = plain.write_base_model(self.root / "model")
+        dataset = plain.write_dataset(self.root / "rows.jsonl")
+        text = json.dumps(plain.spec(model, dataset))
+        for name in (*GOOD, *BAD):
+            path = incoming_dir / name
+            path.write_text(text if name in GOOD else text[:20])
+            os.utime(path, (1, 1))
+        self.layout.config_path.parent.mkdir(parents=True)
+        self.layout.config_path.write_text(CONFIG)
+
+    def honed(self, *, before: Sequence[str] = (), shim_hit: Sequence[str] = ()) -> int | None:
+        """Run honed until nothing is left to do. Returns its exit status; None where it did not come to an end.
+
+        `shim_hit`: what its first shim is run under strace with.
+        """
+        command = [*before, sys.executable, str(HERE / "quickhoned.py"), str(self.root), "--drain"]
+        environment = dict(self.environment)
+        if shim_hit:
+            environment |= {"HONED_TEST_HIT": " ".join(shim_hit), "HONED_TEST_PYTHON": sys.executable,
+                            "HONED_TEST_ROOT": str(self.root)}  # fmt: skip
+        with self.log_path.open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            try:
+                return process.wait(DEADLINE_SEC)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return None
+
+    def points(self, *, shim: bool = False) -> list[Point]:
+        """The system calls on files of this instance that an undisturbed honed, or its first shim, makes, in order."""
+        trace_path = self.root.with_name(f"{self.root.name}.trace")
+        arguments = ("-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+        status = self.honed(shim_hit=arguments) if shim else self.honed(before=("strace", *arguments))
+        assert status == 0, self.log
+        counts: collections.Counter[str] = collections.Counter()
+        found = []
+        for line in trace_path.read_text(errors="replace").splitlines():
+            if match := re.match(r"(\w+)\(", line):
+                counts[match[1]] += 1
+                if path := re.search(rf"{re.escape(str(self.root))}/((?:var|run)/[^\"<>]*)", line):
+                    found.append(Point(match[1], counts[match[1]], path[1]))
+        return found
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    # -- what must hold ---------------------------------------------------------------------------------------------
+
+    def violations(self) -> list[str]:
+        """What is wrong once nothing is left to do; nothing, if honed keeps its word."""
+        found = []
+        spool = Spool(self.layout, lock=False)
+        entries = [(state, path) for state in State for path in sorted(spool.state_dir(state).iterdir())]
+        jobs = [job for state in State for job in spool.jobs(state)]
+        found += [f"hidden: {path}" for path in sorted(spool.dir.rglob(".*"))]
+        places = collections.Counter(path.name for _, path in entries)
+        found += [f"{count} entries of one number: {name}" for name, count in places.items() if count > 1]
+        found += [f"not an entry: {path}" for _, path in entries if path.name not in {f"{job.id}.json" for job in jobs}]
+        refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
+        found += [f"no reason: {name}" for name in refused if not (spool.rejected_dir / f"{name}.reason").exists()]
+        fates = collections.Counter([job.source for job in jobs] + refused)
+        for name in (*GOOD, *BAD):
+            if fates[name] != 1:
+                found.append(f"{name}: {fates[name]} jobs and refusals")
+            if (name in refused) != (name in BAD):
+                found.append(f"{name}: {'refused' if name in refused else 'accepted'}")
+        for job in jobs:
+            if job.state is not State.SUCCEEDED:
+                found.append(f"job {job.id} ({job.name}) is {job.state}: {job.error}")
+            succeeded = [attempt.number for attempt in job.attempts if self._has_succeeded(job, attempt.number)]
+            if succeeded != [job.attempt.number if job.attempts else 0]:
+                found.append(f"job {job.id} ({job.name}): of its attempts succeeded {succeeded}")
+        found += [f"left in incoming/: {path.name}" for path in spool.incoming_dir.iterdir()]
+        found += [f"left in claimed/: {path.name}" for path in spool.claimed_dir.iterdir()]
+        known = {str(job.id) for job in jobs}
+        found += [f"of no job: {path}" for path in self.layout.jobs_dir.iterdir() if path.name not in known]
+        return found + self.database_faults(spool)
+
+    def _has_succeeded(self, job: Job, number: int) -> bool:
+        path = self.layout.job(job.id).attempt(number).result_path
+        return path.exists() and json.loads(path.read_bytes())["outcome"] == "succeeded"
+
+    def database_faults(self, spool: Spool) -> list[str]:
+        """How honed.db differs from the one that is made anew from the spool and the jobs' directories."""
+        copy = self.root / "again.db"
+        copy.unlink(missing_ok=True)
+        again = Database(copy)
+        rebuild(again, spool, self.layout)
+        again.close()
+        ours, theirs = dump(self.layout.database_path), dump(copy)
+        for suffix in ("", "-wal", "-shm"):
+            copy.with_name(copy.name + suffix).unlink(missing_ok=True)
+        return [f"honed.db: {table}: {ours[table] ^ theirs[table]}" for table in theirs if ours[table] != theirs[table]]
+
+    def clear(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def dump(path: Path) -> dict[str, frozenset[tuple[object, ...]]]:
+    """The rows of each table; their number tells two that are the same apart."""
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    found = {}
+    for table in tables:
+        rows = collections.Counter(db.execute(f"SELECT * FROM {table}"))
+        found[table] = frozenset((*row, count) for row, count in rows.items())
+    db.close()
+    return found
+
+
+def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool = False) -> list[str]:
+    """One cell of the matrix: honed or its first shim is hit once; honed is started again where it died of that."""
+    name = re.sub(r"\W+", "-", f"{hit.fault}-{hit.point.call}-{hit.point.number}")
+    scene = Scene(directory / name, mutant=mutant)
+    scene.prepare()
+    status = scene.honed(shim_hit=hit.arguments) if shim else scene.honed(before=("strace", *hit.arguments))
+    found = [f"it hangs after {hit}"] if status is None else []
+    if status != 0:
+        again = scene.honed()
+        found += [f"started again it ends with {again}"] if again != 0 else []
+    try:
+        found += scene.violations()
+    except Exception as error:  # noqa: BLE001 - a spool that cannot even be read is the gravest violation
+        found.append(f"cannot be looked at: {error!r}")
+    if found:
+        (directory / "failed").mkdir(exist_ok=True)
+        shutil.copy(scene.log_path, directory / "failed" / f"{scene.root.name}.log")
+    scene.clear()
+    return found
+
+
+def points_of(directory: Path, *, mutant: str | None = None, shim: bool = False) -> list[Point]:
+    """The points of an undisturbed run."""
+    scene = Scene(directory / "undisturbed", mutant=mutant)
+    scene.prepare()
+    found = scene.points(shim=shim)
+    if mutant is None:
+        assert scene.violations() == []
+    scene.clear()
+    return found
+
+
+def spread(points: Sequence[Point], count: int) -> list[Point]:
+    """So many of them, evenly, from the first on."""
+    return list(points) if count >= len(points) else [points[len(points) * index // count] for index in range(count)]

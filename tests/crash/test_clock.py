@@ -1,0 +1,105 @@
+"""Somebody sets the clock, by a day, forward and back: no order changes, and no timeout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from honed.job import State
+from process.harness import Instance
+
+HERE = Path(__file__).parent
+DAY_SEC = 86_400.0
+#: Writes the files that it is told to, and holds them open until it is killed: until then they are not whole.
+HOLDER = """
+import json, sys
+held = []
+for line in sys.stdin:
+    path, text = json.loads(line)
+    held.append(open(path, "w"))
+    held[-1].write(text)
+    held[-1].flush()
+    print(flush=True)
+"""
+
+
+class Jumping(Instance):
+    """Its time of day is off by what `set_clock` says."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.clock_path = root / "clock"
+        self.set_clock(0.0)
+        path = os.pathsep.join([str(HERE / "jumping"), os.environ.get("PYTHONPATH", "")])
+        self.environment |= {"PYTHONPATH": path, "HONED_TEST_CLOCK": str(self.clock_path)}
+
+    def set_clock(self, offset_sec: float) -> None:
+        temporary = self.clock_path.with_suffix(".new")
+        temporary.write_text(str(offset_sec))
+        temporary.rename(self.clock_path)
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[Jumping]:
+    made = Jumping(tmp_path)
+    made.configure("[spool]\nsettle_sec = 0.5\n[jobs]\nretry_delay_sec = 0.5\nstall_timeout_sec = 120\n")
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
+def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, jump_sec: float) -> None:
+    instance.start()
+    instance.drop("slow-40", name="slow-40")
+    instance.wait_state("slow-40", State.RUNNING)
+    for number, name in enumerate(("c", "a", "b")):  # of equal priority: as they came
+        instance.set_clock(jump_sec * (number % 2))
+        instance.drop(f"succeed-{name}", name=f"succeed-1.{name}")
+        instance.wait_state(f"succeed-1.{name}", State.QUEUED)
+    # A file as `cp -p` or a camera dates it: of tomorrow, of yesterday.
+    for name, offset_sec in (("later", DAY_SEC), ("earlier", -DAY_SEC)):
+        path = instance.drop(f"succeed-{name}", name=f"succeed-1.{name}")
+        os.utime(path, (path.stat().st_mtime + offset_sec,) * 2)
+    instance.drop("killer", name="killer", retry={"max_attempts": 3}, backend="transformers")
+    instance.set_clock(jump_sec)
+    instance.wait_state("slow-40", State.SUCCEEDED)  # it would be stalled, or cancelled, by the clock on the wall
+    for name in ("c", "a", "b", "later", "earlier"):
+        instance.wait_state(f"succeed-1.{name}", State.SUCCEEDED)
+    killer = instance.wait_state("killer", State.FAILED)
+    assert [attempt.outcome for attempt in killer.attempts] == ["killed"] * 3
+    started = [line for line in instance.log.splitlines() if "attempt 1 starts" in line]
+    names = [line.partition("(")[2].partition(")")[0] for line in started]
+    assert [name for name in names if name[-1] in "abc"] == ["succeed-1.c", "succeed-1.a", "succeed-1.b"]
+    assert "hangs" not in instance.log
+
+
+def test_files_seen_in_one_order_are_taken_in_it_whatever_their_times_say(instance: Jumping) -> None:
+    instance.configure("[spool]\nsettle_sec = 0.5\nrescan_interval_sec = 0.1\n")
+    template = instance.drop("template", name="x")
+    text = template.read_text()
+    template.unlink()
+    instance.start()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    for name in ("first", "second"):
+        written = [str(instance.incoming_dir / f"{name}.json"), text.replace('"x"', f'"succeed-1.{name}"')]
+        print(json.dumps(written), file=holder.stdin, flush=True)
+        holder.stdout.readline()
+        for _ in range(3):  # each answer is a turn of the loop, and each turn a look at what is not whole yet
+            instance.client.ask("status")
+    (instance.incoming_dir / "first.json").chmod(0o640)  # by its times it is the younger one now
+    holder.kill()
+    holder.wait()
+    for name in ("first", "second"):
+        instance.wait_state(f"succeed-1.{name}", State.SUCCEEDED)
+    first, second = instance.job("succeed-1.first"), instance.job("succeed-1.second")
+    assert first is not None
+    assert second is not None
+    assert first.id < second.id

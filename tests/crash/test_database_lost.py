@@ -1,0 +1,262 @@
+"""honed.db is removed, damaged, of another version: its rows come back as they were, and nothing else suffers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crash.scene import dump
+from honed import database, event
+from honed.database import Database, Reader
+from honed.error import EnvironmentInvalidError
+from honed.event import Event, Reading
+from honed.job import Attempt, Job, State
+from honed.layout import Layout
+from honed.rebuild import rebuild
+from process.harness import Instance, wait_for
+
+DATA = Path(__file__).parents[1] / "data"
+JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o", state=State.SUCCEEDED,
+          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[Instance]:
+    made = Instance(tmp_path)
+    made.configure("[spool]\nsettle_sec = 0.1\n[jobs]\nretry_delay_sec = 0\npoll_interval_sec = 0.05\n")
+    yield made
+    made.end()
+
+
+def finish_a_few(instance: Instance) -> None:
+    """Jobs with figures, predictions, a retry and a fallback, so that every table has rows of every origin."""
+    for name in ("report-3", "die-2", "fallback"):
+        instance.drop(name, name=name, **({} if name == "fallback" else {"backend": "transformers"}))
+        instance.wait_state(name, State.SUCCEEDED)
+    # The entry comes first, its row after it.
+    path = instance.layout.database_path
+    wait_for(lambda: {row[2] for row in dump(path)["jobs"]} == {"succeeded"}, what="the rows")
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+
+
+@pytest.mark.parametrize("num_removed", [1, 3])  # the file alone; with its journal
+def test_a_database_removed_while_honed_runs_is_made_again_with_the_same_rows(
+    instance: Instance, num_removed: int
+) -> None:
+    instance.start()
+    finish_a_few(instance)
+    path = instance.layout.database_path
+    before = dump(path)
+    assert {len(rows) > 0 for rows in before.values()} == {True}
+    instance.drop("slow-100", name="slow-100")
+    instance.wait_state("slow-100", State.RUNNING)
+    for each in files_of(path)[:num_removed]:
+        each.unlink()
+    wait_for(lambda: path.exists() and before["metrics"] <= dump(path).get("metrics", frozenset()), what="the rows")
+    instance.wait_state("slow-100", State.SUCCEEDED)
+    wait_for(lambda: ("slow-100", "succeeded") in {row[1:3] for row in dump(path)["jobs"]}, what="its row")
+    after = dump(path)
+    assert {table: rows - after[table] for table, rows in before.items() if rows - after[table]} == {}
+    instance.stop()
+    assert "was removed or replaced" in instance.log
+    assert "Traceback" not in instance.log
+    assert rebuilt(instance) == dump(path)
+
+
+def test_a_database_removed_while_honed_is_down_has_the_same_rows_after_its_start(instance: Instance) -> None:
+    instance.start()
+    finish_a_few(instance)
+    instance.stop()
+    before = dump(instance.layout.database_path)
+    instance.layout.database_path.unlink()
+    instance.start()
+    instance.stop()
+    assert dump(instance.layout.database_path) == before
+
+
+def rebuilt(instance: Instance) -> dict[str, frozenset[tuple[object, ...]]]:
+    path = instance.root / "again.db"
+    again = Database(path)
+    rebuild(again, instance.spool, instance.layout)
+    again.close()
+    return dump(path)
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def lose_a_page(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(4096 * 2)
+        file.write(bytes(4096))
+
+
+def take_a_column(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("DROP VIEW jobs_v1")
+    db.execute("DROP TABLE events")
+    db.execute("CREATE TABLE events (something TEXT)")
+    db.close()
+
+
+@pytest.mark.parametrize("damage", [garble, cut_short, empty, lose_a_page, take_a_column])
+def test_a_damaged_database_is_made_again_with_the_same_rows(instance: Instance, damage: object) -> None:
+    instance.start()
+    finish_a_few(instance)
+    instance.stop()
+    path = instance.layout.database_path
+    before = dump(path)
+    assert callable(damage)
+    damage(path)
+    instance.start()
+    instance.stop()
+    assert dump(path) == before
+    assert path.with_name("honed.db.damaged").exists() or damage is empty
+
+
+def test_damage_that_is_met_while_honed_runs_is_noticed_and_mended(tmp_path: Path) -> None:
+    database_ = Database(tmp_path / "honed.db")
+    with database_.made_again():
+        database_.put_job(JOB)
+    reading = Reading([Event("log", 1.0, {"message": "x" * 900})] * 200, 10, 0)
+    database_.apply(JOB, reading)
+    database_.close()
+    database_ = Database(tmp_path / "honed.db")
+    assert not database_.is_lost
+    with (tmp_path / "honed.db").open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom((tmp_path / "honed.db").stat().st_size - 4096))
+    other = sqlite3.connect(tmp_path / "honed.db")
+    other.execute(f"PRAGMA user_version = {database.SCHEMA_VERSION}")  # so that nothing is taken from the cache
+    other.close()
+    with pytest.raises(sqlite3.DatabaseError):
+        database_.apply(JOB, reading)
+    assert database_.is_lost
+    database_.renew()
+    assert database_.is_new
+    assert not database_.is_lost
+    database_.apply(JOB, Reading([Event("log", 1.0, {"message": "again"})], 10, 0))
+    assert [row["message"] for row in Reader(database_.path).events(1)] == ["again"]
+
+
+def test_rows_that_are_made_again_are_all_there_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "honed.db"
+    made = Database(path)
+    with pytest.raises(KeyboardInterrupt), made.made_again():
+        made.put_job(JOB)
+        raise KeyboardInterrupt  # the moment of a kill
+    made.close()
+    again = Database(path)
+    assert again.is_new
+    assert again.states() == {}
+    with again.made_again():
+        again.put_job(JOB)
+    again.close()
+    assert not Database(path).is_new
+
+
+def test_what_was_told_between_an_entry_and_its_row_is_caught_up_with(instance: Instance) -> None:
+    instance.start()
+    finish_a_few(instance)
+    instance.stop()
+    path = instance.layout.database_path
+    before = dump(path)
+    db = sqlite3.connect(path)
+    # As a power cut leaves it: the entries are durable, what the database was told last is not.
+    db.execute("UPDATE jobs SET state = 'running', outcome = NULL")
+    db.execute("DELETE FROM offsets")
+    for table in ("events", "metrics", "training_predictions"):
+        db.execute(f"DELETE FROM {table}")
+    db.commit()
+    db.close()
+    instance.start()
+    instance.stop()
+    assert dump(path) == before
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_database_of_the_first_schema_keeps_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "honed.db"
+    shutil.copy(DATA / "honed-v1.db", path)
+    before = dump(path)
+    made = Database(path)
+    assert not made.is_new
+    assert dump(path) == before
+    made.apply(JOB, Reading([Event("log", 1.0, {"message": "new"})], 10, 0))
+    reader = Reader(path)
+    assert reader.metrics(1, "loss") == [(step, 3 / step) for step in range(1, 7)]
+    assert [row["prediction"] for row in reader.predictions(2)] == ["Wien", "Lima"]
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (database.SCHEMA_VERSION,)
+    assert db.execute("SELECT name, state, step FROM jobs_v1 WHERE id = 1").fetchone() == ("capitals", "succeeded", 6)
+    fresh = Database(tmp_path / "fresh.db")
+    assert schema(path) == schema(fresh.path)
+
+
+def schema(path: Path) -> set[tuple[str, str]]:
+    return set(sqlite3.connect(path).execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
+
+
+def test_a_migration_cut_short_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "honed.db"
+    shutil.copy(DATA / "honed-v1.db", path)
+    # sqlite3 loses a transaction that was open, as it does in a kill.
+    killed = "import os, sqlite3, sys\nfrom honed import database\n"
+    killed += "database.MIGRATIONS[1] += '; SELECT die()'\nconnect = sqlite3.connect\n"
+    killed += "def connected(*arguments, **keys):\n    db = connect(*arguments, **keys)\n"
+    killed += "    db.create_function('die', 0, lambda: os._exit(9))\n    return db\n"
+    killed += "sqlite3.connect = connected\nfrom pathlib import Path\ndatabase.Database(Path(sys.argv[1]))\n"
+    ended = subprocess.run([sys.executable, "-c", killed, str(path)], env=os.environ, check=False)
+    assert ended.returncode == 9
+    assert sqlite3.connect(path).execute("PRAGMA user_version").fetchone() == (1,)
+    Database(path).close()
+    assert sqlite3.connect(path).execute("PRAGMA user_version").fetchone() == (database.SCHEMA_VERSION,)
+
+
+def test_a_database_of_a_later_honed_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.database_path.parent.mkdir(parents=True)
+    shutil.copy(DATA / "honed-v1.db", layout.database_path)
+    db = sqlite3.connect(layout.database_path)
+    db.execute(f"PRAGMA user_version = {database.SCHEMA_VERSION + 1}")
+    db.close()
+    before = layout.database_path.read_bytes()
+    command = [sys.executable, "-m", "honed.daemon", "--root", str(tmp_path), "--drain"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert ended.returncode == 78
+    assert "is of a later honed" in ended.stderr
+    assert "install that honed again" in ended.stderr
+    with pytest.raises(EnvironmentInvalidError, match="of a later honed"):
+        Reader(layout.database_path)
+    assert layout.database_path.read_bytes() == before
+
+
+def test_events_are_read_up_to_where_the_loop_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [b'{"event": "log", "time": 1, "message": "%d"}\n' % number for number in range(3)]
+    path.write_bytes(b"".join(lines))
+    end = len(lines[0]) * 2
+    reading = event.read(path, 0, end=end)
+    assert (len(reading.events), reading.offset) == (2, end)
+    assert event.read(path, end, end=end).events == []

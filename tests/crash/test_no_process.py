@@ -1,0 +1,36 @@
+"""A machine that gives out no more processes for a while: what was being checked waits, and is refused by nobody."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from honed.checker import Checker
+from honed.config import Config
+from honed.layout import Layout
+from zoo import plain
+
+
+def test_an_arrival_is_checked_once_a_process_is_to_be_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec_path = tmp_path / "a.json"
+    spec_path.write_text("{")
+    plain.write_base_model(tmp_path / "model")
+    checker = Checker(Layout(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no pipe for a helper
+    try:
+        checker.submit(1, spec_path, Config())
+        assert checker.poll() == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "cannot be started" in caplog.text
+    deadline = time.monotonic() + 60
+    while not (answers := checker.poll()):
+        assert time.monotonic() < deadline, sys.executable
+        time.sleep(0.02)
+    checker.close()
+    assert answers[0]["error"]["code"] == "spec_invalid"

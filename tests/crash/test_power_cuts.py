@@ -1,0 +1,48 @@
+"""The power goes at any moment, on ext4, xfs and btrfs: each finds what the others hide. See powercut.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+FILE_SYSTEMS = ("ext4", "xfs", "btrfs")
+#: Which planted bug which file system shows: ext4 and xfs make names durable in order, btrfs each by itself.
+MUTANTS = [("no_fsync", "ext4"), ("no_directory_fsync", "btrfs")]
+
+
+def cut(kind: str, directory: Path, *arguments: str) -> dict[str, Any]:
+    if shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"needs mkfs.{kind}")
+    command = ["unshare", "--mount", sys.executable, str(HERE / "powercut.py"), kind, str(directory), *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if "unknown filesystem type" in ended.stderr:
+        pytest.skip(f"this kernel has no {kind}")
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    print(f"{kind}: {found['num_cuts']} power cuts, {len(found['broken'])} violations")
+    return found
+
+
+@pytest.mark.timeout(20_000)
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
+def test_a_power_cut_at_any_moment_loses_and_doubles_nothing(
+    mounts: None, tmp_path: Path, is_whole: bool, kind: str
+) -> None:
+    assert cut(kind, tmp_path, *([] if is_whole else ["--points", "4"]))["broken"] == {}
+
+
+@pytest.mark.timeout(2_000)
+@pytest.mark.parametrize(("mutant", "kind"), MUTANTS)
+def test_a_planted_bug_is_seen_on_a_file_system_that_shows_it(
+    mounts: None, tmp_path: Path, mutant: str, kind: str
+) -> None:
+    assert cut(kind, tmp_path, "--mutant", mutant, "--points", "12", "--until-seen")["broken"] != {}
