@@ -8,7 +8,6 @@ dropped: no file that a data set or a model names is opened, for it would be ope
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import json
@@ -566,8 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--admin-group", default="")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
-    with contextlib.suppress(OSError):  # the daemon's unit has no system call for it
-        os.nice(10)  # training comes first
+    niceness.step_back()
     layout = layouts.of(options.root)
     return min(write(layout, options.ids, is_shared=options.shared, admin_group=options.admin_group), 1)
 
