@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from honed import __version__, access, durable, plot, query
+from honed import __version__, access, durable, niceness, plot, query
 from honed import layout as layouts
 from honed.database import Reader, timestamp
 from honed.job import Job
