@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import time
@@ -215,7 +214,7 @@ class Acceptance:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
         known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked)}
         room = min(MAX_PENDING - len(self._pending), MAX_TOGETHER)
-        found = list(itertools.islice(self._spool.claims(but=known | self._tried), max(0, room)))
+        found = self._spool.claims(but=known | self._tried, limit=max(0, room))
         if not found:
             self._tried.clear()  # once more with the next look
             return
