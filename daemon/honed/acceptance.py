@@ -560,7 +560,8 @@ class Acceptance:
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(job.output_dir).resolve()
-        if (other := self._spool.catalog.owner_of(str(ours))) is not None:
+        other = self._spool.catalog.owner_of(str(ours))
+        if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
             raise SpecError(
                 f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {other.output_dir})",
                 hint="give this job a directory of its own, or leave output_dir out",

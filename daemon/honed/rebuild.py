@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from honed import event
@@ -17,11 +17,19 @@ from honed.spool import Spool
 log = logging.getLogger(__name__)
 
 
-def rebuild(database: Database, spool: Spool, layout: Layout, outbox: Outbox | None) -> None:
+def rebuild(
+    database: Database,
+    spool: Spool,
+    layout: Layout,
+    outbox: Outbox | None,
+    *,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
     """Every job, and all that its workers told; of a running one the outbox gets what nobody has heard."""
     jobs = spool.all_jobs()
     database.put_jobs(jobs.values())
     for job in jobs.values():
+        alive()  # thousands of jobs that have trained take minutes
         for index, attempt in enumerate(job.attempts):
             then = replace(job, attempts=job.attempts[: index + 1])
             for reading in _readings(layout, then):

@@ -14,7 +14,7 @@ _honectl() {
         plan) words="--json" ;;
         preview) words="--json --rows" ;;
         trial) words="--json" ;;
-        list) words="--json --state" ;;
+        list) words="--json --state --all --limit --after $(_honectl_jobs)" ;;
         show) words="--json $(_honectl_jobs)" ;;
         logs) words="--follow --raw --explain $(_honectl_jobs)" ;;
         watch) words=" $(_honectl_jobs)" ;;

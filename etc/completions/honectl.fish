@@ -16,9 +16,13 @@ complete -c honectl -n '__fish_seen_subcommand_from preview' -l json
 complete -c honectl -n '__fish_seen_subcommand_from preview' -l rows
 complete -c honectl -n __fish_use_subcommand -f -a trial -d 'try a job on eight rows, before all others: does it learn, how long, how much memory'
 complete -c honectl -n '__fish_seen_subcommand_from trial' -l json
-complete -c honectl -n __fish_use_subcommand -f -a list -d 'all jobs and their progress'
+complete -c honectl -n __fish_use_subcommand -f -a list -d 'jobs and their progress: the first of each kind, or with --json all'
 complete -c honectl -n '__fish_seen_subcommand_from list' -l json
 complete -c honectl -n '__fish_seen_subcommand_from list' -l state
+complete -c honectl -n '__fish_seen_subcommand_from list' -l all
+complete -c honectl -n '__fish_seen_subcommand_from list' -l limit
+complete -c honectl -n '__fish_seen_subcommand_from list' -l after
+complete -c honectl -n '__fish_seen_subcommand_from list' -f -a '(__honectl_jobs)'
 complete -c honectl -n __fish_use_subcommand -f -a show -d 'all that is known of one job'
 complete -c honectl -n '__fish_seen_subcommand_from show' -l json
 complete -c honectl -n '__fish_seen_subcommand_from show' -f -a '(__honectl_jobs)'

@@ -7,7 +7,7 @@ verbs=(
         'plan:what would be done and why; no model is loaded'
         'preview:rows exactly as they will be trained on, masked and trained text told apart'
         'trial:try a job on eight rows, before all others: does it learn, how long, how much memory'
-        'list:all jobs and their progress'
+        'list:jobs and their progress: the first of each kind, or with --json all'
         'show:all that is known of one job'
         'logs:what a job'\''s attempts told'
         'watch:live progress of all jobs, or of one'
@@ -33,7 +33,7 @@ else
         plan) _arguments '--json' '*:file:_files' ;;
         preview) _arguments '--json' '--rows' '*:file:_files' ;;
         trial) _arguments '--json' '*:file:_files' ;;
-        list) _arguments '--json' '--state' '*:file:_files' ;;
+        list) _arguments '--json' '--state' '--all' '--limit' '--after' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         show) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         logs) _arguments '--follow' '--raw' '--explain' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         watch) _arguments  '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
