@@ -215,8 +215,10 @@ def measure_training(honed: Honed, minutes: float) -> None:
             honed.drop(f"beside-{len(ratios)}-{index}")
         with_drops = steps_of(events, began)
         cpu += honed.cpu_sec() - cpu_before
-        honed.wait_for_arrivals()
         ratios.append(statistics.median(with_drops) / statistics.median(quiet))
+        left = honed.num_on_their_way()
+        print(f"pair {len(ratios)}: {ratios[-1]:.3f}; {left} not accepted yet", file=sys.stderr, flush=True)
+        honed.wait_for_arrivals()
         quiet_steps += quiet
     num_queued = len(list(honed.queued.iterdir()))
     Client(honed.layout.control_path).ask("cancel", id="training")
