@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import time
@@ -228,7 +227,7 @@ class Acceptance:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
         known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked)}
         room = min(MAX_PENDING - len(self._pending), MAX_TOGETHER)
-        found = list(itertools.islice(self._spool.claims(but=known | self._tried), max(0, room)))
+        found = self._spool.claims(but=known | self._tried, limit=max(0, room))
         if not found:
             self._tried.clear()  # once more with the next look
             return
@@ -607,7 +606,8 @@ class Acceptance:
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(job.output_dir).resolve()
-        if (other := self._spool.catalog.owner_of(str(ours))) is not None:
+        other = self._spool.catalog.owner_of(str(ours))
+        if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
             raise SpecError(
                 f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {other.output_dir})",
                 hint="give this job a directory of its own, or leave output_dir out",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import selectors
@@ -65,6 +66,8 @@ MAX_BROKEN_PAUSE_SEC = 30.0
 NOT_NOW_SEC = 10.0
 #: Seconds asked of systemd at a time while workers write their checkpoints.
 STOP_EXTENSION_SEC = 30.0
+#: The same, while the database is made again, job by job.
+START_EXTENSION_SEC = 60.0
 
 
 class Daemon:
@@ -234,7 +237,8 @@ class Daemon:
     def _recover(self) -> None:
         self._spool.recover()
         if self._database.is_new:
-            rebuild(self._database, self._spool, self._layout, outbox=self._attempts.outbox)
+            alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
+            rebuild(self._database, self._spool, self._layout, outbox=self._attempts.outbox, alive=alive)
         catch_up(self._database, self._spool, self._layout)
         self._backlog.recover()
         for job in list(self._spool.jobs(State.RUNNING)):

@@ -38,17 +38,6 @@ def machine_fault(error: BaseException) -> str | None:
             return None
 
 
-def is_no_room(error: BaseException) -> bool:
-    """Whether an exception says that a disk or somebody's share of it is full."""
-    match error:
-        case OSError(errno=int(number)):
-            return number in {errno.ENOSPC, errno.EDQUOT}
-        case sqlite3.OperationalError():
-            return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
-        case _:
-            return False
-
-
 def sync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 #: What a worker cannot do without, and the versions it was tried with.
@@ -87,6 +88,20 @@ class Installed:
 
 def look() -> Installed:
     """What is installed in this interpreter's environment."""
+    return _look(tuple(map(_mark, sys.path)))
+
+
+def _mark(place: str) -> tuple[str, int]:
+    """A place where packages lie, and when something in it came or went: pip makes and removes directories there."""
+    try:
+        return place, Path(place).stat().st_mtime_ns
+    except OSError:
+        return place, 0
+
+
+@lru_cache(maxsize=1)
+def _look(_marks: tuple[tuple[str, int], ...]) -> Installed:
+    """Read once, until something changes there: it is half of what the check of a small job takes."""
     names = [*WINDOWS, *OPTIONAL_WINDOWS, "flash_attn"]
     versions = {name: version(name) for name in names}
     return Installed(versions, frozenset(name for name in names if _is_importable(name)))

@@ -38,6 +38,7 @@ from honed import (
     device,
     installed,
     modelcheck,
+    niceness,
     packagecheck,
     placecheck,
     plan,
@@ -284,7 +285,7 @@ def main() -> None:
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
     options = parser.parse_args()
     layout = layouts.of(options.root)
-    yield_to_training()
+    niceness.step_back()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
@@ -292,15 +293,6 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     for line in sys.stdin.buffer:
         _say(answers, _answer(line, layout, answers))
-
-
-def yield_to_training() -> None:
-    """Ten thousand arrivals must not slow down the job that runs: it comes first on a processor."""
-    with contextlib.suppress(OSError):  # the daemon's unit has no system call for it, and a weight of its own
-        os.nice(10)
-    with contextlib.suppress(OSError):
-        # Where sessions are scheduled as groups, niceness counts within ours alone: sched(7), "The autogroup feature".
-        Path("/proc/self/autogroup").write_text("10", encoding="ascii")
 
 
 def _say(answers: IO[bytes], value: dict[str, Any]) -> None:

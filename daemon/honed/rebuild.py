@@ -6,7 +6,7 @@ The rows come out as they were: events in the order in which they were told, eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from honed import event
@@ -30,14 +30,16 @@ def rebuild(
     *,
     outbox: Outbox | None = None,
     followed: Mapping[int, int] | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make every row again, in one transaction.
+    """Make every row again, in one transaction. `alive` is called on the way: thousands of trained jobs take minutes.
 
     `followed`: up to where the events of running jobs were read; where the loop goes on, so do their rows. Without it
     nobody has followed them, and what their workers have told meanwhile goes to the outbox, too.
     """
     with database.made_again():
         for job in spool.all_jobs().values():
+            alive()
             database.put_job(job)
             for index, attempt in enumerate(job.attempts):
                 then = replace(job, attempts=job.attempts[: index + 1])

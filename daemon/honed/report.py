@@ -8,7 +8,6 @@ dropped: no file that a data set or a model names is opened, for it would be ope
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import json
@@ -25,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from honed import __version__, access, durable, plot, query
+from honed import __version__, access, durable, niceness, plot, query
 from honed import layout as layouts
 from honed.database import Reader, timestamp
 from honed.job import Job
@@ -590,8 +589,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--admin-group", default="")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
-    with contextlib.suppress(OSError):  # the daemon's unit has no system call for it
-        os.nice(10)  # training comes first
+    niceness.step_back()
     layout = layouts.of(options.root)
     return min(write(layout, options.ids, is_shared=options.shared, admin_group=options.admin_group), 1)
 

@@ -29,8 +29,9 @@ TIMEOUT_SEC = 300.0
 FINISH_SEC = 20.0
 #: Jobs in one child, so that a command line has an end.
 MAX_JOBS = 500
-#: Jobs that are due at a time from which on they are no longer made at once, but within that twentieth of a core.
+#: Jobs that are due at a time from which on they are no longer made at once; and then, how many times as long it rests.
 FLOOD = 20
+FLOOD_REST = 4
 
 
 class Reporter:
@@ -102,7 +103,7 @@ class Reporter:
             self._end()
         self._process = None
         is_flood = len(self._due) + len(self._at_work) > FLOOD
-        self._rest_until = now + (REST if is_flood else 1) * (now - self._began)
+        self._rest_until = now + (FLOOD_REST if is_flood else 1) * (now - self._began)
         self._running_due_at = max(self._running_due_at, now + REST * (now - self._began))
         if status != 0:
             self._fail(now, f"it ended with status {status}" if status is not None else "it hung")

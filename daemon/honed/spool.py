@@ -329,13 +329,16 @@ class Spool:
         with contextlib.suppress(FileNotFoundError):
             claim.path.parent.rmdir()
 
-    def claims(self, *, but: Container[int] = ()) -> Iterator[Claim]:
-        """What was claimed and has neither been accepted nor refused, `but` for these numbers."""
-        numbers = sorted(int(name) for name in _names_in(self.claimed_dir) if name.isdecimal())
-        for number in numbers:
+    def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
+        """What was claimed and has neither been accepted nor refused, `but` for these numbers; at most so many."""
+        found: list[Claim] = []
+        for number in sorted(int(name) for name in _names_in(self.claimed_dir) if name.isdecimal()):
             place = self.claimed_dir / str(number)
+            if limit is not None and len(found) >= limit:
+                break
             if number not in but and place.is_dir():
-                yield from (Claim(number, path) for path in list(place.iterdir()))
+                found += [Claim(number, path) for path in place.iterdir()]
+        return found
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

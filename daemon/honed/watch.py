@@ -17,8 +17,9 @@ from honed.device import Load
 
 #: Reads one verb of honed's, of one job or of all: as Instance.read.
 Read = Callable[..., Any]
-#: Seconds between looks.
+#: Seconds between looks; and at least so many times as long as one takes, for there may be thousands of jobs.
 INTERVAL_SEC = 1.0
+REST = 10
 #: Jobs in the table, and running jobs that are shown at length.
 MAX_JOBS, MAX_DETAILED = 30, 3
 #: Characters of a prompt, a truth or a prediction.
@@ -33,11 +34,13 @@ def watch(read: Read, reference: str | None) -> int:
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
+            began = time.monotonic()
             jobs = _jobs(read, reference)
+            rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
             live.update(_screen(read, jobs, meter, is_one=reference is not None), refresh=True)
             if reference is not None and jobs[0]["state"] in _AT_REST:
                 return _status(jobs)
-            time.sleep(INTERVAL_SEC)
+            time.sleep(rest_sec)
 
 
 def _jobs(read: Read, reference: str | None) -> list[dict[str, Any]]:
@@ -103,7 +106,9 @@ def _lines(read: Read, reference: str | None) -> int:
     told: dict[int, int] = {}  # the step whose predictions were printed last
     meter = Meter()
     while True:
+        began = time.monotonic()
         jobs = _jobs(read, reference)
+        rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
         for job in jobs:
             now = (job["state"], job["progress"]["step"])
             if seen.get(job["id"]) == now:
@@ -115,7 +120,7 @@ def _lines(read: Read, reference: str | None) -> int:
                 terminal.say(line)
         if jobs and all(job["state"] in _AT_REST for job in jobs):
             return _status(jobs) if reference is not None else 0
-        time.sleep(INTERVAL_SEC)
+        time.sleep(rest_sec)
 
 
 def _glance(read: Read, job: dict[str, Any]) -> dict[str, Any]:

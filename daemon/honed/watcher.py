@@ -59,11 +59,14 @@ class Watcher:
     def start(self) -> None:
         """Watch, or say why not, once: then the rescan carries on alone."""
         self._inode = self._identity()
-        observer = Observer()
+        observer: BaseObserver | None = None
         try:
+            observer = Observer()  # takes an inotify instance already
             observer.schedule(_Hints(self), str(self._directory))
             observer.start()
         except OSError as error:
+            if observer is not None:
+                _give_up(observer)
             # inotify(7): ENOSPC and EMFILE are limits of a user's, fs.inotify.max_user_watches and _instances.
             fault = error.strerror or str(error)
             if fault != self._fault:
@@ -152,6 +155,12 @@ class Watcher:
         wanted = CLOSED_SETTLE_SEC if was_closed else self.settle_sec
         lies_still = now - seen.since >= wanted or time.time() - info.st_mtime >= max(wanted, self.settle_sec)
         return lies_still and not _has_writer(path)
+
+
+def _give_up(observer: BaseObserver) -> None:
+    """End what was begun of an observer that cannot watch, or each new try would leave a thread and a descriptor."""
+    with contextlib.suppress(OSError, RuntimeError, AttributeError):
+        observer.stop()
 
 
 class _Hints(FileSystemEventHandler):

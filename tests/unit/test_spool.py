@@ -258,10 +258,31 @@ def life(spool: Spool, *, names: list[str]) -> None:
             spool.reject(claim, "no")
         else:
             spool.admit(job_of(claim), claim, {})
+    run(spool)
+
+
+def run(spool: Spool) -> None:
     for job in list(spool.jobs(State.QUEUED)):
         spool.move(job, State.RUNNING, num_failures=job.num_failures)
     for job in list(spool.jobs(State.RUNNING)):
         spool.move(spool.update(job, outcome="succeeded"), State.SUCCEEDED)
+
+
+def life_together(spool: Spool, *, names: list[str]) -> None:
+    """The same, many arrivals at a time; what stands in one's place is as if it had been raised."""
+
+    def good(found: list[Any]) -> list[Any]:
+        for error in [each for each in found if isinstance(each, Exception)]:
+            raise error
+        return [each for each in found if each is not None]
+
+    spool.recover()
+    claims = spool.claims() + good(spool.claim_all(spool.arrivals()))
+    good(spool.copy_all(claims, max_bytes=MAX_BYTES))
+    good(spool.admit_all([(job_of(claim), claim, {}) for claim in claims if not claim.name.startswith("bad")]))
+    for claim in spool.claims():
+        spool.reject(claim, "no")
+    run(spool)
 
 
 def verify(spool: Spool, names: list[str]) -> None:
@@ -279,8 +300,9 @@ def verify(spool: Spool, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("errno", [None, 28, 5, 30])  # a crash; ENOSPC, EIO, EROFS
+@pytest.mark.parametrize("life", [life, life_together])
 def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None, life: Callable[..., None]
 ) -> None:
     faults = Faults(monkeypatch)
     names = ["a.json", "bad.json", "c.json"]

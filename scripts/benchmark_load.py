@@ -1,0 +1,262 @@
+"""Many jobs: what a queue of 100, 1,000 and 10,000 costs, and whether drops beside a training job slow it down.
+
+    scripts/bench load [--sizes 100,1000,10000] [--minutes 10] [--dir DIR]
+
+Prints rows for docs/benchmarks.md. `--minutes 0` leaves the training out, `--sizes ""` the queue. DIR is where the
+instance is made: the disk's syncs are most of what it takes to accept a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import demonstration
+
+from honed.control import Client
+from honed.layout import Layout
+
+IDLE_SEC = 20.0
+DROPS_PER_MINUTE = 1000
+#: Seconds of drops, and of quiet before them: the pairs that are compared.
+WINDOW_SEC = 30.0
+DROPS_PER_WINDOW = round(DROPS_PER_MINUTE * WINDOW_SEC / 60)
+JOB = """\
+name: {name}
+base_model: {dir}/model
+dtype: float32
+lora: {{r: 16, lora_alpha: 32}}
+datasets: [{{path: {dir}/train.jsonl}}]
+predictions: {{sample_frequency: off}}
+training:
+  max_steps: {steps}
+  per_device_train_batch_size: 8
+  learning_rate: 1.0e-5
+  gradient_checkpointing: false
+  save_steps: 100000
+"""
+
+
+class Honed:
+    """A daemon in a directory of its own, started and stopped as systemd does it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.layout = Layout(root)
+        self.incoming = self.layout.spool_dir / "incoming"
+        self.queued = self.layout.spool_dir / "queued"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Seconds to READY=1."""
+        with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+            listener.bind(f"{name}/notify")
+            environment = {**os.environ, "NOTIFY_SOCKET": f"{name}/notify", "HF_HUB_OFFLINE": "1"}
+            with (self.root / "honed.log").open("ab") as log:
+                began = time.perf_counter()
+                command = [sys.executable, "-m", "honed.daemon", "--root", str(self.root)]
+                self.process = subprocess.Popen(command, stderr=log, env=environment)
+                while b"READY=1" not in listener.recv(65536):
+                    pass
+                return time.perf_counter() - began
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait()
+
+    def drop(self, name: str, *, steps: int = 20) -> None:
+        temporary = self.incoming / f".{name}.tmp"
+        temporary.write_text(JOB.format(name=name, dir=self.root, steps=steps))
+        temporary.rename(self.incoming / f"{name}.yaml")
+
+    def num_on_their_way(self) -> int:
+        return sum(len(list((self.layout.spool_dir / place).iterdir())) for place in ("incoming", "claimed"))
+
+    def wait_for_arrivals(self) -> None:
+        while self.num_on_their_way():
+            time.sleep(0.1)
+        if refused := list((self.layout.spool_dir / "rejected").glob("*.reason")):
+            raise SystemExit(refused[0].read_text())
+
+    def cpu_sec(self) -> float:
+        """Of the daemon itself."""
+        assert self.process is not None
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_mib(self) -> float:
+        assert self.process is not None
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def time_honectl(self, *arguments: str) -> float:
+        command = [sys.executable, "-m", "honed.honectl", "--root", str(self.root), *arguments]
+        began = time.perf_counter()
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - began
+
+
+@contextmanager
+def instance(directory: Path | None) -> Iterator[Honed]:
+    root = Path(tempfile.mkdtemp(prefix="honed-load-", dir=directory))
+    try:
+        demonstration.build(root)
+        made = Honed(root)
+        made.incoming.mkdir(parents=True)
+        yield made
+        if made.process is not None and made.process.poll() is None:
+            made.stop()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+def measure_queue(honed: Honed, sizes: list[int]) -> None:
+    """Fill a paused queue, and look at each size; a tenth of the jobs is cancelled, so that some are of the past."""
+    (honed.layout.spool_dir / "paused").touch()
+    honed.start()
+    print("| jobs | accepted each ms | meanwhile `status` answers ms (worst) | resident MiB | idle, of a core"
+          " | `list` s | `list --json` s | restart to READY s |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    num_jobs = 0
+    for size in sizes:
+        began = time.perf_counter()
+        for number in range(num_jobs, size):
+            honed.drop(f"job-{number}")
+        answers = []
+        while honed.num_on_their_way():
+            answers.append(time_status(honed))
+            time.sleep(0.2)
+        honed.wait_for_arrivals()
+        accepted = (time.perf_counter() - began) / (size - num_jobs)
+        client = Client(honed.layout.control_path)
+        for number in range(num_jobs, size, 10):
+            client.ask("cancel", id=f"job-{number}")
+        num_jobs = size
+        wait_until_quiet(honed)
+        before = honed.cpu_sec()
+        time.sleep(IDLE_SEC)
+        idle = (honed.cpu_sec() - before) / IDLE_SEC
+        resident = honed.resident_mib()
+        short, whole = ([honed.time_honectl("list", *more) for _ in range(5)] for more in ([], ["--json"]))
+        ready = []
+        for _ in range(3):
+            honed.stop()
+            ready.append(honed.start())
+        median = statistics.median
+        print(f"| {size:,} | {accepted * 1000:.1f} | {median(answers) * 1000:.0f} ({max(answers) * 1000:.0f})"
+              f" | {resident:.1f} | {idle:.2%} | {median(short):.2f} | {median(whole):.2f} | {median(ready):.2f} |",
+              flush=True)  # fmt: skip
+
+
+def time_status(honed: Honed) -> float:
+    began = time.perf_counter()
+    Client(honed.layout.control_path).ask("status")
+    return time.perf_counter() - began
+
+
+def wait_until_quiet(honed: Honed) -> None:
+    """Until the pages of the jobs are made."""
+    assert honed.process is not None
+    children = Path(f"/proc/{honed.process.pid}/task/{honed.process.pid}/children")
+    while True:
+        if not any("honed.report" in command_of(pid) for pid in children.read_text().split()):
+            before = honed.cpu_sec()
+            time.sleep(3)
+            if honed.cpu_sec() - before < 0.1:
+                return
+        time.sleep(1)
+
+
+def command_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# -- beside training --------------------------------------------------------------------------------------------------
+
+
+def measure_training(honed: Honed, minutes: float) -> None:
+    """The step times of one job, with drops and without, in turn."""
+    honed.start()
+    honed.drop("training", steps=10_000_000)
+    honed.wait_for_arrivals()
+    (entry,) = honed.queued.parent.glob("*/1.json")
+    events = honed.layout.job(int(entry.stem)).attempt(1).events_path
+    while not steps_of(events, 0.0):
+        time.sleep(0.5)
+    time.sleep(10)
+    ratios: list[float] = []
+    quiet_steps: list[float] = []
+    cpu = 0.0
+    for _ in range(max(1, round(minutes * 60 / WINDOW_SEC))):
+        began = time.time()
+        time.sleep(WINDOW_SEC)
+        quiet = steps_of(events, began)
+        began, cpu_before = time.time(), honed.cpu_sec()
+        for index in range(DROPS_PER_WINDOW):
+            time.sleep(max(0.0, began + index * 60 / DROPS_PER_MINUTE - time.time()))
+            honed.drop(f"beside-{len(ratios)}-{index}")
+        with_drops = steps_of(events, began)
+        cpu += honed.cpu_sec() - cpu_before
+        ratios.append(statistics.median(with_drops) / statistics.median(quiet))
+        left = honed.num_on_their_way()
+        print(f"pair {len(ratios)}: {ratios[-1]:.3f}; {left} not accepted yet", file=sys.stderr, flush=True)
+        honed.wait_for_arrivals()
+        quiet_steps += quiet
+    num_queued = len(list(honed.queued.iterdir()))
+    Client(honed.layout.control_path).ask("cancel", id="training")
+    step_ms, median = statistics.median(quiet_steps) * 1000, statistics.median(ratios)
+    print(f"\nbeside training, {len(ratios)} pairs of {WINDOW_SEC:.0f} s: {num_queued:,} jobs dropped and accepted, "
+          f"{DROPS_PER_MINUTE} a minute; a step takes {step_ms:.1f} ms without drops; with drops {median:.3f} times as "
+          f"long ({min(ratios):.3f}-{max(ratios):.3f}, pair by pair); the daemon took "
+          f"{cpu / len(ratios) / WINDOW_SEC:.1%} of a core")  # fmt: skip
+
+
+def steps_of(events: Path, since: float) -> list[float]:
+    """Seconds from each step to the next, of those that came since then."""
+    if not events.exists():
+        return []
+    times = []
+    for line in events.read_bytes().splitlines():
+        told = json.loads(line) if b'"step"' in line and line.endswith(b"}") else {}
+        if told.get("event") == "step" and told["time"] >= since:
+            times.append(told["time"])
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="100,1000,10000")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--dir", type=Path)
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.sizes.split(",") if size]
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    if sizes:
+        with instance(options.dir) as honed:
+            measure_queue(honed, sizes)
+    if options.minutes > 0:
+        with instance(options.dir) as honed:
+            measure_training(honed, options.minutes)
+    print(f"\nload at the end: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
