@@ -163,6 +163,7 @@ class _Story:
         job.check_inputs()
         backend = load.choose(job.backend)
         tracker.prepare(job)
+        tracker.hide_unasked(job)
         backend.import_libraries()
         for name in examiner.named_metrics(spec):
             score.find(name)  # the administrator's may not load
