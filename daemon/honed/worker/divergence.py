@@ -4,8 +4,8 @@ Small batches are noisy, a warm-up begins with large gradients, and data in an o
 they change. So an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss
 above twice that of the last steps and of the first, when the model knew nothing yet. Where it knew the first rows by
 heart, from another training, that says little: the loss has to come near that of a guess, too. A run can also be lost
-slowly, the medians with it: then the loss ends far above that of a model which knows no token from another. Steps that a
-GradScaler has skipped change nothing and count for nothing, unless it skips them all.
+slowly, the medians with it: then the loss ends far above that of a model which knows no token from another. Steps that
+a GradScaler has skipped change nothing and count for nothing, unless it skips them all.
 """
 
 from __future__ import annotations
