@@ -100,8 +100,9 @@ class EventWriter:
     def close(self) -> None:
         """Make them durable; what still finds no room is said on stderr, the worker's log."""
         self._flush()
-        if self._waiting:
-            print(f"honed: {len(self._waiting) + self._num_lost} events found no room", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the log may lie on the same disk
+            if self._waiting:
+                print(f"honed: {len(self._waiting) + self._num_lost} events found no room", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)

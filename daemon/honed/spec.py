@@ -343,7 +343,8 @@ class DivergenceSpec(Section):
 
     grad_norm_factor: Annotated[float, Gt(1)] | None = 20.0
     """The gradient's norm explodes where it is so many times its median over the last steps, and the loss has more
-    than doubled. null looks at losses alone: at those far above a guess among all tokens."""
+    than doubled, to more than half of what a guess among all tokens has. null looks at losses alone: at those far above
+    such a guess."""
     num_steps: Count = 5
     """Steps in a row with such a gradient, or such a loss, after which the run is stopped."""
 

@@ -42,6 +42,12 @@ def test_data_that_changes_does_not_trip_it() -> None:
         assert look.look(step, loss, norm, was_skipped=False) is None
 
 
+def test_new_rows_after_those_that_an_earlier_training_had_learned_by_heart_do_not_trip_it() -> None:
+    look = watch()
+    for step, (loss, norm) in enumerate([(0.001, 0.0005)] * 60 + [(4.6, 120.0)] * 50):
+        assert look.look(step, loss, norm, was_skipped=False) is None
+
+
 @pytest.mark.parametrize("at", [25, 300])
 def test_an_explosion_is_seen_within_a_few_steps(at: int) -> None:
     look = watch()

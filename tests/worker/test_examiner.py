@@ -95,6 +95,17 @@ def test_worse_than_it_began_is_regressed_with_a_guard(make_job: MakeJob, learne
     assert not job.output_dir.exists()
 
 
+def test_what_has_regressed_leaves_another_jobs_regressed_output_alone(make_job: MakeJob, learned: Path) -> None:
+    job = made_worse(make_job, learned, guard={"metric": "token_f1", "max_drop": 0.1})
+    place = job.output_dir.with_name("output.regressed")
+    place.mkdir()
+    (place / "honed.json").write_text('{"job": {"id": 4711}}')
+    ended = job.run()
+    assert ended.result["error"]["code"] == "regressed", ended.result
+    assert (Path(ended.result["artifacts"]["output_dir"]) / "model.safetensors").exists()
+    assert [path.name for path in place.iterdir()] == ["honed.json"]
+
+
 def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_job: MakeJob, learned: Path) -> None:
     ended = made_worse(make_job, learned).run()
     assert ended.result["outcome"] == "succeeded"

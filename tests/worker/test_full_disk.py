@@ -104,6 +104,24 @@ def test_the_word_on_an_attempts_end_has_room_kept_for_it(tmp_path: Path, mount:
     (place / "result.json").write_bytes(b"x" * 4096)
 
 
+def test_a_disk_without_a_byte_left_for_the_workers_log_ends_it_with_its_result(make_job: MakeJob, mount: Any) -> None:
+    job = make_job(training=TRAINING | {"max_steps": 3000, "save_steps": 20}, **KEYS)
+    files = {path: path.read_bytes() for path in job.dir.rglob("*") if path.is_file()}
+    mount(job.dir, "64m")
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    log_path = job.dir / "attempts/1/worker.log"
+    log_path.parent.mkdir(parents=True)
+    log_path.write_bytes(b"x" * 2999 + b"\n")  # or the traceback would fit into its first block
+    process = job.start()
+    job.wait_for(lambda events: any(item.kind == "step" for item in events), process)
+    fill(job.dir / "filler")
+    ended = job.wait(process)
+    assert ended.result["error"]["code"] == "disk_insufficient"
+    assert ended.status == 73
+
+
 def fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         for size in (4096, 1):

@@ -10,6 +10,7 @@ import pytest
 
 from honed.worker import checkpoint, divergence
 from worker.conftest import MakeJob
+from worker.test_resume_state import cut, keys, resumed
 
 OFF = {"sample_frequency": "off"}
 
@@ -38,6 +39,49 @@ def test_a_run_whose_gradients_explode_is_stopped_and_its_last_good_checkpoint_s
     assert not damaged
     assert found.step <= good
     assert finite(found.path / "model.safetensors")
+
+
+def test_no_checkpoint_is_made_under_suspicion_at_an_epochs_end_either(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspicious: set[int] = set()
+    look = divergence.Divergence.look
+
+    def watched(self: divergence.Divergence, step: int, *args: Any, **kwargs: Any) -> Any:
+        lost = look(self, step, *args, **kwargs)
+        if self.is_suspicious:
+            suspicious.add(step)
+        return lost
+
+    monkeypatch.setattr(divergence.Divergence, "look", watched)
+    training = {"max_steps": 100, "warmup_steps": 60, "lr_scheduler_type": "constant_with_warmup", "learning_rate": 1.0,
+                "save_strategy": "epoch", "per_device_train_batch_size": 1, "max_grad_norm": 0}  # fmt: skip
+    job = make_job(
+        "gpt2", dtype="float32", num_rows=3, predictions=OFF, training=training, divergence={"num_steps": 1000}
+    )
+    ended = job.run()
+    assert any(step % 3 == 0 for step in suspicious), "no epoch ended under suspicion"
+    saved = {item["step"] for item in ended.of("checkpoint")}
+    assert saved
+    assert not saved & suspicious
+
+
+def test_what_a_resumed_run_knows_of_its_steps_is_what_the_undisturbed_one_knows(make_job: MakeJob) -> None:
+    """Cut between the last step of an epoch and the epoch's end, which is made up for."""
+    wanted = keys(eval_strategy="steps", eval_steps=3) | {"predictions": OFF}
+    kept = []
+    for is_cut in (False, True):
+        job = make_job(**wanted)
+        if is_cut:
+            cut(job, "evaluation", 6)
+            resumed(job)
+        else:
+            job.run()
+        found, _ = checkpoint.find(job.dir / "checkpoints")
+        assert found is not None
+        kept.append(found.progress.divergence)
+    assert len(kept[0]["steps"]) == 11
+    assert kept[1] == kept[0]
 
 
 def test_weights_that_are_no_numbers_are_never_saved(

@@ -2,9 +2,10 @@
 
 Small batches are noisy, a warm-up begins with large gradients, and data in an order of their own raise the loss when
 they change. So an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss
-above twice that of the last steps and of the first, when the model knew nothing yet. A run can also be lost slowly, the
-medians with it: then the loss ends far above that of a model which knows no token from another. Steps that a GradScaler
-has skipped change nothing and count for nothing, unless it skips them all.
+above twice that of the last steps and of the first, when the model knew nothing yet. Where it knew the first rows by
+heart, from another training, that says little: the loss has to come near that of a guess, too. A run can also be lost
+slowly, the medians with it: then the loss ends far above that of a model which knows no token from another. Steps that
+a GradScaler has skipped change nothing and count for nothing, unless it skips them all.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ MAX_BAD = 2
 NUM_RECENT, MIN_RECENT = 100, 20
 #: How far the loss has to rise above both medians.
 LOSS_FACTOR = 2.0
-#: How far above that of a guess among all tokens.
-GUESS_FACTOR = 1.5
+#: How far above that of a guess among all tokens, and the least share of it that an explosion takes: what is new to a
+#: language model is far below.
+GUESS_FACTOR, GUESS_SHARE = 1.5, 0.5
 #: Steps in a row that a GradScaler may skip: it begins at 2^16 and halves its scale each time.
 MAX_SKIPPED = 40
 #: The same figures to so many places, that a manifest stays short.
@@ -90,7 +92,7 @@ class Divergence:
         if factor is None or grad_norm is None or len(norms) < MIN_RECENT:
             return None
         usual, before = median(norms), max(median(each for each, _ in steps), first)
-        if grad_norm <= factor * usual or loss <= LOSS_FACTOR * before:
+        if grad_norm <= factor * usual or loss <= max(LOSS_FACTOR * before, GUESS_SHARE * self._guess_loss):
             return None
         return (
             f"the gradient's norm is {grad_norm:.4g}, and was {usual:.4g}; the loss is {loss:.4g}, and was {before:.4g}"

@@ -40,9 +40,7 @@ def export(
     Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced. What has
     regressed lies beside it, so that nobody who waits for an output takes it for one.
     """
-    target = assignment.output_dir
-    if is_regressed:
-        target = target.with_name(f"{target.name}.regressed")
+    target = _beside_as_regressed(assignment) if is_regressed else assignment.output_dir
     artifacts = {"output_dir": str(target)}
     with beside(target) as made:
         model.save_pretrained(made)
@@ -61,6 +59,14 @@ def export(
                 artifacts["merged"] = str(target / "merged")
         finish(assignment, made, facts, target=target)
     return artifacts, fault
+
+
+def _beside_as_regressed(assignment: Assignment) -> Path:
+    """With the job's number in its name where another job's lies there, which had the same output directory before."""
+    place = assignment.output_dir.with_name(f"{assignment.output_dir.name}.regressed")
+    if not place.exists() or _owner(place) == _identity(assignment.plan):
+        return place
+    return place.with_name(f"{assignment.output_dir.name}.{assignment.job_id}.regressed")
 
 
 def _copy_processor(base: Path, made: Path) -> None:

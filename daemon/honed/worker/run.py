@@ -5,6 +5,7 @@ Nothing here imports the training stack before the backend is chosen.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -68,7 +69,8 @@ def run(
             if job.spec.trial != "only":
                 story.tell(job, attempt)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is told
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # worker.log may lie on the disk that is full: its result is yet to come
+            traceback.print_exc()
         error = explain(problem)
     match error:
         case None:

@@ -36,13 +36,14 @@ class WatchedTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         lost = None
-        if self._looked_step != self.state.global_step:  # it is called at the end of an epoch, too
+        # It is called at the end of an epoch, too, and there once more by a run that goes on from it.
+        if self._losses and self._looked_step != self.state.global_step:
             self._looked_step = self.state.global_step
             loss, self._losses = float(sum(self._losses)), []
             norm = None if grad_norm is None else float(grad_norm)
             was_skipped = bool(self.accelerator.optimizer_step_was_skipped)
             lost = self._divergence.look(self.state.global_step, loss, norm, was_skipped=was_skipped)
-            self._withhold()
+        self._withhold()
         if lost is not None:
             self.control.should_log, self.control.should_evaluate = True, False
         is_logged = self.control.should_log
