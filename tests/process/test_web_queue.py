@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from harness import Instance, wait_for
 from test_web import SHARED, serving
 
 from honed.job import State
+from honed.layout import Layout
+from honed.spool import Spool
 
 
 def test_why_a_job_waits_is_told_as_honed_knows_it(instance: Instance) -> None:
@@ -52,3 +56,22 @@ def test_a_job_that_was_pruned_is_said_to_be_gone(instance: Instance) -> None:
     assert (
         json.loads(body)["error"]["message"] == "job 1 (succeed) succeeded, and was pruned since: what it made is gone"
     )
+
+
+@pytest.mark.parametrize("num_digits", [19, 300, 5000])
+def test_a_number_without_end_is_no_job_and_no_line_in_the_log(instance: Instance, num_digits: int) -> None:
+    assert instance.drain() == 0
+    with serving(instance) as web:
+        before = web.log
+        for path in ("/api/jobs/{}", "/jobs/{}", "/api/jobs/{}/events"):
+            assert web.ask(path.format("9" * num_digits))[0] == 404
+        assert web.log == before
+
+
+def test_a_spool_asked_for_an_endless_number_says_nothing_of_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(Layout(tmp_path))
+    assert spool.job(10**300) is None
+    assert spool.pruned("9" * 300) is None
+    assert caplog.text == ""
