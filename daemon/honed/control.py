@@ -232,7 +232,7 @@ class Client:
                 line = stream.readline()
         except (TimeoutError, BlockingIOError) as error:  # the second: its queue of callers is full
             raise EnvironmentInvalidError(
-                f"honed is there, and has not answered at {self._path} within {TIMEOUT_SEC:g} s",
+                f"honed is there, and has not answered at {self._path} within {self._timeout_sec:g} s",
                 hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
             ) from error
         except OSError as error:

@@ -80,6 +80,7 @@ class Messenger:
         self._config = NotifyConfig()
         self._is_loaded = False
         self._lines: dict[str, _Line] = {}
+        self._receivers: dict[str, str] = {}  #: of each notice that waits, by its file's name
         self._stop = threading.Event()
 
     def reload(self, config: NotifyConfig) -> None:
@@ -120,9 +121,16 @@ class Messenger:
     def _look(self) -> None:
         """Have a thread for each receiver that something waits for, and that may be tried again."""
         by_receiver: dict[str, list[Path]] = {}
-        for path in notification.waiting(self._layout):
-            if (notice := self._read(path)) is not None:
-                by_receiver.setdefault(json.dumps(notice.to, sort_keys=True), []).append(path)
+        waiting = notification.waiting(self._layout)
+        # Read once: a notice's key, and so its file's name, is made from its receiver, and thousands may wait for days.
+        known, self._receivers = self._receivers, {}
+        for path in waiting:
+            to = known.get(path.name)
+            if to is None and (notice := self._read(path)) is not None:
+                to = json.dumps(notice.to, sort_keys=True)
+            if to is not None:
+                self._receivers[path.name] = to
+                by_receiver.setdefault(to, []).append(path)
         for to, paths in by_receiver.items():
             line = self._lines.setdefault(to, _Line())
             num_alive = sum(each.thread is not None and each.thread.is_alive() for each in self._lines.values())
@@ -280,7 +288,7 @@ def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
              "report": told.get("report")}  # fmt: skip
     lines = [first, *rest, "", *(f"{name}: {notification.plain(str(value))}" for name, value in facts.items() if value)]
     metrics = told.get("metrics") or {}
-    lines += ["", *(f"{name}: {value:.6g}" for name, value in sorted(metrics.items())
+    lines += ["", *(f"{notification.plain(name)}: {value:.6g}" for name, value in sorted(metrics.items())
                     if isinstance(value, int | float))] if metrics else []  # fmt: skip
     message.set_content("\n".join(lines) + "\n")
     return message

@@ -38,10 +38,13 @@ class Collector:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._due: set[int] | None = None  #: None: all jobs that there are
+        self._due: set[int] | None = None  #: until the disk has taken their runs; None: all jobs that there are
 
     def tend(self, *, moved: set[int], job_of: Callable[[int], Job | None], is_wanted: bool) -> None:
-        """Take over the runs of jobs whose state has changed; of all jobs at first, and when it is wanted anew."""
+        """Take over the runs of jobs whose state has changed; of all jobs at first, and when it is wanted anew.
+
+        Raises OSError where the disk takes none: they are due again.
+        """
         if not is_wanted:
             self._due = None
             return
@@ -52,13 +55,14 @@ class Collector:
                 durable.make_dir(directory, mode=0o750)
             with contextlib.suppress(FileNotFoundError):
                 moved = {int(each.name) for each in self._layout.jobs_dir.iterdir() if each.name.isdecimal()}
-        elif not moved:
+        self._due = (self._due or set()) | moved
+        if not self._due:
             return
-        self._due = moved
         for job_id in sorted(self._due):
             job = job_of(job_id)
             if job is not None and job.state is not State.RUNNING:
                 self._collect(job)
+            self._due.discard(job_id)
         for run in runs_dir(path).iterdir():
             if is_synced(path, run.name):
                 shutil.rmtree(run, ignore_errors=True)

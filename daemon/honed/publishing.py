@@ -64,8 +64,9 @@ class Publishing:
 
     def tend_reporter(self) -> None:
         moved, self._database.moved = self._database.moved, set()
-        self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
+        # Last, since it raises where the disk is full, and pages would miss what has moved.
+        self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
 
     def close(self, *, is_last: bool) -> None:
         """`is_last`: rows that are left behind may never be sent; elsewhere they wait for the next start."""

@@ -17,7 +17,7 @@ from honed.spec import NotifySpec
 
 _PORTS = {"http": 80, "https": 443}
 #: In a path, what some servers take for a step upwards or a separator.
-_ODD = re.compile(r"%2e|%2f|%5c|\\|(^|/)\.{1,2}(/|$)", re.IGNORECASE)
+_ODD = re.compile(r"%2e|%2f|%5c|%25|%00|\\|(^|/)\.{1,2}(;|/|$)", re.IGNORECASE)
 
 
 def check(notify: NotifySpec | None, config: NotifyConfig) -> None:
@@ -53,11 +53,14 @@ def is_below(address: str, prefixes: list[str]) -> bool:
     try:
         wanted = urlsplit(address)
         where = _place(wanted)
-        if not address.isascii() or not address.isprintable() or wanted.username is not None:
+        is_plain = address.isascii() and address.isprintable() and " " not in address and wanted.port != 0
+        if not is_plain or wanted.username is not None:
             return False
         for prefix in map(urlsplit, prefixes):
             path = prefix.path or "/"
             below = path if path.endswith("/") else f"{path}/"
+            if prefix.query and prefix.query != wanted.query:  # it may well be a key
+                continue
             if _place(prefix) == where and (wanted.path == prefix.path or (wanted.path or "/").startswith(below)):
                 return _ODD.search(wanted.path) is None
     except ValueError:  # a port that is none, half an IPv6 address

@@ -609,6 +609,8 @@ def read_entry(path: Path, state: State) -> Job | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # who asked for it made it up
+            return None
         log.error("%s: damaged entry: %s", path, error, extra=about(message=ENTRY_DAMAGED))  # noqa: TRY400
         return None
 

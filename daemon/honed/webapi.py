@@ -77,6 +77,15 @@ class Progress(_Answer):
     eta_sec: float | None
 
 
+class WaitingFor(_Answer):
+    """Why a job does not run."""
+
+    reason: str
+    """A word for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
+    detail: str
+    """The same for people; empty for somebody else's job, and where it changes by the second."""
+
+
 class JobRow(_Answer):
     """One job. Of somebody else's, where results are not shared, no more than number, state and progress."""
 
@@ -94,6 +103,12 @@ class JobRow(_Answer):
     """The user who dropped it."""
     source: str | None
     """The dropped file's name."""
+    is_pinned: bool
+    """Whether it is kept whatever [retention] says."""
+    waiting_for: WaitingFor | None
+    """Why it waits, of a job that is held and of the first 500 of the queue."""
+    needs_bytes: int | None
+    """Free disk space without which it is not started again."""
     progress: Progress
 
 
@@ -142,6 +157,13 @@ class JobShown(JobRow):
     artifacts: dict[str, Any]
     metrics: dict[str, Any]
     """The last value of each figure."""
+    adjustments: list[dict[str, Any]]
+    """What it does otherwise since it ran out of memory, a step each: attempt, text, changes."""
+    depends_on: list[str]
+    """Numbers and names of the jobs that it waits for."""
+    job_dir: str
+    memory: dict[str, Any]
+    """Bytes, as `estimated` and as `used`."""
 
 
 class Metric(_Answer):

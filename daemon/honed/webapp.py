@@ -64,6 +64,8 @@ INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
 PIECE_BYTES = 64 * 1024
 #: Where the body begins; no title has it, for `<` is written otherwise there.
 _MARK = "<!-- the page -->"
+#: A number that no job has: as a file's name it is too long, and Python takes none of thousands of digits.
+_ENDLESS = re.compile(r"[0-9]{19}")
 #: No user of this machine has it: who asks over loopback without a token.
 NOBODY = -1
 _HEADERS = (
@@ -357,6 +359,8 @@ class Guard:
             peer is None and rules.needs_token and not has_token
         ):
             return _token_wanted()
+        if _ENDLESS.search(scope["path"]):
+            return _said(404, NoSuchJobError("no job has such a number", hint="GET /api/jobs lists them all"))
         scope["state"] = {**scope.get("state", {}), "asker": asker_of(rules.policy, peer, has_token=has_token),
                           "may_log_in": peer is None and rules.token is not None and not has_token}  # fmt: skip
         return None

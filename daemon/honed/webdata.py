@@ -39,6 +39,8 @@ REST = 10
 MAX_LISTS = 32
 #: Seconds that honed has for a word.
 CONTROL_SEC = 3.0
+#: Queued jobs of which honed is asked why they wait, the first of the queue: what ten thousand wait for would keep it.
+MAX_REASONS = 500
 
 
 class Entries(Spool):
@@ -118,6 +120,9 @@ class Source:
         self._opening = threading.Lock()
         self._lists: dict[Asker, tuple[float, list[dict[str, Any]]]] = {}
         self._listing = threading.Lock()
+        self._reasons: dict[int, dict[str, str]] | None = None
+        self._reasons_until = 0.0
+        self._asking = threading.Lock()
 
     @property
     def entries(self) -> Entries:
@@ -137,6 +142,8 @@ class Source:
             good_until, rows = self._lists.get(asker, (0.0, []))
             if (began := time.monotonic()) >= good_until:
                 rows = query.list_jobs(self.entries, self.layout, "", asker)
+                for row in rows:
+                    self._explain(row, asker)
                 while len(self._lists) >= MAX_LISTS:
                     del self._lists[next(iter(self._lists))]
                 self._lists[asker] = _good_until(began), rows
@@ -153,9 +160,37 @@ class Source:
         has_more = len(found) > limit
         return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
 
+    def _explain(self, row: dict[str, Any], asker: Asker) -> None:
+        """Put into a row why its job waits: the files alone do not say that of queued ones while honed is up."""
+        if row["state"] != State.QUEUED or (reasons := self._why()) is None:
+            return
+        why = reasons.get(row["id"])
+        is_theirs = asker.reads_all or row["uid"] == asker.uid
+        row["waiting_for"] = why if why is None or is_theirs else {**why, "detail": ""}
+
+    def _why(self) -> dict[int, dict[str, str]] | None:
+        """What the first jobs of the queue wait for, a moment old; None where honed does not answer."""
+        with self._asking:
+            if (began := time.monotonic()) >= self._reasons_until:
+                try:
+                    rows = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
+                        "list", states=[State.QUEUED.value], limit=MAX_REASONS
+                    )
+                    told = {row["id"]: row["waiting_for"] for row in rows if row["waiting_for"] is not None}
+                    # Its detail has seconds in it: each would be news to all who watch.
+                    self._reasons = {job_id: {**why, "detail": ""} if why["reason"] == "retry" else why
+                                     for job_id, why in told.items()}  # fmt: skip
+                except (HonedError, ValueError, TypeError, KeyError):
+                    self._reasons = None
+                self._reasons_until = _good_until(began)
+            return self._reasons
+
     def job(self, job_id: int, asker: Asker) -> Job:
         """Raises UsageError where there is none, and NotPermittedError for somebody else's."""
         job = self.entries.job(job_id)
+        if job is None and (pruned := self.entries.pruned(job_id)) is not None and asker.may_read(pruned):
+            raise NoSuchJobError(f"job {job_id} ({pruned.name}) {query.words_of_pruned(pruned)}",
+                                 hint="GET /api/jobs lists those that are there")  # fmt: skip
         if job is None:
             raise NoSuchJobError(f"no job {job_id}", hint="GET /api/jobs lists them all")
         if not asker.may_read(job):
@@ -166,7 +201,9 @@ class Source:
 
     def show(self, job_id: int, asker: Asker) -> dict[str, Any]:
         """As `honectl show --json`."""
-        return query.show(self.entries, self.layout, str(self.job(job_id, asker).id), asker)
+        shown = query.show(self.entries, self.layout, str(self.job(job_id, asker).id), asker)
+        self._explain(shown, asker)
+        return shown
 
     # -- what a job told ----------------------------------------------------------------------------------------------
 
@@ -232,8 +269,10 @@ class Source:
             predicted = _one(db, "SELECT max(step) FROM training_predictions WHERE job_id = ?", job_id)
             eval_loss = _one(db, "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_loss'"
                              " ORDER BY step DESC, rowid DESC LIMIT 1", job_id)  # fmt: skip
+        row = query.summary(job, json.loads(progress))
+        self._explain(row, asker)
         return {
-            **query.summary(job, json.loads(progress)),
+            **row,
             "attempt": job.attempt.number if job.attempts else None,
             "stage": json.loads(stage).get("stage") if stage else None,
             "eval_loss": eval_loss,

@@ -7,7 +7,9 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -216,6 +218,27 @@ def test_runs_of_ended_jobs_are_copied_and_nothing_that_a_link_leads_to(tmp_path
     offlinerun.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
     collector.tend(moved={1}, job_of=jobs.get, is_wanted=True)
     assert [path.name for path in offlinerun.runs_dir(layout.outbox_dir).iterdir()] == [f"4.{RUN}"]
+
+
+def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    for number in (1, 2):
+        offline(layout, number)
+    jobs = {number: job(number) for number in (1, 2)}
+    collector = offlinerun.Collector(layout)
+    collector.tend(moved=set(), job_of={}.get, is_wanted=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # below the 40,000 bytes of a run
+    try:
+        with pytest.raises(OSError, match="too large"):
+            collector.tend(moved={1, 2}, job_of=jobs.get, is_wanted=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(offlinerun.waiting(layout.outbox_dir)) == []
+    collector.tend(moved=set(), job_of=jobs.get, is_wanted=True)
+    assert [path.name for path in offlinerun.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"2.{RUN}"]
 
 
 @needs_wandb

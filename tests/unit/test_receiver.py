@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from honed import notification, receiver
 from honed.config import NotifyConfig
 from honed.error import EnvironmentInvalidError, SpecError
-from honed.messenger import compose
+from honed.layout import Layout
+from honed.messenger import Messenger, compose
 from honed.notification import Notice
 from honed.spec import NotifySpec
 
@@ -45,6 +48,10 @@ def test_an_allowed_address_and_what_lies_below_it_may_be_called(address: str) -
         "https://ntfy.example.org/honed/%2e%2e/admin",
         "https://ntfy.example.org/honed/..%2fadmin",
         "https://ntfy.example.org/honed\\..\\admin",
+        "https://ntfy.example.org/honed/..;/admin",
+        "https://ntfy.example.org/honed/%252e%252e/admin",
+        "https://ntfy.example.org/honed/ admin",
+        "https://ntfy.example.org:0/honed",
         "http://127.0.0.1:8081/",
         "http://127.0.0.1:80800/",
         "http://127.0.0.1:8080@169.254.169.254/",
@@ -58,6 +65,13 @@ def test_an_allowed_address_and_what_lies_below_it_may_be_called(address: str) -
 )
 def test_nothing_else_may(address: str) -> None:
     assert not receiver.is_below(address, ALLOWED)
+
+
+def test_a_key_in_an_allowed_address_is_part_of_it() -> None:
+    allowed = ["https://chat.example.org/hook?key=1"]
+    assert receiver.is_below(allowed[0], allowed)
+    assert not receiver.is_below("https://chat.example.org/hook?key=2", allowed)
+    assert not receiver.is_below("https://chat.example.org/hook", allowed)
 
 
 MAILING = NotifyConfig(smtp_host="mx", mail_from="honed@example.org", allowed_mail_domains=["Example.org"])
@@ -107,3 +121,32 @@ def test_nothing_in_a_jobs_name_makes_a_header_a_mention_or_a_second_mail() -> N
     assert not [line for line in head.splitlines() if line.lower().startswith(b"bcc")]
     assert b"<!channel>" not in body
     assert b"\x1b" not in sent
+
+
+def test_a_figures_name_that_is_no_text_keeps_no_mail_back() -> None:
+    told = {"text": "honed on h: job 7 (a) failed", "metrics": {"eval_\ud800\nx": 1.5}}
+    sent = compose(
+        Notice("k" * 32, {"mail": "anna@example.org"}, False, told, 0.0), "anna@example.org", "h@example.org"
+    )
+    assert b"eval_" in sent.as_bytes()
+    assert b": 1.5" in sent.as_bytes()
+
+
+def test_a_notice_whose_receiver_is_down_is_not_read_at_each_look(tmp_path: Path) -> None:
+    class Counting(Messenger):
+        num_read = 0
+
+        def _read(self, path: Path) -> Notice | None:
+            self.num_read += 1
+            return super()._read(path)
+
+    layout = Layout(tmp_path)
+    notification.refused_dir(layout).mkdir(parents=True)
+    for number in range(20):
+        notice = Notice(f"{number:032x}", {"webhook": "http://127.0.0.1:1/"}, True, {"text": "x"}, time.time())
+        (notification.notices_dir(layout) / f"{notice.key}.json").write_text(json.dumps(notice.to_json()))
+    messenger = Counting(layout)
+    messenger.reload(NotifyConfig(retry_delay_sec=600, max_retry_delay_sec=600))
+    for _ in range(10):
+        messenger._look()
+    assert messenger.num_read <= 20 + 2  # and of the one that is tried, once more
