@@ -77,11 +77,13 @@ class Answers:
                 return {**found, "jobs": list(self._with_reasons(found["jobs"], asker))}
             case "accepted":
                 since = str(request.arguments.get("since", ""))
-                return query.accepted(self._spool, self._layout, reference, self._asker(request), since)
+                asker = self._asker(request)
+                taken = query.accepted(self._spool, self._layout, reference, asker, since)
+                return next(self._with_reasons([taken], asker)) if taken is not None else None
             case str() if verb in query.READING_VERBS:
                 asker = self._asker(request)
                 told = query.READING_VERBS[verb](self._spool, self._layout, reference, asker)
-                return next(self._with_reasons([told], asker)) if verb == "show" else told
+                return next(self._with_reasons([told], asker)) if verb in {"show", "glance"} else told
             case "status":
                 asker = self._asker(request)
                 return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
@@ -108,7 +110,8 @@ class Answers:
             case "pin" | "unpin":
                 job = query.find(self._spool, reference, self._asker(request))
                 self._require_owner(request, job.id, job.uid)
-                return query.summary(self._pin(job, is_pinned=verb == "pin"), {})
+                pinned = self._pin(job, is_pinned=verb == "pin")
+                return next(self._with_reasons([query.summary(pinned, {})], self._asker(request)))
             case "cancel" | "hold" | "release" | "requeue":
                 job = query.find(self._spool, reference, self._asker(request))
                 self._require_owner(request, job.id, job.uid)
@@ -120,7 +123,8 @@ class Answers:
                 )
                 changed = self._change(verb, job, from_start=from_start)
                 self._wake()
-                return {**query.summary(changed, {}), **more}
+                row = {**query.summary(changed, {}), **more}
+                return next(self._with_reasons([row], self._asker(request)))
             case _:
                 raise UsageError(f"no verb {verb!r}")
 
@@ -130,6 +134,8 @@ class Answers:
             if (waits_for := self._backlog.waits_for(row["id"])) is not None:
                 is_theirs = asker.reads_all or row["uid"] == asker.uid
                 row["waiting_for"] = waits_for if is_theirs else {**waits_for, "detail": ""}
+            elif row["state"] == State.QUEUED:
+                row["waiting_for"] = None  # it has gone on since that was read
             yield row
 
     def _arrival(self, reference: str, asker: query.Asker) -> dict[str, Any] | None:
@@ -165,9 +171,7 @@ class Answers:
         if (running := self._attempts.running.get(job.id)) is not None:
             running.job = self._spool.update(running.job, is_pinned=is_pinned)
             return running.job
-        changed = self._spool.annotate(job, is_pinned=is_pinned)
-        self._backlog.replace(changed)
-        return changed
+        return self._spool.annotate(job, is_pinned=is_pinned)
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
         if job.id in self._attempts.running and verb in {"cancel", "hold"}:

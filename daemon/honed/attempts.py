@@ -121,7 +121,7 @@ class Attempts:
         try:
             self._write_adjustments(job)
         except OSError as problem:
-            self._not_now(self.running.pop(job.id).job, NotNowError(f"what it is to do cannot be written: {problem}"))
+            self.running[job.id].not_started = NotNowError(f"what it is to do cannot be written: {problem}")
             return
         environment = {
             "CUDA_VISIBLE_DEVICES": gpu_uuid or "",

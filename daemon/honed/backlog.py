@@ -98,9 +98,10 @@ class Backlog:
         self._jobs[job.id] = job
         if job.state is State.QUEUED:
             self._num_queued += 1
-            self._unsure.add(job.id)
             if job.needs_bytes:
                 self._short.add(job.id)
+        if job.state is State.QUEUED or job.held_for is not None:
+            self._unsure.add(job.id)
         for before in self._before(job):
             self._users.setdefault(before.id, set()).add(job.id)
 
@@ -131,10 +132,14 @@ class Backlog:
         return [found for reference in job.depends_on if (found := self._find_any(reference)) is not None]
 
     def _told(self, old: Job | None, new: Job | None) -> None:
-        """A job has changed: those that depend on it are looked at again."""
+        """A job has changed: here it is as its entry is, and those that depend on it are looked at again."""
         changed = new or old
-        if changed is not None and (users := self._users.get(changed.id)):
-            self._unsure |= users
+        if changed is None:
+            return
+        self._pop(changed.id)
+        if new is not None and new.state in {State.QUEUED, State.HELD}:
+            self._put(new)
+        self._unsure |= self._users.get(changed.id, set())
 
     def next_retry_at(self) -> float | None:
         """When the first of the jobs may start that are not tried before some time to come."""
@@ -143,6 +148,8 @@ class Backlog:
 
     def all_wait_for_a_person(self) -> bool:
         """Whether nothing here will start by itself."""
+        if self._unsure:
+            return False
         stuck: set[int] = set()
         ahead = [job.id for job in self._jobs.values() if job.state is State.HELD]
         ahead += [number for number in self._short if not self._attempts.has_room(self._jobs[number])]  # made by one
@@ -162,18 +169,16 @@ class Backlog:
                 self._put(job)
         self._spool.catalog.listen(self._told)
         self._database.put_jobs(self._spool.catalog)
-        self.release_met()
 
-    def release_met(self) -> None:
-        """Let those go on that were held for a job which has succeeded since."""
-        for job in [job for job in self._jobs.values() if job.state is State.HELD and job.held_for is not None]:
-            found = self._spool.job(job.held_for or 0)
-            if found is not None and found.state is State.SUCCEEDED:
-                log.info("job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name,
-                         extra=about(job))  # fmt: skip
-                released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
-                self._put(released)
-                self._database.put_job(released)
+    def _release_if_met(self, job: Job) -> None:
+        """Let a job go on that was held for one which has succeeded since."""
+        found = self._spool.job(job.held_for) if job.held_for is not None else None
+        if found is not None and found.state is State.SUCCEEDED:
+            released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
+            log.info("job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name,
+                     extra=about(job))  # fmt: skip
+            self._put(released)
+            self._database.put_job(released)
 
     def add(self, job: Job) -> None:
         """A job that was accepted."""
@@ -187,11 +192,6 @@ class Backlog:
         if delay_sec:
             self._not_before[job.id] = self._clock() + delay_sec
         self._put(job)
-
-    def replace(self, job: Job) -> None:
-        """A job's entry has changed, and not its state."""
-        if job.id in self._jobs:
-            self._jobs[job.id] = job
 
     def follow_change(self, changed: Job) -> None:
         """A person has changed a job that is not running, whatever it was before."""
@@ -264,16 +264,25 @@ class Backlog:
     def look_again(self) -> None:
         """What the jobs wait for that are new, or that depend on one that has changed."""
         while self._unsure:
-            job = self._jobs.get(self._unsure.pop())
-            if job is None or job.state is not State.QUEUED:
-                continue
-            is_free = not job.depends_on or self._dependencies_are_met(job)
-            self._unready(job)
-            self._unplanned.discard(job.id)
-            if is_free and job.is_deferred:
-                self._unplanned.add(job.id)
-            elif is_free:
-                insort(self._ready[job.num_gpus > 0], (-job.priority, job.id))
+            number = self._unsure.pop()
+            try:
+                if (job := self._jobs.get(number)) is not None:
+                    self._look_at(job)
+            except BaseException:  # a full disk: it is yet to be done
+                self._unsure.add(number)
+                raise
+
+    def _look_at(self, job: Job) -> None:
+        if job.state is State.HELD:
+            self._release_if_met(job)
+            return
+        is_free = not job.depends_on or self._dependencies_are_met(job)
+        self._unready(job)
+        self._unplanned.discard(job.id)
+        if is_free and job.is_deferred:
+            self._unplanned.add(job.id)
+        elif is_free:
+            insort(self._ready[job.num_gpus > 0], (-job.priority, job.id))
 
     def _dependencies_are_met(self, job: Job) -> bool:
         for reference in job.depends_on:

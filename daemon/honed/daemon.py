@@ -329,8 +329,8 @@ class Daemon:
             self._backlog.put_back(job, delay_sec=NOT_NOW_SEC)
         for job in settled:
             self._backlog.put_back(job, delay_sec=self._retry_delay_sec(job))
+        for job in settled:
             if job.state is State.SUCCEEDED:
-                self._backlog.release_met()
                 unstage.remove_copies(self._layout, job, self._unfinished())
 
     def _retry_delay_sec(self, job: Job) -> float:

@@ -93,7 +93,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if job["error"]:
         terminal.say()
         terminal.say_error(job["error"])
-    if job["needs_bytes"]:
+    if job["needs_bytes"] and (job.get("waiting_for") or {}).get("reason") != "disk":
         terminal.say(f"waits for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space", style="yellow")
     for item in job["adjustments"]:
         terminal.say(f"attempt {item['attempt']} ran out of memory: {item['text']}", style="yellow")

@@ -401,9 +401,13 @@ class Spool:
     def annotate(self, job: Job, **changes: Any) -> Job:
         """As update, and the entry stays as old as it was: nothing has happened to the job."""
         path = self._entry_path(job.id, job.state)
-        before = path.stat()
-        changed = self.update(job, **changes)
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with self._changed(job, job.state, changes) as changed:
+            temporary = durable.write_beside(path, changed.to_json())
+            with contextlib.suppress(FileNotFoundError):  # a move that failed half-way may have taken it away
+                before = path.stat()
+                os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+            temporary.rename(path)
+            durable.sync_dir(path.parent)
         return changed
 
     def move(self, job: Job, to: State, **changes: Any) -> Job:
@@ -454,6 +458,8 @@ class Spool:
         directory and its rows are removed by somebody, however often that has to be begun."""
         for job in jobs:
             assert job.state.is_final
+            if job.id in self._begun:  # first what failed half-way: a copy of it may lie in a third place
+                self.annotate(job)
             self._entry_path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
             if self._catalog is not None:
                 self._catalog.drop(job.id)

@@ -85,13 +85,13 @@ def test_a_start_that_failed_half_way_is_simply_made_again(spool: Spool, name: s
     ]
 
 
-@pytest.mark.parametrize("at", [5, 6])  # plan, its place, jobs/, entry, the entry's place, the claim's
+@pytest.mark.parametrize(("name", "at"), [("fsync", 5), ("unlink", 1)])  # of the entry's place; of the claimed file
 def test_an_arrival_whose_acceptance_failed_after_its_entry_is_accepted_and_not_checked_again(
-    spool: Spool, at: int
+    spool: Spool, name: str, at: int
 ) -> None:
     taken = claim(spool)
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
-        Broken(monkeypatch, "fsync", at)
+        Broken(monkeypatch, name, at)
         spool.admit(job_of(taken), taken, {})
     job = spool.accepted(taken)
     assert job is not None

@@ -19,6 +19,10 @@ def waits(instance: Instance, name: str) -> dict[str, Any]:
     rows = {row["name"]: row for row in instance.client.ask("list")}
     shown = instance.client.ask("show", id=name)
     assert shown["waiting_for"]["reason"] == rows[name]["waiting_for"]["reason"]
+    for verb in ("glance", "pin", "unpin"):  # whoever answers, it is not that honed is not running
+        assert instance.client.ask(verb, id=name)["waiting_for"]["reason"] == shown["waiting_for"]["reason"]
+    taken = instance.client.ask("accepted", id=shown["source"], since="")
+    assert taken["waiting_for"]["reason"] == shown["waiting_for"]["reason"]
     found: dict[str, Any] = shown["waiting_for"]
     return found
 
@@ -40,6 +44,8 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     }  # fmt: skip
     assert waits(instance, "succeed.d") == {"reason": "person", "detail": "it is held: honectl release 4"}
     assert instance.client.ask("show", id="1")["waiting_for"] is None
+    assert instance.client.ask("release", id="4")["waiting_for"]["reason"] == "device"
+    instance.client.ask("hold", id="4")
     listed = subprocess.run([sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "list"],
                             capture_output=True, text=True, check=True).stdout  # fmt: skip
     assert "waits because" in listed

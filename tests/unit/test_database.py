@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from honed import durable
 from honed.database import Database, Reader
 from honed.event import Event, Reading
 from honed.job import Attempt, Job
@@ -89,3 +91,12 @@ def test_a_locked_database_is_not_taken_for_a_damaged_one(tmp_path: Path, monkey
         Database(path)
     assert not path.with_name("honed.db.damaged").exists()
     holder.close()
+
+
+def test_a_database_that_another_program_holds_locked_is_the_machines_fault_and_no_bug(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as theirs:
+        theirs.executescript("CREATE TABLE a (b); BEGIN IMMEDIATE;")
+        with contextlib.closing(sqlite3.connect(path, timeout=0)) as ours, pytest.raises(sqlite3.Error) as raised:
+            ours.execute("INSERT INTO a VALUES (1)")
+    assert durable.machine_fault(raised.value) == "the database: database is locked"
