@@ -125,7 +125,7 @@ class Instance:
         """The daemon's own, not that of strace before it."""
         if self.process is None or self.process.poll() is not None:
             return None
-        # strace's first children are its own, on which it tries what it can; the daemon's are called as it is, at first.
+        # strace's first children are its own, on which it tries what it can; the daemon's have its name at first.
         is_traced = b"strace" in Path(f"/proc/{self.process.pid}/cmdline").read_bytes().split(b"\0")[0]
         for number in self._children(self.process.pid) if is_traced else [self.process.pid]:
             with contextlib.suppress(OSError):
