@@ -38,7 +38,8 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
         sys.stdout.flush()
         if not job["attempts"] and not options.follow:
             why = (job.get("waiting_for") or {}).get("detail")
-            print(f"honectl: job {job['id']} has not started yet" + (f": {why}" if why else ""), file=sys.stderr)
+            words = f"job {job['id']} ({job['name']}) has not started yet" + (f": {why}" if why else "")
+            print(terminal.plain(f"honectl: {words}"), file=sys.stderr)
         if not options.follow or job["state"] in FINAL_STATES:
             return 0
         time.sleep(INTERVAL_SEC)

@@ -56,17 +56,22 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
 
 #: Columns of a terminal from which on there is room for the priority and for why a job waits, and for when it came.
 BROAD, WIDE = 100, 140
+#: Characters of a name below that.
+NARROW_NAME = 24
 
 
 def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
     """The list as a terminal has room for it; programs read every column, through a pipe."""
     state, outcome = columns.index("state"), columns.index("outcome")
-    rows = [[cell if at != outcome or cell != row[state] else "" for at, cell in enumerate(row)] for row in rows]
+    for row in rows:
+        row[outcome] = str(row[outcome]).removeprefix(row[state]).removeprefix(", ")
     too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
     waits: list[str] = []
     if terminal.console.width < BROAD:
         too_much |= {"priority", "waits because"}
-        waits = [f"job {row[0]} waits: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
+        for row in rows:
+            row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
+        waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
     # A column that tells nothing takes room from those that do.
     kept = [at for at, name in enumerate(columns)
             if name not in too_much and (name not in MAYBE_EMPTY or any(row[at] for row in rows))]  # fmt: skip

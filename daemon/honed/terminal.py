@@ -104,7 +104,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(column.strip() for column in columns))
     for column in columns:
         drawn.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column not in WRAPPED, overflow="fold",
+            column, justify="right" if column in right else "left", no_wrap=column not in WRAPPED,
+            overflow="fold" if column in WRAPPED else "ellipsis",
             min_width=max((cell_len(str(row[0])) for row in rows), default=0) if column == "id" else None,
         )  # fmt: skip
     for row in rows:
