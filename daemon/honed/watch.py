@@ -71,7 +71,7 @@ class Meter:
         return self._loads
 
     def words(self, glance: dict[str, Any]) -> str:
-        """`memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, 61.0 GiB of 79.6 GiB in use`."""
+        """`memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, …`."""
         if not glance.get("resident_bytes"):
             return ""
         estimated = glance.get("estimated_bytes")
