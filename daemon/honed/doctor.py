@@ -202,7 +202,8 @@ def _torch() -> Finding:
             else "is the driver as new as that CUDA?"
         )
         return Finding("torch loads", "error", f"{detail}; it sees {answer['num_gpus']} of {num_gpus} GPUs", hint)
-    return Finding("torch loads", "ok", f"{detail}; it sees {answer['num_gpus']} GPUs")
+    seen = {0: "no GPU", 1: "1 GPU"}.get(answer["num_gpus"], f"{answer['num_gpus']} GPUs")
+    return Finding("torch loads", "ok", f"{detail}; it sees {seen}")
 
 
 def _torchvision() -> Finding:
@@ -213,7 +214,8 @@ def _torchvision() -> Finding:
         return Finding("torchvision loads", "ok", ask(_TORCHVISION)["version"])
     except EnvironmentInvalidError as error:
         hint = "install the torchvision that belongs to this torch, from the same index, or uninstall it"
-        detail = f"{installed.version('torchvision')} does not load: {error.message}"
+        # torchvision's own message goes on to talk of everything that may be the matter.
+        detail = f"{installed.version('torchvision')} does not load: {error.message.split('. ')[0]}"
     try:
         ask(_TORCHVISION_MENDED)
     except EnvironmentInvalidError:

@@ -77,7 +77,8 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
         if answer["ok"]:
             terminal.say(f"{answer['file']}: ok", style="green")
         else:
-            terminal.say_error(answer["error"], prefix=f"{answer['file']}: ")
+            is_named = answer["error"]["message"].startswith(answer["file"])
+            terminal.say_error(answer["error"], prefix="" if is_named else f"{answer['file']}: ")
         for warning in answer["warnings"]:
             terminal.say(f"  warning: {warning}", style="yellow")
     return int(not all(answer["ok"] for answer in answers))
@@ -100,8 +101,10 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
         value = precision.get(key)
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
-    memory = [[key.removesuffix("_bytes"), f"{value / 2**20:,.1f} MiB"] for key, value in made["memory"].items()
-              if key.endswith("_bytes") and value is not None]  # fmt: skip
+    parts = {key.removesuffix("_bytes"): value for key, value in made["memory"].items() if key.endswith("_bytes")}
+    # The sum below its parts, and what there is for it last; a part that the job does not have is none.
+    ordered = [*(key for key in parts if key not in {"total", "available"}), "total", "available"]
+    memory = [[key, f"{value / 2**20:,.1f} MiB"] for key in ordered if (value := parts.get(key))]
     terminal.table(["memory (estimate)", ""], memory, right=[""])
     parameters = made["checkpoint"]
     stored = ", ".join(f"{count:,} {dtype}" for dtype, count in parameters["stored_dtypes"].items())

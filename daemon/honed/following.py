@@ -31,7 +31,7 @@ def until_final(instance: Instance, reference: str, *, quiet: bool = False) -> i
     with terminal.progress_bar() as bar:
         task = bar.add_task("", total=None, figures="")
         for job in states(instance, reference):
-            step, loss, eta = terminal.progress_cells(job["progress"])
+            step, loss, eta = terminal.progress_cells(job)
             figures = "  ".join(filter(None, [step, f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]))
             name = f"{terminal.plain(job['name'], limit=32)} {job['state']}"
             bar.update(task, description=name, figures=figures,

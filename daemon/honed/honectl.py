@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from honed import __version__, config, draft, following, joblog, listing, pruning, submission, terminal
 from honed import layout as layouts
@@ -33,15 +33,33 @@ class Add(Protocol):
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
     arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
-    changed = [instance.change(options.verb, reference, **arguments) for reference in options.ids]
+    changed: list[dict[str, Any]] = []
+    status = 0
+    for reference in options.ids:
+        try:
+            job = instance.change(options.verb, reference, **arguments)
+        except HonedError as error:
+            if len(options.ids) == 1:
+                raise
+            # One that refuses keeps the others from nothing, and each of them is answered for.
+            status = status or _status(error)
+            changed.append({"id": reference, "error": error.as_dict()})
+            if not options.json:
+                terminal.complain(error, prefix="honectl: ")
+        else:
+            changed.append(job)
+            if not options.json:
+                terminal.say(f"job {job['id']} ({job['name']}): {_became(options.verb, job)}")
     if options.json:
         terminal.console.print_json(json.dumps(changed))
-        return 0
-    for job in changed:
-        is_asked = job["state"] == State.RUNNING
-        more = f", from {where}" if (where := job.get("goes_on_from")) else ""
-        terminal.say(f"job {job['id']} ({job['name']}): " + ("asked to stop" if is_asked else job["state"] + more))
-    return 0
+    return status
+
+
+def _became(verb: str, job: dict[str, Any]) -> str:
+    if verb in {"pin", "unpin"}:
+        return "pinned: neither prune nor retention removes it" if job["is_pinned"] else "not pinned"
+    more = f", from {where}" if (where := job.get("goes_on_from")) else ""
+    return "asked to stop" if job["state"] == State.RUNNING else job["state"] + more
 
 
 def pause(instance: Instance, options: argparse.Namespace) -> int:
@@ -185,7 +203,7 @@ def _add_changes(add: Add) -> None:
         ("pin", "keep a job: neither prune nor retention removes it"),
         ("unpin", "keep a job no longer"),
     ):
-        add(name, pruning.pin, words).add_argument("ids", nargs="+", metavar="ID")
+        add(name, change, words).add_argument("ids", nargs="+", metavar="ID")
     verb = add("prune", pruning.prune, "remove finished jobs, or their checkpoints, or refused files; says what")
     verb.add_argument("ids", nargs="*", metavar="ID", help="these; without one, those beyond a limit")
     verb.add_argument("--older-than", type=pruning.span, metavar="AGE", help="finished so long ago: 30d, 12h, 2w")

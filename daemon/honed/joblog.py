@@ -36,6 +36,10 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
             read = _read_raw if options.raw else _read_told
             offsets[number] = read(files.attempt(number), offsets.get(number, 0))
         sys.stdout.flush()
+        if not job["attempts"] and not options.follow:
+            why = (job.get("waiting_for") or {}).get("detail")
+            words = f"job {job['id']} ({job['name']}) has not started yet" + (f": {why}" if why else "")
+            print(terminal.plain(f"honectl: {words}"), file=sys.stderr)
         if not options.follow or job["state"] in FINAL_STATES:
             return 0
         time.sleep(INTERVAL_SEC)

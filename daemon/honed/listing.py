@@ -15,6 +15,8 @@ from honed.instance import Instance
 #: Jobs up to which JSON is drawn in colours; more of it is for a script.
 MAX_PRETTY = 500
 COLUMNS = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
+RIGHT = ("id", "priority", "step", "loss", "ETA")
+MAYBE_EMPTY = ("outcome", "priority", "step", "loss", "ETA")
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -33,7 +35,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     rows = [
         [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), job["priority"],
-         *terminal.progress_cells(job["progress"]), job["submitted_at"][:16].replace("T", " ")]
+         *terminal.progress_cells(job), job["submitted_at"][:16].replace("T", " ")]
         for job in jobs
     ]  # fmt: skip
     columns = list(COLUMNS)
@@ -41,12 +43,41 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         columns.append("waits because")
         for row, job in zip(rows, jobs, strict=True):
             row.append(terminal.plain((job.get("waiting_for") or {}).get("detail", ""), limit=60))
-    terminal.table(columns, rows, right=["id", "priority", "step", "loss", "ETA"])
+    if terminal.console.is_terminal:
+        _say_narrow(columns, rows)
+    else:
+        terminal.table(columns, rows, right=[*RIGHT])
     if left := _left_out(jobs, counts):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
     return 0
+
+
+#: Columns of a terminal from which on there is room for the priority and for why a job waits, and for when it came.
+BROAD, WIDE = 100, 140
+#: Characters of a name below that.
+NARROW_NAME = 24
+
+
+def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
+    """The list as a terminal has room for it; programs read every column, through a pipe."""
+    state, outcome = columns.index("state"), columns.index("outcome")
+    for row in rows:
+        row[outcome] = str(row[outcome]).removeprefix(row[state]).removeprefix(", ")
+    too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
+    waits: list[str] = []
+    if terminal.console.width < BROAD:
+        too_much |= {"priority", "waits because"}
+        for row in rows:
+            row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
+        waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
+    # A column that tells nothing takes room from those that do.
+    kept = [at for at, name in enumerate(columns)
+            if name not in too_much and (name not in MAYBE_EMPTY or any(row[at] for row in rows))]  # fmt: skip
+    terminal.table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], right=[*RIGHT])
+    for line in waits:
+        terminal.say(line, style="dim")
 
 
 def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
@@ -80,7 +111,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(job))
         return 0
-    step, loss, eta = terminal.progress_cells(job["progress"])
+    step, loss, eta = terminal.progress_cells(job)
     terminal.say(
         f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
     )
@@ -88,7 +119,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
              ["waits", (job.get("waiting_for") or {}).get("detail")],
              ["pinned", "yes" if job.get("is_pinned") else None], ["step", step],
              ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
-             if isinstance(value, int | float)), *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
+             if isinstance(value, int | float) and not (name == "loss" and loss)),
+             *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
     terminal.table(["", " "], [fact for fact in facts if fact[1] not in {None, ""}])
     if job["error"]:
         terminal.say()
@@ -100,9 +132,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if job["attempts"]:
         keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
         terminal.say()
-        terminal.table(
-            ["attempt", *keys[1:]], [[str(attempt[key] or "")[:19] for key in keys] for attempt in job["attempts"]]
-        )
+        attempts = [[_attempt_cell(key, attempt[key]) for key in keys] for attempt in job["attempts"]]
+        terminal.table(["attempt", "backend", "device", "started (UTC)", "ended", *keys[5:]], attempts)
     for item in job["events"]:
         if item["event"] == "fallback":
             words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
@@ -115,6 +146,12 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     if audits := [item for item in job["events"] if item["event"] == "audit"]:
         _say_audit(audits)
     return 0
+
+
+def _attempt_cell(key: str, value: Any) -> str:
+    """Times without their year, so that a row fits into a terminal."""
+    text = str(value or "")
+    return text[5:19].replace("T", " ") if key.endswith("_at") else text[:19]
 
 
 #: Rows of the table of memory: its words, the key of the estimate and that of what was used.

@@ -97,20 +97,25 @@ def _remove(ask: Any, plan: dict[str, Any], options: argparse.Namespace) -> Iter
 
 
 def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
-    verb = "would be removed" if options.dry_run else "are removed"
+    num_items = len(plan["rejected"] if options.rejected else plan["jobs"])
+    verb = "would be removed" if options.dry_run else "is removed" if num_items == 1 else "are removed"
     if options.rejected:
         total = sum(row["num_bytes"] for row in plan["rejected"])
-        terminal.say(f"{len(plan['rejected'])} refused files, {bytes_in_words(total)}, {verb}")
+        terminal.say(f"{_count(num_items, 'refused file')}, {bytes_in_words(total)}, {verb}")
         return
-    what = "checkpoints of jobs" if options.checkpoints else "jobs"
+    what = "checkpoints of " if options.checkpoints else ""
     total = sum(row["num_bytes"] or 0 for row in plan["jobs"])
-    terminal.say(f"{len(plan['jobs'])} {what}, {bytes_in_words(total)}, {verb}")
+    terminal.say(f"{what}{_count(num_items, 'job')}, {bytes_in_words(total)}, {verb}")
     if plan["jobs"]:
         terminal.table(["id", "name", "state", "size"],
                        [[row["id"], terminal.plain(row["name"], limit=40), row["state"],
                          bytes_in_words(row["num_bytes"])] for row in plan["jobs"]], right=["id", "size"])  # fmt: skip
     for row in plan["kept"]:
         terminal.say(f"job {row['id']} ({row['name']}) stays: {row['why']}", style="yellow")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[dict[str, Any]] = ()) -> int:
@@ -120,24 +125,14 @@ def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[di
     elif not options.dry_run and not options.rejected:
         total = sum(row["num_bytes"] for row in removed)
         num_files = sum(row["num_files"] for row in removed)
-        what = "checkpoints of jobs" if options.checkpoints else "jobs"
-        terminal.say(f"removed: {len(removed)} {what}, {num_files} files, {bytes_in_words(total)}")
+        what = "checkpoints of " if options.checkpoints else ""
+        removed_words = f"{what}{_count(len(removed), 'job')}, {_count(num_files, 'file')}"
+        terminal.say(f"removed: {removed_words}, {bytes_in_words(total)}")
         for row in removed:
             if row["problem"]:
                 terminal.say(f"job {row['id']}: not all of it can be removed: {row['problem']}", style="red")
     is_short = any(row.get("problem") for row in removed) or bool(options.ids and plan.get("kept"))
     return int(is_short)
-
-
-def pin(instance: Instance, options: argparse.Namespace) -> int:
-    changed = [instance.change(options.verb, reference) for reference in options.ids]
-    if options.json:
-        terminal.console.print_json(json.dumps(changed))
-        return 0
-    for job in changed:
-        words = "pinned: neither prune nor retention removes it" if job["is_pinned"] else "not pinned"
-        terminal.say(f"job {job['id']} ({job['name']}): {words}")
-    return 0
 
 
 class Down:

@@ -141,7 +141,12 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
         return 1
     if not options.json:
         terminal.say(f"job {verdict['id']} ({verdict['name']}): {trial.NUM_ROWS} rows, a few steps")
-    *_, job = following.states(instance, str(verdict["id"]))
+    waits = None
+    for job in following.states(instance, str(verdict["id"])):
+        # Before all others, but behind what runs: that may take hours.
+        if (why := (job.get("waiting_for") or {}).get("detail")) != waits and why and not options.json:
+            terminal.say(f"  waits: {why}", style="dim")
+        waits = why
     told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
     if options.json:
         terminal.console.print_json(json.dumps({"id": job["id"], "error": job["error"], "findings": told}))

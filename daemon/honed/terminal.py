@@ -20,6 +20,8 @@ from honed.trial import ASKED, Findings, words
 
 #: Columns of what goes into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
+#: Columns that take several lines where a terminal is narrow: a path or a reason that is cut is of no use.
+WRAPPED = {"detail", "hint", "waits because", " "}
 #: Rows of a table beyond which there are no colours.
 MAX_DRAWN_ROWS = 500
 
@@ -80,7 +82,9 @@ class _Harmless:
 
 def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
     """An error as --json has it."""
-    say(f"{prefix}{error['code']}: {error['message']}", style="red")
+    # `usage` is of a command, not of a job: its sentence says it all.
+    code = "" if error["code"] == "usage" else f"{error['code']}: "
+    say(f"{prefix}{code}{error['message']}", style="red")
     if error.get("hint"):
         say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
 
@@ -100,8 +104,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(column.strip() for column in columns))
     for column in columns:
         drawn.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column not in {"detail", "hint"}
-        )
+            column, justify="right" if column in right else "left", no_wrap=column not in WRAPPED,
+            overflow="fold" if column in WRAPPED else "ellipsis",
+            min_width=max((cell_len(str(row[0])) for row in rows), default=0) if column == "id" else None,
+        )  # fmt: skip
     for row in rows:
         drawn.add_row(*(Text(_flat(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
     console.print(drawn)
@@ -123,10 +129,11 @@ def _flat(cell: Any) -> str:
     return plain(cell).replace("\n", "⏎")
 
 
-def progress_cells(progress: dict[str, Any]) -> tuple[str, str, str]:
-    """Step, loss and ETA as they stand in a row."""
+def progress_cells(job: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A job's step, loss and ETA as they stand in a row; the time left is of one that runs alone."""
+    progress = job["progress"]
     step, num_steps = progress.get("step"), progress.get("num_steps")
-    loss, eta_sec = progress.get("loss"), progress.get("eta_sec")
+    loss, eta_sec = progress.get("loss"), progress.get("eta_sec") if job["state"] == "running" else None
     return (
         f"{step:.0f}/{num_steps:.0f}" if step is not None and num_steps else "",
         f"{loss:.4g}" if isinstance(loss, int | float) else "",
@@ -230,9 +237,9 @@ def bar(progress: dict[str, Any], *, width: int = 20) -> str:
 
 def job_line(job: Mapping[str, Any]) -> str:
     """A job and how far it is."""
-    step, loss, eta = progress_cells(job["progress"])
+    step, loss, eta = progress_cells(job)
     parts = [bar(job["progress"]), f"step {step}" if step else "", f"loss {loss}" if loss else "",
-             f"ETA {eta}" if eta and job["state"] == "running" else ""]  # fmt: skip
+             f"ETA {eta}" if eta else ""]  # fmt: skip
     return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
 
 

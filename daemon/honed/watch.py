@@ -71,11 +71,11 @@ class Meter:
         return self._loads
 
     def words(self, glance: dict[str, Any]) -> str:
-        """`memory 1.2 GiB (all of it estimated: 1.5 GiB), CPU 198 %, GPU 93 % busy, 61.0 GiB of 79.6 GiB in use`."""
+        """`memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, …`."""
         if not glance.get("resident_bytes"):
             return ""
         estimated = glance.get("estimated_bytes")
-        of = f" (all of it estimated: {_gib(estimated)})" if estimated else ""
+        of = f" (estimated for model and training: {_gib(estimated)})" if estimated else ""
         parts = [f"memory {_gib(glance['resident_bytes'])}{of}"]
         if (percent := self._cpu_percent(glance)) is not None:
             parts.append(f"CPU {percent:.0f} %")
@@ -165,7 +165,7 @@ def _table(jobs: list[dict[str, Any]], courses: dict[int, list[float]]) -> Table
         drawn.add_column(column, no_wrap=True)
     for job in jobs[:MAX_JOBS]:
         name, course = terminal.plain(job["name"], limit=32), terminal.sparkline(courses.get(job["id"], []))
-        cells = [job["id"], name, job["state"], *terminal.progress_cells(job["progress"]), course]
+        cells = [job["id"], name, job["state"], *terminal.progress_cells(job), course]
         drawn.add_row(*(Text(terminal.plain(cell), style=terminal.STATE_STYLES.get(str(cell), "")) for cell in cells))
     if len(jobs) > MAX_JOBS:
         drawn.add_row("", f"and {len(jobs) - MAX_JOBS} more: honectl list")

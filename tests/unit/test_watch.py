@@ -18,7 +18,7 @@ def test_the_processors_share_is_that_between_two_looks() -> None:
     assert meter.words(glance(13.0)) == "memory 1.5 GiB, CPU 150 %"
     now[0] = 103.0
     assert meter.words(glance(13.5, estimated_bytes=2 << 30)) == (
-        "memory 1.5 GiB (all of it estimated: 2.0 GiB), CPU 50 %"
+        "memory 1.5 GiB (estimated for model and training: 2.0 GiB), CPU 50 %"
     )
     now[0] = 104.0
     assert meter.words(glance(0.5)) == "memory 1.5 GiB", "another worker, of the next attempt"
