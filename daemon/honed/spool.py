@@ -100,6 +100,7 @@ class Spool:
             durable.make_dir(self.ended_dir)
         self._lock_fd = self._take_lock() if lock else None
         self._catalog: Catalog | None = None
+        self._left_over: set[Path] = set()  # directories of refused arrivals that could not be removed yet
         self._begun: dict[int, int] = {}  # revisions that failed on their way to the disk, and may lie there
         #: Whether workers are another user than we, who then shares nothing by accident.
         self._has_workers_user = access.workers_user(layout.root) is not None
@@ -118,6 +119,7 @@ class Spool:
     def close(self) -> None:
         """Give the lock back."""
         if self._lock_fd is not None:
+            self._clear_away()
             os.close(self._lock_fd)
             self._lock_fd = None
 
@@ -305,10 +307,20 @@ class Spool:
             durable.sync_dir(self.rejected_dir)
             durable.sync_dir(claim.path.parent)
         finally:
-            with contextlib.suppress(OSError):  # the next start removes what is left
-                claim.path.parent.rmdir()
-            shutil.rmtree(self._layout.job(claim.id).dir, ignore_errors=True)
+            self._left_over |= {claim.path.parent, self._layout.job(claim.id).dir}
+            self._clear_away()
         return target
+
+    def _clear_away(self) -> None:
+        """Remove the directories of refused arrivals; those that stay are tried again with the next, and at the end."""
+        for path in list(self._left_over):
+            if path.parent == self.claimed_dir:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+            if not os.path.lexists(path):
+                self._left_over.discard(path)
 
     def accepted(self, claim: Claim) -> Job | None:
         """The job that a claimed arrival has become already: what came after its entry's rename had failed."""

@@ -85,7 +85,9 @@ def test_a_cancelled_job_goes_on_where_it_was_or_begins_anew_as_it_is_asked_to(r
     ]  # fmt: skip
     # Nothing is left of what the first two predicted at steps that the third has not come to.
     predicted = real.rows("SELECT step, count(*), count(DISTINCT sample_index) FROM training_predictions GROUP BY step")
-    assert predicted == [(step, 2, 2) for step in range(0, max(third) + 1, 4)]
+    expected = [(step, 2, 2) for step in range(0, max(third) + 1, 4)]
+    # A stop in the evaluation of its last step leaves that one's predictions to whoever goes on.
+    assert predicted in ([expected, expected[:-1]] if max(third) % 4 == 0 else [expected])
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("chattr") is None, reason="needs root and chattr")

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from harness import Instance, RealInstance
+from harness import Instance, RealInstance, wait_for
 
 from honed.job import State
 from honed.worker import torchvision
@@ -81,8 +81,10 @@ def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:
     command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "trial", str(path)]
     asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        instance.wait_state("trial of succeed-9", State.QUEUED)
-        assert [row["name"] for row in instance.client.ask("list")][1] == "trial of succeed-9"
+        wait_for(
+            lambda: [row["name"] for row in instance.client.ask("list")][1] == "trial of succeed-9",
+            what="the trial before all that waits",
+        )
         instance.wait_state("succeed", State.SUCCEEDED)
     finally:
         asking.kill()

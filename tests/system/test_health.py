@@ -80,7 +80,7 @@ def test_a_broken_configuration_is_refused_and_the_old_one_stays(honed: Machine)
     honed.write("/etc/honed/honed.toml.d/50-test.toml", "[jobs]\nretry_delay = 5\n")
     honed.run("systemctl", "reload", "honed")
     text = wait_status(honed, "NOT reloaded, the old configuration is in force")
-    assert "50-test.toml: jobs.retry_delay" in text
+    assert "50-test.toml: line 2: jobs.retry_delay" in text
     assert "1 queued" in text
     assert honed.property("honed.service", "ActiveState") == "active"
     (entry,) = honed.journal(f"MESSAGE_ID={message.CONFIG_REFUSED.id}")
