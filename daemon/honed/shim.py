@@ -30,7 +30,8 @@ PR_SET_PDEATHSIG = 1
 #: What the worker is told of what we are told.
 HANDED_ON = (signal.SIGTERM, signal.SIGABRT)
 #: Seconds between looks at the kernel's count of out-of-memory kills: one since the look before the last is taken for
-#: the cause of a SIGKILL. A large process is a while dying.
+#: the cause of a SIGKILL. A large process is a while dying. The count of the cgroup, which we share with the worker,
+#: says nothing of kills elsewhere; that of the machine is for where there is none.
 LOOK_INTERVAL_SEC = 10.0
 #: Seconds asked of systemd at a time, and how often, while the worker stops.
 EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
@@ -130,7 +131,7 @@ class Watch:
         self._pid = worker_pid
         self._relay = relay
         self._note_stop = note_stop
-        self._num_kills = [num_out_of_memory_kills()] * 2
+        self._num_kills = [out_of_memory_kills()] * 2
         self._looked_at = time.monotonic()
         self._stop_asked_at: float | None = None
         self._extend_at = 0.0
@@ -165,7 +166,8 @@ class Watch:
         signal.pthread_sigmask(signal.SIG_BLOCK, set(HANDED_ON))
         _, status = os.waitpid(self._pid, 0)
         was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        return status, was_killed and num_out_of_memory_kills() > self._num_kills[0]
+        (path, count), (path_before, count_before) = out_of_memory_kills(), self._num_kills[0]
+        return status, was_killed and count > (count_before if path == path_before else 0)
 
     @property
     def was_asked(self) -> bool:
@@ -202,7 +204,7 @@ class Watch:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_INTERVAL_SEC:
             self._looked_at = now
-            self._num_kills = [self._num_kills[1], num_out_of_memory_kills()]
+            self._num_kills = [self._num_kills[1], out_of_memory_kills()]
 
     def _drain(self) -> None:
         """All that the worker had written, its last words among it."""
@@ -236,13 +238,24 @@ def notify(message: str) -> None:
         end.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
 
 
-def num_out_of_memory_kills() -> int:
-    """On this machine since its boot, those in memory cgroups among them."""
-    try:
-        with open("/proc/vmstat", "rb") as file:  # noqa: PTH123
-            return next((int(line.split()[1]) for line in file if line.startswith(b"oom_kill ")), 0)
-    except (OSError, ValueError):
-        return 0
+def out_of_memory_kills(sysfs: str = "/sys/fs/cgroup", proc: str = "/proc") -> tuple[str, int]:
+    """Where the kernel counts them, and how many there were: in our memory cgroup of either version, else on this
+    machine since its boot.
+    """
+    paths = [f"{proc}/vmstat"]
+    with contextlib.suppress(OSError, ValueError), open(f"{proc}/self/cgroup") as file:  # noqa: PTH123
+        for line in file:
+            _, controllers, group = line.rstrip("/\n").split(":", 2)
+            if "memory" in controllers.split(","):
+                paths.insert(0, f"{sysfs}/memory{group}/memory.oom_control")
+            elif not controllers:
+                paths.insert(0, f"{sysfs}{group}/memory.events.local")
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:  # noqa: PTH123
+            for words in map(bytes.split, file):
+                if words[:1] == [b"oom_kill"]:
+                    return path, int(words[1])
+    return "", 0
 
 
 def has_ended(attempt_dir: str, start: int) -> bool:

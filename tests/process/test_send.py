@@ -332,6 +332,7 @@ def test_only_one_delivers_at_a_time(sending: Sending) -> None:
         wait_for(lambda: "another honed-send is at work" in sending.log, what="the second")
         keys = sending.put(2)
         sending.wait_arrived(keys)
+        wait_for(lambda: outbox.num_waiting_bytes(sending.layout.outbox_dir) == 0, what="the cursor")
         first.kill()
         first.wait()
         keys |= sending.put(2, first=3)

@@ -8,18 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import wait_for
 
-from honed import jobunit
+from honed import jobunit, shim
 from honed.layout import Layout
 from honed.runner import exit_of, read_exit_record
 
-SHIM = Path(jobunit.__file__).with_name("shim.py")
+SHIM = Path(shim.__file__)
 
 
 class Shim:
@@ -30,6 +30,7 @@ class Shim:
         self.dir.mkdir()
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(SHIM), "--relay", str(self.dir), "1", sys.executable, "-uc", code],
+            stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **environment},
         )
@@ -38,6 +39,16 @@ class Shim:
     def log(self) -> str:
         path = self.dir / "worker.log"
         return path.read_text() if path.exists() else ""
+
+    @property
+    def worker_pid(self) -> int:
+        return int(json.loads((self.dir / "lock").read_text())["worker_pid"])
+
+    def tell(self, line: str) -> None:
+        """Write a line to the worker's standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        self.process.stdin.flush()
 
     def end(self) -> tuple[int, str, dict[str, Any]]:
         """(exit status, what went to the journal, exit.json)."""
@@ -76,12 +87,11 @@ def test_the_shim_ends_as_the_worker_did(start: Start) -> None:
 
 
 def test_a_stopped_worker_is_woken_to_dump_its_stacks_which_stand_out_in_the_journal(start: Start) -> None:
-    shim = start("import faulthandler, time; faulthandler.enable(); print('up'); time.sleep(60)")
-    wait_for(lambda: "up" in shim.log, what="the worker")
-    pid = json.loads((shim.dir / "lock").read_text())["worker_pid"]
-    os.kill(pid, signal.SIGSTOP)
-    shim.process.send_signal(signal.SIGABRT)
-    status, told, record = shim.end()
+    made = start("import faulthandler, time; faulthandler.enable(); print('up'); time.sleep(60)")
+    wait_for(lambda: "up" in made.log, what="the worker")
+    os.kill(made.worker_pid, signal.SIGSTOP)
+    made.process.send_signal(signal.SIGABRT)
+    status, told, record = made.end()
     assert (status, record["signal"]) == (-signal.SIGABRT, signal.SIGABRT)
     assert "<4>Fatal Python error: Aborted" in told
     assert 'File "<string>", line 1 in <module>' in told
@@ -89,10 +99,10 @@ def test_a_stopped_worker_is_woken_to_dump_its_stacks_which_stand_out_in_the_jou
 
 def test_children_that_a_worker_leaves_behind_do_not_hold_up_its_end(start: Start) -> None:
     child = "import time\nwhile True: print('still here', flush=True); time.sleep(0.001)"
-    shim = start(f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)")
-    wait_for((shim.dir / "exit.json").exists, what="the end", deadline_sec=10)
-    os.kill(int(shim.log.split()[0]), signal.SIGKILL)
-    assert shim.end()[0] == 0
+    made = start(f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)")
+    wait_for((made.dir / "exit.json").exists, what="the end", deadline_sec=10)
+    os.kill(int(made.log.split()[0]), signal.SIGKILL)
+    assert made.end()[0] == 0
 
 
 def test_systemd_is_asked_for_more_time_while_a_worker_that_is_to_stop_writes_its_checkpoint(
@@ -103,14 +113,79 @@ def test_systemd_is_asked_for_more_time_while_a_worker_that_is_to_stop_writes_it
         systemd.settimeout(10)
         save = "import signal, time; signal.signal(15, lambda *_: (time.sleep(0.3), exit(75)))"
         code = f"{save}; print('up'); time.sleep(60)"
-        shim = start(code, NOTIFY_SOCKET=str(tmp_path / "notify"), HONED_STOP_TIMEOUT_SEC="7")
-        wait_for(lambda: "up" in shim.log, what="the worker")
-        shim.process.terminate()
+        made = start(code, NOTIFY_SOCKET=str(tmp_path / "notify"), HONED_STOP_TIMEOUT_SEC="7")
+        wait_for(lambda: "up" in made.log, what="the worker")
+        made.process.terminate()
         extension, watchdog, beat = systemd.recv(200).decode().splitlines()
-        status, _, record = shim.end()
+        status, _, record = made.end()
     assert (status, record["was_asked"], beat) == (75, True, "WATCHDOG=1")
     assert 6e6 < int(extension.removeprefix("EXTEND_TIMEOUT_USEC=")) <= 7e6
     assert int(watchdog.removeprefix("WATCHDOG_USEC=")) > 20e6
+
+
+# -- the kernel's out-of-memory killer ---------------------------------------------------------------------------------
+
+EAT = "import sys; print('up'); sys.stdin.readline(); eaten = []\nwhile True: eaten.append(b'x' * (1 << 20))"
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of 64 MiB, of the version that this machine has."""
+    base = Path("/sys/fs/cgroup")
+    is_first = (base / "memory").is_dir()
+    made = (base / "memory" if is_first else base) / f"honed-shim-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"needs a memory cgroup of its own: {error.strerror}")
+    yield made
+    wait_for(lambda: not (made / "cgroup.procs").read_text(), what="the end of its processes")
+    made.rmdir()
+
+
+def put_into(cgroup: Path, *pids: int) -> None:
+    for pid in pids:
+        (cgroup / "cgroup.procs").write_text(str(pid))
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_told_from_one_that_was_killed_meanwhile(
+    tmp_path: Path, cgroup: Path
+) -> None:
+    bystander = Shim(tmp_path / "bystander", "import time; print('up'); time.sleep(60)")
+    eater = Shim(tmp_path / "eater", EAT)
+    wait_for(lambda: "up" in bystander.log and "up" in eater.log, what="the workers")
+    put_into(cgroup, eater.process.pid, eater.worker_pid)
+    eater.tell("eat")
+    status, _, record = eater.end()
+    assert (status, record["signal"], record["was_out_of_memory"]) == (-signal.SIGKILL, signal.SIGKILL, True)
+    os.kill(bystander.worker_pid, signal.SIGKILL)
+    status, _, record = bystander.end()
+    assert (status, record["signal"], record["was_out_of_memory"]) == (-signal.SIGKILL, signal.SIGKILL, False)
+
+
+@pytest.mark.parametrize(
+    ("group", "counter"),
+    [("4:memory:/a/b", "fs/memory/a/b/memory.oom_control"), ("0::/a/b", "fs/a/b/memory.events.local"),
+     ("4:cpu,memory:/", "fs/memory/memory.oom_control"), ("0::/a/b", None), ("3:cpu:/a", None), (None, None)],
+)  # fmt: skip
+def test_kills_are_counted_in_our_cgroup_and_on_the_machine_where_there_is_none(
+    tmp_path: Path, group: str | None, counter: str | None
+) -> None:
+    counters = {"proc/vmstat": "nr_free_pages 7\noom_kill 13\n"}
+    if counter is not None:
+        counters[counter] = "oom_kill_disable 0\nunder_oom 0\nlow 2\noom_kill 3\noom_group_kill 9\n"
+    if group is not None:
+        counters["proc/self/cgroup"] = f"9:name=systemd:/x\n{group}\n"
+    for name, text in counters.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = shim.out_of_memory_kills(str(tmp_path / "fs"), str(tmp_path / "proc"))
+    assert found == ((str(tmp_path / counter), 3) if counter else (str(tmp_path / "proc/vmstat"), 13))
+
+
+def test_where_nothing_is_counted_nothing_is_taken_for_it(tmp_path: Path) -> None:
+    assert shim.out_of_memory_kills(str(tmp_path), str(tmp_path)) == ("", 0)
 
 
 # -- the ends of a unit ------------------------------------------------------------------------------------------------

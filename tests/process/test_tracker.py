@@ -34,13 +34,6 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 RUN = "offline-run-20260101_000000-abc123de"
 
 
-@pytest.fixture(autouse=True)
-def _wandb_is_found() -> None:
-    """A worker's run in this process, of another test's, has hidden it."""
-    if sys.modules.get("wandb") is None:
-        sys.modules.pop("wandb", None)
-
-
 @pytest.fixture
 def server() -> Iterator[WandbServer]:
     with wandbserver.running() as made:

@@ -91,7 +91,11 @@ class WorkerJob:
 
     def run(self, attempt: int = 1, *, stop: Stop | None = None) -> Ended:
         """Here, in this process."""
-        return self._ended(run(self.dir, attempt, stop=stop), attempt)
+        try:
+            return self._ended(run(self.dir, attempt, stop=stop), attempt)
+        finally:
+            if sys.modules.get("wandb", sys) is None:  # a worker hides it for the whole of its process
+                del sys.modules["wandb"]
 
     def stopped_at(self, step: int, *, attempt: int = 1) -> Ended:
         return self.run(attempt, stop=StopAtStep(self.events_path(attempt), step))
