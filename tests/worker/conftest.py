@@ -91,11 +91,7 @@ class WorkerJob:
 
     def run(self, attempt: int = 1, *, stop: Stop | None = None) -> Ended:
         """Here, in this process."""
-        try:
-            return self._ended(run(self.dir, attempt, stop=stop), attempt)
-        finally:
-            if sys.modules.get("wandb", sys) is None:  # a worker hides it for the whole of its process
-                del sys.modules["wandb"]
+        return self._ended(run(self.dir, attempt, stop=stop), attempt)
 
     def stopped_at(self, step: int, *, attempt: int = 1) -> Ended:
         return self.run(attempt, stop=StopAtStep(self.events_path(attempt), step))

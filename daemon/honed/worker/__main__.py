@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from honed.layout import JobLayout
+from honed.worker import assignment, imports
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
@@ -41,9 +43,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, stop.on_signal)
     faulthandler.enable()  # a worker that hangs is sent SIGABRT: its stacks go to worker.log
 
-    from honed.worker.run import run
+    with imports.quick():
+        from honed.worker.run import run
 
-    return run(arguments.job_dir.resolve(), arguments.attempt, backend=arguments.backend, stop=stop, tell=pulse.tell)
+    job_dir = arguments.job_dir.resolve()
+    with contextlib.suppress(Exception):  # what is wrong with it is for the run to tell
+        imports.hide_unused(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
+    return run(job_dir, arguments.attempt, backend=arguments.backend, stop=stop, tell=pulse.tell)
 
 
 if __name__ == "__main__":

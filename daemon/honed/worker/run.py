@@ -30,7 +30,7 @@ from honed.error import (
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, examiner, load, mask, merge, prediction, room, torchvision, tracker
+from honed.worker import audit, checkpoint, examiner, imports, load, mask, merge, prediction, room, torchvision, tracker
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
@@ -165,18 +165,18 @@ class _Story:
         job.check_inputs()
         backend = load.choose(job.backend)
         tracker.prepare(job)
-        tracker.hide_unasked(job)
-        backend.import_libraries()
+        with imports.quick():
+            backend.import_libraries()
+            from honed.worker import trainer as trainers  # after the backend's own, which may have to be the first
+            from honed.worker import usage
+            from honed.worker.callback import RunCallback
+            from honed.worker.watched import WatchedTrainer
         for name in examiner.named_metrics(spec):
             score.find(name)  # the administrator's may not load
 
         self._stage("load")
         auditor = audit.Auditor(precision, events)
         loaded = load.load(backend, job, auditor)
-        from honed.worker import trainer as trainers  # the libraries are there only now
-        from honed.worker import usage
-        from honed.worker.callback import RunCallback
-        from honed.worker.watched import WatchedTrainer
 
         self._stage("audit")
         self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import MutableMapping
 
 from honed.worker.assignment import Assignment
-
-
-def hide_unasked(job: Assignment) -> None:
-    """transformers and TRL import wandb wherever it is installed: seconds of start-up, and directories left in /tmp."""
-    if "wandb" not in job.spec.report_to:
-        sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # what import takes for "there is none"
 
 
 def prepare(job: Assignment, environment: MutableMapping[str, str] = os.environ) -> None:
