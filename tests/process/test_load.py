@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import HERE, Instance, wait_for
 
+from honed.arrival import Arrivals
 from honed.job import Job, State
 from honed.spool import Spool
 
@@ -78,7 +79,7 @@ def test_what_was_claimed_when_honed_was_killed_is_accepted_after_it(instance: I
     fill(instance, 0)
     spool = Spool(instance.layout)
     for number in range(24):
-        claimed = spool.claim(instance.drop(f"claimed-{number}"))
+        claimed = Arrivals(spool).claim(instance.drop(f"claimed-{number}"))
         assert claimed is not None
     spool.close()
     instance.start()
