@@ -21,7 +21,7 @@ class Request(Quiet):
     body: bytes
     rows: list[dict[str, Any]]
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
         endpoint: Endpoint = self.server.owner  # type: ignore[attr-defined]
         self.body = self.rfile.read(int(self.headers["Content-Length"]))
         data = json.loads(self.body)

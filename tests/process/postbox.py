@@ -98,7 +98,7 @@ class PostOffice:
 
 
 class _Post(Quiet):
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
         hook: Webhook = self.server.owner  # type: ignore[attr-defined]
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         reply = hook.replies.pop(0) if hook.replies else None
