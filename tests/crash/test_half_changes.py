@@ -121,6 +121,17 @@ def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(
     again.close()
 
 
+def test_what_a_refusal_could_not_remove_goes_at_the_end(spool: Spool) -> None:
+    arrivals, refused = Arrivals(spool), claim(spool)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Broken(monkeypatch, "rmdir", 1)
+        arrivals.reject(refused, "no")
+    places = [refused.path.parent, spool.job_layout(refused.id).dir]
+    assert [path.exists() for path in places].count(True) == 1
+    arrivals.close()
+    assert not any(path.exists() for path in places)
+
+
 def test_a_claim_that_failed_half_way_leaves_the_arrival_where_it_was_and_nothing_else(spool: Spool) -> None:
     path = spool.incoming_dir / "a.json"
     path.write_text("{}")

@@ -220,7 +220,7 @@ def test_a_reload_sends_what_was_refused_once_more(sending: Sending) -> None:
 
 def test_a_row_that_is_there_already_counts_as_delivered(sending: Sending) -> None:
     def knows_them(request: Request) -> None:
-        new = [row for row in request.rows if row["idempotency_key"] not in request.server.endpoint.rows]  # type: ignore[attr-defined]
+        new = [row for row in request.rows if row["idempotency_key"] not in request.server.owner.rows]  # type: ignore[attr-defined]
         request.accept() if new == request.rows else request.answer(409)
 
     keys = sending.put(4)
