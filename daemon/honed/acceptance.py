@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import durable, foreign, message, query
+from honed.arrival import Arrivals, Claim, Copy, refusal
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
@@ -32,7 +33,7 @@ from honed.fetcher import Fetcher
 from honed.job import Job, State
 from honed.log import about
 from honed.snapshot import Missing
-from honed.spool import Claim, Copy, Spool, refusal
+from honed.spool import Spool
 from honed.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Acceptance:
     def __init__(
         self,
         spool: Spool,
+        arrivals: Arrivals,
         watcher: Watcher,
         client: Checker,
         config: Config,
@@ -133,6 +135,7 @@ class Acceptance:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spool = spool
+        self._arrivals = arrivals
         self._watcher = watcher
         self._client = client
         self.config = config
@@ -212,7 +215,7 @@ class Acceptance:
 
     def _list(self) -> None:
         """Look what lies in incoming/. While a flood is taken, that is done now and then."""
-        arrivals = self._in_order(self._spool.arrivals())
+        arrivals = self._in_order(self._arrivals.dropped())
         self._watcher.keep({path.name for path in arrivals})
         self._listed, self._num_unsettled = deque(arrivals), 0
 
@@ -227,7 +230,7 @@ class Acceptance:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
         known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked)}
         room = min(MAX_PENDING - len(self._pending), MAX_TOGETHER)
-        found = self._spool.claims(but=known | self._tried, limit=max(0, room))
+        found = self._arrivals.claims(but=known | self._tried, limit=max(0, room))
         if not found:
             self._tried.clear()  # once more with the next look
             return
@@ -235,7 +238,7 @@ class Acceptance:
         self._must_list = True  # and then those behind them
         unsettled = []
         for claim in found:
-            if (job := self._spool.accepted(claim)) is not None:
+            if (job := self._arrivals.accepted(claim)) is not None:
                 self._late.append(job)
             else:
                 unsettled.append(claim)
@@ -245,7 +248,7 @@ class Acceptance:
         """Raises OSError where the machine keeps one of them from being claimed; the others are."""
         claims: list[Claim] = []
         faults: list[Exception] = []
-        for path, taken in zip(paths, self._spool.claim_all(paths), strict=True):
+        for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
             match taken:
                 case PermissionError() if taken.filename == str(path):  # else a place of our own
                     self._num_denials[path.name] = self._num_denials.get(path.name, 0) + 1
@@ -279,7 +282,7 @@ class Acceptance:
 
     def _copy(self, claims: list[Claim]) -> None:
         policy = self.config.policy
-        copies = self._spool.copy_all(
+        copies = self._arrivals.copy_all(
             claims, max_bytes=self.config.spool.max_spec_bytes, is_shared=policy.share_results,
             admin_group=policy.admin_group,
         )  # fmt: skip
@@ -341,7 +344,7 @@ class Acceptance:
                 free.append((pending, answer, job))
         entries = [(job, pending.claim, self.plan_of(job, answer)) for pending, answer, job in free]
         accepted = []
-        for (pending, answer, job), admitted in zip(free, self._spool.admit_all(entries), strict=True):
+        for (pending, answer, job), admitted in zip(free, self._arrivals.admit_all(entries), strict=True):
             if isinstance(admitted, Job):
                 self._tell_accepted(admitted, answer)
                 accepted.append(admitted)
@@ -356,7 +359,7 @@ class Acceptance:
     def _accepted(self, claim: Claim) -> Job | None:
         """What a claim has become whose acceptance failed, where that was after its commit."""
         with contextlib.suppress(OSError):
-            return self._spool.accepted(claim)
+            return self._arrivals.accepted(claim)
         return None
 
     # -- models to fetch ----------------------------------------------------------------------------------------------
@@ -626,7 +629,7 @@ class Acceptance:
         log.error("%r waits in %s: %s", claim.name, claim.path.parent, error, exc_info=unforeseen)
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
-        target = self._spool.reject(claim, refusal(claim.name, error, when=timestamp(time.time())))
+        target = self._arrivals.reject(claim, refusal(claim.name, error, when=timestamp(time.time())))
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning("%r refused: %s: %s%s; see %s.reason", claim.name, error.code, first, more, target,

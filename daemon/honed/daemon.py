@@ -31,6 +31,7 @@ from honed import layout as layouts
 from honed import log as logs
 from honed.acceptance import Acceptance
 from honed.answer import Answers
+from honed.arrival import Arrivals
 from honed.attempts import Attempts
 from honed.backlog import Backlog
 from honed.checker import Checker
@@ -98,6 +99,7 @@ class Daemon:
         self._rescan_at = 0.0
         self._free_since: float | None = None
         self._spool = Spool(layout)
+        self._arrivals = Arrivals(self._spool)
         self._notifier = Notifier()
         self._selector = selectors.DefaultSelector()
         self._wake = Wake(self._selector, self._rescan)
@@ -109,7 +111,7 @@ class Daemon:
         self._fetcher = Fetcher(
             layout, config, fetch_runner or choose_fetch_runner(layout, config, systemd), clock=clock
         )
-        self._acceptance = Acceptance(self._spool, self._watcher, self._client, config, self._fetcher)
+        self._acceptance = Acceptance(self._spool, self._arrivals, self._watcher, self._client, config, self._fetcher)
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._placement = Placement(layout, config, self._attempts, probe=probe, clock=clock)
@@ -236,6 +238,7 @@ class Daemon:
 
     def _recover(self) -> None:
         self._spool.recover()
+        self._arrivals.recover()
         if self._database.is_new:
             alive = functools.partial(self._notifier.extend_timeout, START_EXTENSION_SEC)
             rebuild(self._database, self._spool, self._layout, outbox=self._attempts.outbox, alive=alive)
@@ -245,7 +248,7 @@ class Daemon:
             self._attempts.adopt(job)
         self._watcher.start()
         self._fetcher.recover(
-            {*(job.id for job in self._backlog.jobs()), *(claim.id for claim in self._spool.claims())}
+            {*(job.id for job in self._backlog.jobs()), *(claim.id for claim in self._arrivals.claims())}
         )
         self._acceptance.scan()
         with contextlib.suppress(OSError):  # what ended before is told now, or in a turn of the loop
@@ -261,6 +264,7 @@ class Daemon:
         # What `--drain` leaves behind may never run again.
         self._publishing.close(is_last=self._drain and not self._is_stopping)
         self._database.close()
+        self._arrivals.close()
         self._spool.close()
         self._selector.close()
 

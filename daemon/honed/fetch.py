@@ -11,9 +11,8 @@ What is taken: the configuration, the tokenizer and processor, templates, and th
 weights only where they are allowed and no others are there; code only where it is allowed. Nothing else.
 
 Each file grows in blobs/<hash>.part, is held against its hash, and only then gets its name and its link; so what lies
-in a snapshot is whole, and what a kill leaves is gone on from. (huggingface_hub 1.33 downloads into a file with a
-random name, which it deletes when it is interrupted: of a shard of 5 GB nothing stays. So only its sessions, addresses
-and errors are used.) A branch means the commit that it had when the fetch began.
+in a snapshot is whole, and what a kill leaves is gone on from. A branch means the commit that it had when the fetch
+began. What is asked of the hub, and what it says, is hub.py's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from honed import __version__, config, durable, snapshot
+from honed import config, durable, snapshot
 from honed import log as logs
 from honed.basemodel import is_hub_id
 from honed.clock import boot_time
@@ -50,6 +49,7 @@ from honed.error import (
     UsageError,
     from_dict,
 )
+from honed.hub import File, Hub, Listing, TransientError
 from honed.layout import Layout
 from honed.memory import gib
 
@@ -62,8 +62,6 @@ ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1"}
 #: Seconds between tries while the hub does not answer: the first, doubled for each one after it, and the longest.
 FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
-#: Seconds in which the hub has to answer, or to send something more.
-TIMEOUT_SEC = 30.0
 #: Seconds between two words about progress.
 PROGRESS_INTERVAL_SEC = 0.5
 #: Bytes of disk that a fetch leaves free.
@@ -72,8 +70,6 @@ MIN_FREE_BYTES = 512 * 1024 * 1024
 CHUNK_BYTES = 1024 * 1024
 #: How often a file that is not what its hash says is fetched again.
 MAX_DAMAGED = 2
-#: Statuses that pass by themselves.
-TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 #: Weights in transformers' own order: the file, or the index of its shards; and whether they are pickled.
 WEIGHTS = (("model.safetensors", False), ("pytorch_model.bin", True))
@@ -114,27 +110,6 @@ class Request:
         return self
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of the repository."""
-
-    name: str
-    num_bytes: int
-    blob: str  #: its name in blobs/: the SHA-256 of a large file, git's SHA-1 of a small one
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What a revision is made of, by name."""
-
-    commit: str
-    files: Mapping[str, File]
-
-
-class TransientError(Exception):
-    """What passes by itself; the message is one for people."""
-
-
 #: Is told how far it is: bytes, of how many; files, of how many; the file; what keeps it waiting.
 Tell = Callable[[dict[str, Any]], None]
 
@@ -145,7 +120,7 @@ class Fetch:
     def __init__(self, request: Request, cache_dir: Path, token: str | None, tell: Tell) -> None:
         self._request = request
         self._cache_dir = cache_dir
-        self._token: str | bool = token or False  # False: not the one of the environment either
+        self._hub = Hub(request.repo_id, request.revision, token)
         self._tell = tell
         self._dir = snapshot.repository_dir(cache_dir, request.repo_id)
         self._progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
@@ -155,7 +130,7 @@ class Fetch:
     def run(self) -> Path:
         """Returns the snapshot's directory, all of it there. Raises HonedError."""
         with self._turn():
-            listing = self._patiently(self._list)
+            listing = self._patiently(self._hub.list)
             self._check(listing)
             files = self._choose(listing)
             path = snapshot.snapshot_dir(self._cache_dir, self._request.repo_id, listing.commit)
@@ -180,32 +155,16 @@ class Fetch:
 
     # -- what there is, and what is taken -----------------------------------------------------------------------------
 
-    def _list(self) -> Listing:
-        import huggingface_hub  # noqa: PLC0415  (it belongs to the worker's packages)
-
-        with self._translated():
-            found = huggingface_hub.HfApi(token=self._token).model_info(
-                self._request.repo_id, revision=self._request.revision, files_metadata=True, timeout=TIMEOUT_SEC
-            )
-        commit = str(found.sha)
-        if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
-            raise EnvironmentInvalidError(f"{self._where()}: the hub gives {commit!r} as its commit")
-        files = {}
-        for each in found.siblings or []:
-            blob, size = (each.lfs.sha256, each.lfs.size) if each.lfs else (each.blob_id, each.size)
-            files[each.rfilename] = File(each.rfilename, -1 if size is None else size, blob or "")
-        return Listing(commit, files)
-
     def _check(self, listing: Listing) -> None:
         if "config.json" in listing.files:
             return
         if "adapter_config.json" in listing.files:
             raise ModelError(
-                f"base_model: {self._where()} is an adapter (adapter_config.json, no config.json), not a base model",
+                f"base_model: {self._hub.where} is an adapter (adapter_config.json, no config.json), not a base model",
                 hint="name the model it was trained on as base_model:",
             )
         raise ModelError(
-            f"base_model: {self._where()} has no config.json", hint="take a checkpoint in transformers' own form"
+            f"base_model: {self._hub.where} has no config.json", hint="take a checkpoint in transformers' own form"
         )
 
     def _choose(self, listing: Listing) -> list[File]:
@@ -228,14 +187,14 @@ class Fetch:
                 continue
             if is_pickled and not self._request.pickle:
                 raise ModelError(
-                    f"base_model: {self._where()} has pickled weights only ({name}), which are not loaded, since "
+                    f"base_model: {self._hub.where} has pickled weights only ({name}), which are not loaded, since "
                     "loading them runs what is in them",
                     hint="take a repository with safetensors; or the administrator sets policy.pickle",
                 )
             return [name] if name in listing.files else [index, *self._shards(listing, index)]
         others = [name for name in listing.files if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
         raise ModelError(
-            f"base_model: {self._where()} has no weights that can be trained on"
+            f"base_model: {self._hub.where} has no weights that can be trained on"
             + (f", only such as {others[0]}" if others else ""),
             hint="take the checkpoint that it was made from, with a model.safetensors or its index",
         )
@@ -247,11 +206,11 @@ class Fetch:
             weight_map = json.loads((self._dir / "blobs" / file.blob).read_bytes())["weight_map"]
             shards = sorted(set(weight_map.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"base_model: {self._where()}: {index} names no shards ({error!r})") from error
+            raise ModelError(f"base_model: {self._hub.where}: {index} names no shards ({error!r})") from error
         for shard in shards:
             if not isinstance(shard, str) or "/" in shard or shard not in listing.files:
                 raise ModelError(
-                    f"base_model: {self._where()} lacks {shard!r}, which {index} names",
+                    f"base_model: {self._hub.where} lacks {shard!r}, which {index} names",
                     hint="the repository is incomplete: take another revision",
                 )
         return shards
@@ -260,21 +219,10 @@ class Fetch:
         """A file with its size and hash; a mirror may leave them to the file's own address."""
         file = listing.files[name]
         if not file.blob or file.num_bytes < 0:
-            file = self._patiently(lambda: self._asked(listing.commit, name))
+            file = self._patiently(lambda: self._hub.ask(listing.commit, name))
         if not re.fullmatch(r"\w[\w-]{5,127}", file.blob):
-            raise EnvironmentInvalidError(f"{self._where()}: the hub gives {file.blob!r} as the ETag of {name}")
+            raise EnvironmentInvalidError(f"{self._hub.where}: the hub gives {file.blob!r} as the ETag of {name}")
         return file
-
-    def _asked(self, commit: str, name: str) -> File:
-        import huggingface_hub  # noqa: PLC0415
-
-        with self._translated():
-            found = huggingface_hub.get_hf_file_metadata(
-                self._url(commit, name), token=self._token, timeout=TIMEOUT_SEC, retry_on_errors=False
-            )
-        if found.etag is None or found.size is None:
-            raise EnvironmentInvalidError(f"{self._where()}: the hub gives no ETag or size of {name}")
-        return File(name, found.size, found.etag)
 
     def _check_disk(self, files: list[File]) -> None:
         num_bytes = sum(max(0, file.num_bytes - self._num_bytes_here(file)) for file in files)
@@ -282,7 +230,7 @@ class Fetch:
         free = shutil.disk_usage(self._cache_dir).free
         if num_bytes and num_bytes + MIN_FREE_BYTES > free:
             raise DiskShortError(
-                f"{self._cache_dir}: {self._where()} takes {gib(num_bytes)} more, and {gib(free)} are free",
+                f"{self._cache_dir}: {self._hub.where} takes {gib(num_bytes)} more, and {gib(free)} are free",
                 hint="free some, or put the cache on a larger disk",
             )
 
@@ -311,34 +259,25 @@ class Fetch:
                 part.rename(blob)
                 durable.sync_dir(blob.parent)
                 return
-            log.warning("%s: %s is not what its hash says, and is fetched again", self._where(), file.name)
+            log.warning("%s: %s is not what its hash says, and is fetched again", self._hub.where, file.name)
             part.unlink()
             self._progress["bytes"] -= file.num_bytes
         raise EnvironmentInvalidError(
-            f"{self._where()}: {file.name} is not what its hash says, {MAX_DAMAGED} times over",
+            f"{self._hub.where}: {file.name} is not what its hash says, {MAX_DAMAGED} times over",
             hint="something between here and the hub changes it: a proxy, a mirror, the disk",
         )
 
     def _download(self, commit: str, file: File) -> None:
         """Add to the part what it lacks."""
-        import huggingface_hub  # noqa: PLC0415
-
-        with self._part(file).open("ab", buffering=0) as out, self._translated():
+        with self._part(file).open("ab", buffering=0) as out:
             self._keep(out, min(out.tell(), file.num_bytes) if out.tell() <= file.num_bytes else 0)
             done = out.tell()
             if done == file.num_bytes:
                 return
-            headers = huggingface_hub.utils.build_hf_headers(
-                token=self._token, library_name="honed", library_version=__version__
-            )
-            headers |= {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
-            session = huggingface_hub.get_session()
-            url = self._url(commit, file.name)
-            with session.stream("GET", url, headers=headers, timeout=TIMEOUT_SEC, follow_redirects=True) as response:
+            with self._hub.open(commit, file.name, done) as response:
                 if response.status_code == 416:
                     self._keep(out, 0)
                     raise TransientError(f"{file.name}: the hub has nothing from byte {done} on")
-                huggingface_hub.utils.hf_raise_for_status(response)
                 if done and response.status_code != 206:
                     self._keep(out, 0)  # it gives the file from its beginning
                 for chunk in response.iter_bytes():
@@ -361,11 +300,6 @@ class Fetch:
         out.truncate(num_bytes)
         out.seek(0, os.SEEK_END)
 
-    def _url(self, commit: str, name: str) -> str:
-        import huggingface_hub  # noqa: PLC0415
-
-        return str(huggingface_hub.hf_hub_url(self._request.repo_id, name, revision=commit))
-
     # -- patience -----------------------------------------------------------------------------------------------------
 
     def _patiently(self, step: Callable[[], T]) -> T:
@@ -376,7 +310,7 @@ class Fetch:
                 done = step()
             except TransientError as error:
                 if str(error) != self._progress["problem"]:
-                    log.warning("%s: %s; tried again until the fetch's time is over", self._where(), error)
+                    log.warning("%s: %s; tried again until the fetch's time is over", self._hub.where, error)
                 self._say(problem=str(error), at_once=True)
                 time.sleep(max(0.0, min(self._delay_sec, self._request.deadline - boot_time())))
                 self._delay_sec = min(2 * self._delay_sec, MAX_DELAY_SEC)
@@ -389,7 +323,7 @@ class Fetch:
             return
         problem = f": {self._progress['problem']}" if self._progress["problem"] else ""
         raise EnvironmentInvalidError(
-            f"base_model: {self._where()} could not be fetched in the time that there was "
+            f"base_model: {self._hub.where} could not be fetched in the time that there was "
             f"(hub.fetch_timeout_sec){problem}",
             hint="can this machine reach the hub? drop the job again: what was fetched is kept",
         )
@@ -410,73 +344,10 @@ class Fetch:
             self._told_at = now
             self._tell(dict(self._progress))
 
-    # -- words --------------------------------------------------------------------------------------------------------
-
-    def _where(self) -> str:
-        return f"{self._request.repo_id} at {self._request.revision}"
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """What the library raises, in words for people; what passes by itself as TransientError."""
-        import httpx  # noqa: PLC0415
-        from huggingface_hub import errors  # noqa: PLC0415
-
-        try:
-            yield
-        except errors.OfflineModeIsEnabled as error:
-            raise EnvironmentInvalidError(
-                f"base_model: {self._where()} cannot be fetched: HF_HUB_OFFLINE is set",
-                hint="take it out of honed's environment, or set policy.hub = false",
-            ) from error
-        except errors.HfHubHTTPError as error:
-            raise self._from_status(error) from error
-        except errors.HFValidationError as error:
-            raise ModelError(f"base_model: {self._where()}: {error}") from error
-        except httpx.TransportError as error:
-            raise TransientError(f"the hub cannot be reached ({type(error).__name__}: {error})") from error
-        except OSError as error:
-            raise self.from_os(error) from error
-        except (httpx.HTTPError, ValueError) as error:
-            raise EnvironmentInvalidError(
-                f"{self._where()}: {_endpoint()} does not answer as a hub does ({type(error).__name__}: {error})",
-                hint="is there a proxy before it, or a wrong HF_ENDPOINT?",
-            ) from error
-
-    def _from_status(self, error: Any) -> Exception:
-        from huggingface_hub import errors  # noqa: PLC0415
-
-        where, status = f"base_model: {self._where()}", error.response.status_code
-        files = "/etc/honed/hf-token, or the credential hf-token"
-        with_token = "with the token that there is" if self._token else "without a token"
-        match error:
-            case errors.GatedRepoError():
-                return EnvironmentInvalidError(
-                    f"{where} is gated, and is not given out {with_token}",
-                    hint=f"accept its terms at {_endpoint()}/{self._request.repo_id}, and put a token of that account "
-                    f"into {files}",
-                )
-            case errors.RevisionNotFoundError():
-                return ModelError(f"{where}: no such revision", hint="name a branch, a tag or a commit of that model")
-            case errors.RepositoryNotFoundError() | errors.DisabledRepoError():
-                return ModelError(
-                    f"{where}: {_endpoint()} gives out no such model {with_token}",
-                    hint=f"is the name right? a private model needs a token, in {files}",
-                )
-            case _ if status in {401, 403}:
-                return EnvironmentInvalidError(
-                    f"{where}: the hub refuses it {with_token} ({status})", hint=f"put a valid token into {files}"
-                )
-            case errors.EntryNotFoundError():
-                return ModelError(f"{where}: the hub has not the files that it lists: {error.response.url}")
-            case _ if status in TRANSIENT_STATUSES:
-                return TransientError(f"the hub answers {status}")
-            case _:
-                return EnvironmentInvalidError(f"{where}: the hub answers {status} to {error.response.url.path}")
-
     def from_os(self, error: OSError) -> HonedError:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return DiskShortError(
-                f"{self._cache_dir}: the disk is full, {gib(self._progress['bytes'])} into {self._where()}",
+                f"{self._cache_dir}: the disk is full, {gib(self._progress['bytes'])} into {self._hub.where}",
                 hint="free some, and drop the job again: what was fetched is kept",
             )
         return EnvironmentInvalidError(
@@ -523,12 +394,6 @@ def _link(blob: Path, name: Path) -> None:
     temporary.symlink_to(target)
     temporary.rename(name)
     durable.sync_dir(name.parent)
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants  # noqa: PLC0415
-
-    return str(constants.ENDPOINT)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
 etc/honed/hf-token                             the hub's token, where one is needed
-var/spool/honed/                               the spool, see spool.py
+var/spool/honed/                               the spool, see spool.py and arrival.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
 var/lib/honed/index.html                       all of them on a page, see report.py

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from honed import __version__, config, durable, outbox
+from honed import __version__, config, durable, outbox, secret
 from honed import layout as layouts
 from honed import log as logs
 from honed.config import ReportingConfig
@@ -492,27 +492,14 @@ def _retry_after(value: str | None) -> float:
 
 
 def read_token(reporting: ReportingConfig) -> str | None:
-    """The bearer token, read anew each time. Raises EnvironmentInvalidError, which never shows it."""
+    """The bearer token. Raises EnvironmentInvalidError."""
     path = token_path(reporting)
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not plain text"
-        raise EnvironmentInvalidError(f"the token in {path} cannot be read: {why}", hint="one line, readable") from None
-    if not token or not token.isprintable() or " " in token:
-        raise EnvironmentInvalidError(f"{path} holds no token", hint="one line, without blanks in it")
-    return token
+    return secret.read(path, "token") if path is not None else None
 
 
 def token_path(reporting: ReportingConfig) -> Path | None:
     """The credential that systemd has given us, or the file that the configuration names."""
-    if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
-        for credential in (Path(directory) / name for name in CREDENTIALS):
-            if credential.exists():
-                return credential
-    return Path(reporting.token_file) if reporting.token_file else None
+    return secret.credential(*CREDENTIALS) or (Path(reporting.token_file) if reporting.token_file else None)
 
 
 def _warn_of(reporting: ReportingConfig, address: str) -> None:

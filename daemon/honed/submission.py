@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from honed import config, draft, following, terminal, trial
-from honed import spool as spools
+from honed import arrival, config, draft, following, terminal, trial
 from honed.database import timestamp
 from honed.error import EnvironmentInvalidError, HonedError, UsageError
 from honed.instance import Instance
@@ -38,7 +37,7 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     status, answers = 0, []
     since = time.time() - 1.0
     # All are dropped before the first verdict: one may name another.
-    names = [spools.drop(incoming_dir, path, hold=options.hold) for path in options.files]
+    names = [arrival.drop(incoming_dir, path, hold=options.hold) for path in options.files]
     for path, name, verdict in zip(options.files, names, checked, strict=True):
         if instance.is_up and verdict.needs_fetch and not options.wait:
             answers.append({"file": str(path), "id": None, "state": "fetching", **draft.missing(verdict)})
@@ -134,7 +133,7 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{options.file.stem}.trial.json"
         path.write_text(json.dumps(trial.only(content, options.file.stem)), encoding="utf-8")
-        name = spools.drop(instance.layout.spool_dir / "incoming", path)
+        name = arrival.drop(instance.layout.spool_dir / "incoming", path)
     verdict = _verdict(instance, name, since, is_fetched=True)
     if verdict["id"] is None:
         _say_verdict(options.file, verdict, as_json=False)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from honed import installed, offlinerun
+from honed import installed, offlinerun, secret
 from honed.config import ReportingConfig
 from honed.error import EnvironmentInvalidError
 from honed.log import about
@@ -168,23 +168,13 @@ _HIDDEN = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "WATCHDOG_PID"
 
 
 def read_key(reporting: ReportingConfig) -> str:
-    """wandb's key, read anew each time. Raises EnvironmentInvalidError, which never shows it."""
-    path = Path(reporting.wandb_key_file) if reporting.wandb_key_file else None
-    if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
-        credential = Path(directory) / CREDENTIAL
-        path = credential if credential.exists() else path
+    """wandb's key. Raises EnvironmentInvalidError."""
+    path = secret.credential(CREDENTIAL) or (Path(reporting.wandb_key_file) if reporting.wandb_key_file else None)
     if path is None:
         raise EnvironmentInvalidError(
             "there is no key for wandb", hint="reporting.wandb_key_file, or /etc/credstore/honed.wandb-key"
         )
-    try:
-        key = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not plain text"
-        raise EnvironmentInvalidError(f"the key in {path} cannot be read: {why}", hint="one line, readable") from None
-    if not key or not key.isprintable() or " " in key:
-        raise EnvironmentInvalidError(f"{path} holds no key", hint="one line, without blanks in it")
-    return key
+    return secret.read(path, "key")
 
 
 def _run_name(work_dir: Path) -> str:

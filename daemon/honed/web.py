@@ -25,7 +25,7 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from honed import __version__, config
+from honed import __version__, config, secret
 from honed import layout as layouts
 from honed import log as logs
 from honed.config import Config
@@ -232,22 +232,11 @@ def shown_address(listening: socket.socket) -> str:
 
 
 def read_token(loaded: Config) -> str | None:
-    """The token, from the unit's credential or from a file. Raises EnvironmentInvalidError, which never shows it."""
-    directory = os.environ.get("CREDENTIALS_DIRECTORY")
-    given = Path(directory) / CREDENTIAL if directory else None
-    path = given if given is not None and given.exists() else Path(loaded.web.token_file or "")
+    """The token, from the unit's credential or from a file. Raises EnvironmentInvalidError."""
+    path = secret.credential(CREDENTIAL) or Path(loaded.web.token_file or "")
     if path == Path():
         return None
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not plain text"
-        raise EnvironmentInvalidError(f"the token in {path} cannot be read: {why}", hint="one line, readable") from None
-    if len(token) < MIN_TOKEN or not token.isprintable() or " " in token:
-        raise EnvironmentInvalidError(
-            f"{path} holds no token of {MIN_TOKEN} characters or more", hint=f"openssl rand -hex 32 >{path}"
-        )
-    return token
+    return secret.read(path, "token", min_chars=MIN_TOKEN, hint=f"openssl rand -hex 32 >{path}")
 
 
 def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:

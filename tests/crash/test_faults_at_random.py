@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from honed import device
+from honed.arrival import Arrivals
 from honed.config import Config
 from honed.control import Request
 from honed.daemon import Daemon
@@ -104,18 +105,19 @@ def faults(chance: random.Random, share: float) -> Iterator[None]:
 def admit(spool: Spool, chance: random.Random, *states: State) -> Job | None:
     path = spool.incoming_dir / "a.json"
     path.write_text("{}")
-    claim = spool.claim(path)
+    arrivals = Arrivals(spool)
+    claim = arrivals.claim(path)
     assert claim is not None
-    spool.copy(claim, max_bytes=100)
+    arrivals.copy(claim, max_bytes=100)
     others = sorted(job.id for job in spool.all())
     before = (str(chance.choice(others)),) if others and chance.random() < 0.5 else ()
     job = Job(id=claim.id, name=f"n{claim.id}", submitted_at=1.0, source=claim.name, uid=0, output_dir=f"/o/{claim.id}",
               depends_on=before, num_gpus=0, priority=chance.randrange(3),
               state=chance.choice(states or (State.QUEUED, State.HELD)))  # fmt: skip
     try:
-        return spool.admit(job, claim, PLAN)
+        return arrivals.admit(job, claim, PLAN)
     except OSError:
-        return spool.accepted(claim)
+        return arrivals.accepted(claim)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

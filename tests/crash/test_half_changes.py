@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from honed.arrival import Arrivals, Claim
 from honed.job import Job, State
 from honed.layout import Layout
-from honed.spool import Claim, Spool
+from honed.spool import Spool
 
 
 @pytest.fixture
@@ -24,9 +25,9 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 def claim(spool: Spool) -> Claim:
     path = spool.incoming_dir / "a.json"
     path.write_text("{}")
-    taken = spool.claim(path)
+    taken = Arrivals(spool).claim(path)
     assert taken is not None
-    spool.copy(taken, max_bytes=100)
+    Arrivals(spool).copy(taken, max_bytes=100)
     return taken
 
 
@@ -59,7 +60,7 @@ def test_a_job_whose_start_failed_half_way_and_that_is_cancelled_then_is_cancell
     spool: Spool, name: str, at: int
 ) -> None:
     taken = claim(spool)
-    job = spool.admit(job_of(taken), taken, {})
+    job = Arrivals(spool).admit(job_of(taken), taken, {})
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
         spool.move(job, State.RUNNING)
@@ -69,12 +70,13 @@ def test_a_job_whose_start_failed_half_way_and_that_is_cancelled_then_is_cancell
         entries = [path for state in State for path in spool.state_dir(state).iterdir()]
         assert entries == [spool.state_dir(State.CANCELLED) / f"{job.id}.json"]
         spool.recover()  # as the next start does
+        Arrivals(spool).recover()
 
 
 @pytest.mark.parametrize(("name", "at"), HALVES)
 def test_a_start_that_failed_half_way_is_simply_made_again(spool: Spool, name: str, at: int) -> None:
     taken = claim(spool)
-    job = spool.admit(job_of(taken), taken, {})
+    job = Arrivals(spool).admit(job_of(taken), taken, {})
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
         spool.move(job, State.RUNNING)
@@ -92,8 +94,8 @@ def test_an_arrival_whose_acceptance_failed_after_its_entry_is_accepted_and_not_
     taken = claim(spool)
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
-        spool.admit(job_of(taken), taken, {})
-    job = spool.accepted(taken)
+        Arrivals(spool).admit(job_of(taken), taken, {})
+    job = Arrivals(spool).accepted(taken)
     assert job is not None
     assert job.state is State.QUEUED
     assert list(spool.claimed_dir.iterdir()) == []
@@ -101,10 +103,10 @@ def test_an_arrival_whose_acceptance_failed_after_its_entry_is_accepted_and_not_
 
 def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(spool: Spool, tmp_path: Path) -> None:
     refused, accepted = claim(spool), claim(spool)
-    job = spool.admit(job_of(accepted), accepted, {})
+    job = Arrivals(spool).admit(job_of(accepted), accepted, {})
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
-        spool.reject(refused, "no")
+        Arrivals(spool).reject(refused, "no")
     spool.job_layout(refused.id).dir.mkdir(exist_ok=True)
     (spool.job_layout(refused.id).dir / "spec.json").write_text("{}")
     entry = spool.state_dir(State.QUEUED) / f"{job.id}.json"
@@ -112,10 +114,22 @@ def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(
     spool.close()
     again = Spool(Layout(tmp_path))
     again.recover()
+    Arrivals(again).recover()
     assert not again.job_layout(refused.id).dir.exists()
     assert again.job_layout(job.id).dir.exists()
     assert list(again.claimed_dir.iterdir()) == []
     again.close()
+
+
+def test_what_a_refusal_could_not_remove_goes_at_the_end(spool: Spool) -> None:
+    arrivals, refused = Arrivals(spool), claim(spool)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Broken(monkeypatch, "rmdir", 1)
+        arrivals.reject(refused, "no")
+    places = [refused.path.parent, spool.job_layout(refused.id).dir]
+    assert [path.exists() for path in places].count(True) == 1
+    arrivals.close()
+    assert not any(path.exists() for path in places)
 
 
 def test_a_claim_that_failed_half_way_leaves_the_arrival_where_it_was_and_nothing_else(spool: Spool) -> None:
@@ -123,6 +137,6 @@ def test_a_claim_that_failed_half_way_leaves_the_arrival_where_it_was_and_nothin
     path.write_text("{}")
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, "fsync", 3)  # the number, its place, the new place
-        spool.claim(path)
+        Arrivals(spool).claim(path)
     assert path.exists()
     assert list(spool.claimed_dir.iterdir()) == []

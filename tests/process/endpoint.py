@@ -6,23 +6,23 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from listener import Listener, Quiet
 
 Reply = Callable[["Request"], None]
 
 
-class Request(BaseHTTPRequestHandler):
+class Request(Quiet):
     """One POST. `reply` is what the test wants done with it."""
 
     body: bytes
     rows: list[dict[str, Any]]
 
-    def do_POST(self) -> None:
-        endpoint: Endpoint = self.server.endpoint  # type: ignore[attr-defined]
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        endpoint: Endpoint = self.server.owner  # type: ignore[attr-defined]
         self.body = self.rfile.read(int(self.headers["Content-Length"]))
         data = json.loads(self.body)
         self.rows = [*data["metrics"], *data["predictions"]]
@@ -34,7 +34,7 @@ class Request(BaseHTTPRequestHandler):
 
     def accept(self, status: int = 200, body: bytes = b'{"ok": true}', kind: str = "application/json") -> None:
         """Keep the rows, and say so."""
-        endpoint: Endpoint = self.server.endpoint  # type: ignore[attr-defined]
+        endpoint: Endpoint = self.server.owner  # type: ignore[attr-defined]
         with endpoint.lock:
             endpoint.num_times.update(row["idempotency_key"] for row in self.rows)
             endpoint.rows |= {row["idempotency_key"]: row for row in self.rows}
@@ -49,41 +49,24 @@ class Request(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
 
+class Endpoint(Listener):
+    """`replies` are those to the next requests, in turn; then `default`."""
 
-class Endpoint:
-    """Listens on a port of its own from the first `up` on; the port stays the same through `down`."""
+    request_class = Request
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.requests: list[Request] = []
         self.rows: dict[str, dict[str, Any]] = {}  #: by key
         self.num_times: Counter[str] = Counter()  #: how often each arrived
-        self.replies: list[Reply] = []  #: of the next requests, in turn; then `default`
+        self.replies: list[Reply] = []
         self.default: Reply = Request.accept
-        self._server: ThreadingHTTPServer | None = None
-        self.port = 0
-        self.up()
+        super().__init__()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/api/training/predictions"
-
-    def up(self) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Request)
-        self._server.endpoint = self  # type: ignore[attr-defined]
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def down(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
 
     def named(self, kind: str) -> list[dict[str, Any]]:
         """The rows that have this column."""
@@ -108,14 +91,6 @@ def show_a_login_page(request: Request) -> None:
 
 def cut_the_answer_short(request: Request) -> None:
     request.answer(200, b'{"accepted": 1')
-
-
-def drip(request: Request) -> None:
-    """A byte now and then, for ever."""
-    request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-    for _ in range(600):
-        request.wfile.write(b" ")
-        time.sleep(0.05)
 
 
 def keep_and_hang_up(request: Request) -> None:

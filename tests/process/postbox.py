@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from email.message import EmailMessage
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from listener import Listener, Quiet
 
 
 class _Talk(socketserver.StreamRequestHandler):
@@ -96,9 +97,9 @@ class PostOffice:
             self._server = None
 
 
-class _Post(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        hook: Webhook = self.server.hook  # type: ignore[attr-defined]
+class _Post(Quiet):
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        hook: Webhook = self.server.owner  # type: ignore[attr-defined]
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         reply = hook.replies.pop(0) if hook.replies else None
         if callable(reply):
@@ -115,12 +116,11 @@ class _Post(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"ok")
 
-    def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
 
-
-class Webhook:
+class Webhook(Listener):
     """What a chat server has; `replies` are those to the next requests, a status or a function."""
+
+    request_class = _Post
 
     def __init__(self) -> None:
         self.notices: dict[str, dict[str, Any]] = {}  #: by key
@@ -128,41 +128,16 @@ class Webhook:
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
         self.replies: list[int | Callable[[Any], None]] = []
-        self.port = 0
-        self._server: ThreadingHTTPServer | None = None
-        self.up()
+        super().__init__()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/hooks"
 
-    def up(self) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _Post)
-        self._server.hook = self  # type: ignore[attr-defined]
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def down(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
-
-
-def drip(request: Any) -> None:
-    """A byte now and then, for ever."""
-    with contextlib.suppress(OSError):
-        request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-        for _ in range(400):
-            request.wfile.write(b" ")
-            time.sleep(0.05)
-
 
 def keep_and_hang_up(request: Any) -> None:
     """What came is kept, and the sender never hears of it."""
-    request.server.hook.num_times[str(request.headers["Idempotency-Key"])] += 1
+    request.server.owner.num_times[str(request.headers["Idempotency-Key"])] += 1
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import HERE, Instance, wait_for
 
+from honed.arrival import Arrivals
 from honed.job import Job, State
 from honed.spool import Spool
 
@@ -68,7 +69,8 @@ def test_a_flood_of_arrivals_becomes_one_job_each_beside_one_that_trains(instanc
     wait_for(lambda: len(instance.spool.all_jobs()) == 25 and instance.rejected(), what="accepted", deadline_sec=90)
     assert sorted(job.name for job in instance.spool.all_jobs().values()) == sorted(["slow-600", *names])
     assert set(instance.rejected()) == {"bad.json"}
-    assert list((instance.layout.spool_dir / "claimed").iterdir()) == []
+    claimed_dir = instance.layout.spool_dir / "claimed"  # its files go after the entries have come
+    wait_for(lambda: not list(claimed_dir.iterdir()), what="nothing claimed")
     row = instance.client.ask("list", names=["slow-600"])[0]
     assert row["progress"]["step"], "the running job's events are followed meanwhile"
     assert events.stat().st_size
@@ -78,7 +80,7 @@ def test_what_was_claimed_when_honed_was_killed_is_accepted_after_it(instance: I
     fill(instance, 0)
     spool = Spool(instance.layout)
     for number in range(24):
-        claimed = spool.claim(instance.drop(f"claimed-{number}"))
+        claimed = Arrivals(spool).claim(instance.drop(f"claimed-{number}"))
         assert claimed is not None
     spool.close()
     instance.start()

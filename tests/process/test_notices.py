@@ -10,6 +10,7 @@ from pathlib import Path
 import postbox
 import pytest
 from harness import Instance, wait_for
+from listener import drip
 from postbox import PostOffice, Webhook
 
 from honed import config, notification
@@ -101,7 +102,7 @@ def test_a_receiver_that_is_down_slow_or_broken_gets_it_in_the_end_and_holds_up_
     hook, office = receivers
     allow(instance, hook, office)
     office.down()
-    hook.replies = [500, postbox.drip, 429, 302, 401, postbox.keep_and_hang_up]
+    hook.replies = [500, drip, 429, 302, 401, postbox.keep_and_hang_up]
     instance.start()
     notify = {"webhook": hook.url, "mail": "anna@example.org"}
     instance.drop("a", name="succeed.a", notify=notify)

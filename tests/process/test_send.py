@@ -15,6 +15,7 @@ import endpoint as api
 import pytest
 from endpoint import Endpoint, Reply, Request, refuse
 from harness import wait_for
+from listener import drip
 
 from honed import config, doctor, outbox
 from honed.event import Event, Reading
@@ -119,7 +120,7 @@ def test_rows_arrive_with_their_token_and_their_keys(sending: Sending) -> None:
     [
         refuse(500), refuse(503, b"busy", Retry_After="0"), refuse(429), refuse(401), refuse(404),
         refuse(302, Location="http://127.0.0.1:9/"), api.speak_no_http, api.hang_up, api.show_a_login_page,
-        api.cut_the_answer_short, api.drip, api.keep_and_hang_up,
+        api.cut_the_answer_short, drip, api.keep_and_hang_up,
     ],
     ids=[
         "500", "503", "429", "401", "404", "redirect", "garbage", "hangs-up", "login-page", "cut-short", "drips",
@@ -219,7 +220,7 @@ def test_a_reload_sends_what_was_refused_once_more(sending: Sending) -> None:
 
 def test_a_row_that_is_there_already_counts_as_delivered(sending: Sending) -> None:
     def knows_them(request: Request) -> None:
-        new = [row for row in request.rows if row["idempotency_key"] not in request.server.endpoint.rows]  # type: ignore[attr-defined]
+        new = [row for row in request.rows if row["idempotency_key"] not in request.server.owner.rows]  # type: ignore[attr-defined]
         request.accept() if new == request.rows else request.answer(409)
 
     keys = sending.put(4)
@@ -256,7 +257,7 @@ def test_a_kill_around_the_answer_loses_no_row(sending: Sending, when: str) -> N
 
 def test_a_stop_ends_it_at_once_even_within_a_slow_answer(sending: Sending) -> None:
     sending.configure(timeout_sec=60)
-    sending.endpoint.replies = [api.drip]
+    sending.endpoint.replies = [drip]
     keys = sending.put(2)
     sending.start()
     wait_for(lambda: sending.endpoint.requests, what="a request")

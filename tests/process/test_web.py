@@ -24,10 +24,14 @@ from test_report import HOSTILE, Page, write_events
 
 from honed import webapi
 from honed.event import EventWriter
-from honed.job import State
+from honed.job import Job, State
 
 TOKEN = "0123456789abcdef-s3cret"
 SHARED = "[policy]\nshare_results = true\n"
+
+
+def command(instance: Instance, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "honed.web", "--root", str(instance.root), *arguments]
 
 
 class Web:
@@ -35,18 +39,9 @@ class Web:
 
     def __init__(self, instance: Instance, *arguments: str) -> None:
         self.log_path = instance.root / f"web-{time.monotonic_ns()}.log"
-        command = [
-            sys.executable,
-            "-m",
-            "honed.web",
-            "--root",
-            str(instance.root),
-            "--listen",
-            "127.0.0.1:0",
-            *arguments,
-        ]
+        words = command(instance, "--listen", "127.0.0.1:0", *arguments)
         with self.log_path.open("wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=instance.environment)
+            self.process = subprocess.Popen(words, stdout=file, stderr=file, env=instance.environment)
         wait_for(lambda: "listens on" in self.log or self.process.poll() is not None, what="honed-web")
         found = re.search(r"listens on http://([0-9.]+):(\d+)/", self.log)
         assert found is not None, self.log
@@ -118,12 +113,28 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Instance:
     instance = Instance(tmp_path_factory.mktemp("told"))
     instance.configure(SHARED)
     for name in ("succeed", "explain"):
-        instance.drop(name)
-        assert instance.drain() == 0
-    write_events(instance, 1, answer=HOSTILE + "x" * 50_000)
+        drain(instance, name)
+    tell_much(instance, answer=HOSTILE + "x" * 50_000)
+    return instance
+
+
+def drain(instance: Instance, name: str = "succeed") -> None:
+    instance.drop(name)
+    assert instance.drain() == 0
+
+
+def tell_much(instance: Instance, *, answer: str) -> None:
+    """Have job 1 told this as its predictions: honed makes the database anew from its events."""
+    write_events(instance, 1, answer=answer)
     instance.layout.database_path.unlink()
     assert instance.drain() == 0
-    return instance
+
+
+def run(instance: Instance, name: str) -> Job:
+    """A job that runs, of an honed that is up."""
+    instance.drop(name)
+    instance.start()
+    return instance.wait_state(name, State.RUNNING)
 
 
 def bearer(token: str) -> str:
@@ -171,11 +182,8 @@ def test_pages_of_any_size_hold_every_row_once_and_in_order(asked: Web) -> None:
 
 def test_a_page_of_long_texts_ends_early(instance: Instance) -> None:
     instance.configure(SHARED)
-    instance.drop("succeed")
-    assert instance.drain() == 0
-    write_events(instance, 1, answer="é" * 400_000)
-    instance.layout.database_path.unlink()
-    assert instance.drain() == 0
+    drain(instance)
+    tell_much(instance, answer="é" * 400_000)
     with serving(instance) as web:
         status, headers, body = web.ask("/api/jobs/1/predictions?limit=500")
         assert status == 200
@@ -280,8 +288,7 @@ def test_a_page_from_elsewhere_gets_nothing_by_naming_our_address(asked: Web) ->
 
 
 def test_without_a_token_others_jobs_show_their_number_and_state(instance: Instance) -> None:
-    instance.drop("succeed")
-    assert instance.drain() == 0
+    drain(instance)
     token_path = instance.root / "token"
     token_path.write_text(f"{TOKEN}\n")
     with serving(instance) as web:
@@ -319,10 +326,8 @@ def test_without_a_token_others_jobs_show_their_number_and_state(instance: Insta
 
 def test_it_does_not_listen_where_other_machines_reach_it_without_a_token(instance: Instance) -> None:
     def start(address: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "honed.web", "--root", str(instance.root), "--listen", address]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, env=instance.environment
-        )
+        words = command(instance, "--listen", address)
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=instance.environment)
 
     refused = start("0.0.0.0:0")
     assert refused.returncode == 78
@@ -347,11 +352,10 @@ def test_it_does_not_listen_where_other_machines_reach_it_without_a_token(instan
 
 
 def test_over_a_unix_socket_its_own_user_reads_everything(instance: Instance) -> None:
-    instance.drop("succeed")
-    assert instance.drain() == 0
+    drain(instance)
     path = instance.root / "web.sock"
-    command = [sys.executable, "-m", "honed.web", "--root", str(instance.root), "--listen", str(path)]
-    process = subprocess.Popen(command, env=instance.environment, stderr=subprocess.DEVNULL)
+    words = command(instance, "--listen", str(path))
+    process = subprocess.Popen(words, env=instance.environment, stderr=subprocess.DEVNULL)
     try:
         wait_for(path.exists, what="the socket")
         connection = http.client.HTTPConnection("anything.example", timeout=30)
@@ -393,9 +397,7 @@ def test_hostile_text_is_text_on_its_pages(asked: Web) -> None:
 
 def test_events_tell_of_a_job_from_the_queue_to_its_end(instance: Instance) -> None:
     instance.configure(SHARED)
-    instance.drop("slow-60")
-    instance.start()
-    instance.wait_state("slow-60", State.RUNNING)
+    run(instance, "slow-60")
     with serving(instance) as web:
         stream = web.stream("/api/jobs/1/events")
         assert stream.getheader("content-type", "").startswith("text/event-stream")
@@ -412,9 +414,7 @@ def test_events_tell_of_a_job_from_the_queue_to_its_end(instance: Instance) -> N
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_shows_a_running_job_live_and_complains_of_nothing(instance: Instance) -> None:
     instance.configure(SHARED)
-    instance.drop("slow-4000")
-    instance.start()
-    job = instance.wait_state("slow-4000", State.RUNNING)
+    job = run(instance, "slow-4000")
     with serving(instance) as web, browser.opened(instance.root) as chromium:
         chromium.expected = (f"{web.address}/", "data:")
         for width in (390, 1280):
@@ -457,9 +457,7 @@ def test_a_browser_shows_a_running_job_live_and_complains_of_nothing(instance: I
 
 def test_health_says_what_is_not_well(instance: Instance) -> None:
     instance.configure(SHARED)
-    instance.drop("slow")
-    instance.start()
-    instance.wait_state("slow", State.RUNNING)
+    run(instance, "slow")
     with serving(instance) as web:
         assert web.json("/healthz")["status"] == "ok"
         stream = web.stream("/api/jobs/1/events")
@@ -504,11 +502,8 @@ def test_where_honed_never_ran_it_says_so_and_makes_nothing(instance: Instance) 
 
 
 def test_prometheus_gets_the_queue_the_running_job_and_the_outcomes(instance: Instance) -> None:
-    instance.drop("succeed")
-    assert instance.drain() == 0
-    instance.drop("slow-4000")
-    instance.start()
-    running = instance.wait_state("slow-4000", State.RUNNING)
+    drain(instance)
+    running = run(instance, "slow-4000")
     path = instance.layout.job(running.id).attempt(1).events_path
     wait_for(path.exists, what="the worker's first event")
     told = EventWriter(path)
@@ -555,9 +550,7 @@ def test_prometheus_gets_the_queue_the_running_job_and_the_outcomes(instance: In
 
 def test_streams_are_bounded_and_one_that_ends_makes_room(instance: Instance) -> None:
     instance.configure(SHARED)
-    instance.drop("slow-4000")
-    instance.start()
-    instance.wait_state("slow-4000", State.RUNNING)
+    run(instance, "slow-4000")
     with serving(instance) as web:
         streams = [web.open(request_head("/api/jobs/1/events")) for _ in range(32)]
         for each in streams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import tinyjob
 from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 
 pytestmark = pytest.mark.systemd
@@ -23,17 +24,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 HTTPServer(("127.0.0.1", 8099), Handler).serve_forever()
 """
-SPEC = {
-    "name": "facts",
-    "base_model": "/srv/models/tiny",
-    "backend": "transformers",
-    "lora": {"r": 4, "lora_alpha": 8},
-    "datasets": [{"path": "/srv/data/facts.jsonl"}],
-    "eval_split": 0.1,
-    "training": {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": 128, "logging_steps": 1,
-                 "eval_strategy": "steps", "eval_steps": 3},
-    "predictions": {"sample_frequency": "eval", "num_samples": 2, "max_new_tokens": 4},
-}  # fmt: skip
+SPEC = tinyjob.evaluated("facts", num_steps=6)
 
 
 def received(machine: Machine) -> list[dict[str, object]]:

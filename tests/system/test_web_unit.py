@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import tinyjob
 from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 
 pytestmark = pytest.mark.systemd
@@ -26,17 +27,7 @@ connection.request("GET", path, headers=dict(each.split(": ", 1) for each in hea
 answer = connection.getresponse()
 print(json.dumps({"status": answer.status, "body": answer.read().decode()}))
 """
-SPEC = {
-    "name": "facts",
-    "base_model": "/srv/models/tiny",
-    "backend": "transformers",
-    "lora": {"r": 4, "lora_alpha": 8},
-    "datasets": [{"path": "/srv/data/facts.jsonl"}],
-    "eval_split": 0.1,
-    "training": {"max_steps": 4, "per_device_train_batch_size": 2, "max_length": 128, "logging_steps": 1,
-                 "eval_strategy": "steps", "eval_steps": 2},
-    "predictions": {"sample_frequency": "eval", "num_samples": 2, "max_new_tokens": 4},
-}  # fmt: skip
+SPEC = tinyjob.evaluated("facts", num_steps=4)
 
 
 def ask(machine: Machine, where: str, path: str, *headers: str, user: str | None = None) -> tuple[int, str]:

@@ -12,6 +12,7 @@ import pytest
 from test_spool import Crash, Faults
 
 from honed import pruning, removal, retention
+from honed.arrival import Arrivals
 from honed.config import Config, RetentionConfig
 from honed.database import Database
 from honed.housekeeper import Housekeeper
@@ -123,6 +124,7 @@ def after_a_crash(root: Path) -> Spool:
     """What the next daemon does, its rows apart."""
     spool = Spool(Layout(root))
     spool.recover()
+    Arrivals(spool).recover()
     for number in spool.pruned_ids():
         removal.remove_job(spool, spool.layout, number)
     for path in spool.layout.jobs_dir.iterdir():
@@ -167,7 +169,7 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
         (again.dir / "seq").unlink(missing_ok=True)
         put = again.incoming_dir / "next.json"
         put.write_text("{}")
-        claim = again.claim(put)
+        claim = Arrivals(again).claim(put)
         assert claim is not None
         assert claim.id == 3
         again.close()

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from honed.arrival import Arrivals, Claim, drop, refusal
 from honed.error import EnvironmentInvalidError, SpecError
 from honed.job import MOVES, Attempt, Job, State
 from honed.layout import Layout
-from honed.spool import Claim, Spool, drop, refusal
+from honed.spool import Spool
 
 MAX_BYTES = 1000
 
@@ -37,10 +38,10 @@ def job_of(claim: Claim, **changes: Any) -> Job:
 
 
 def accept(spool: Spool, name: str = "a.json") -> Job:
-    claim = spool.claim(put(spool, name))
+    claim = Arrivals(spool).claim(put(spool, name))
     assert claim is not None
-    spool.copy(claim, max_bytes=MAX_BYTES)
-    return spool.admit(job_of(claim), claim, {"spec": {}})
+    Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    return Arrivals(spool).admit(job_of(claim), claim, {"spec": {}})
 
 
 def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool) -> None:
@@ -54,21 +55,21 @@ def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool
 def test_what_is_not_finished_is_left_alone(spool: Spool) -> None:
     for name in (".a.json", "a.json.tmp", "a.json~", "a.part", ".a.json.swp"):
         put(spool, name)
-    assert spool.arrivals() == []
+    assert Arrivals(spool).dropped() == []
 
 
 def test_arrivals_come_in_the_order_in_which_they_came(spool: Spool) -> None:
     for name in ("c.json", "a.json", "b.json"):
         put(spool, name)
         time.sleep(0.01)
-    assert [path.name for path in spool.arrivals()] == ["c.json", "a.json", "b.json"]
+    assert [path.name for path in Arrivals(spool).dropped()] == ["c.json", "a.json", "b.json"]
 
 
 def test_numbers_grow_and_are_never_used_again(spool: Spool) -> None:
     first, second = accept(spool), accept(spool)
-    claim = spool.claim(put(spool, "gone.json"))
+    claim = Arrivals(spool).claim(put(spool, "gone.json"))
     assert claim is not None
-    spool.reject(claim, "no")
+    Arrivals(spool).reject(claim, "no")
     assert accept(spool).id > claim.id > second.id > first.id
 
 
@@ -82,7 +83,7 @@ def test_a_damaged_sequence_stops_the_start_with_a_remedy(spool: Spool) -> None:
     job = accept(spool)
     (spool.dir / "seq").write_text("seven\n")
     with pytest.raises(EnvironmentInvalidError, match="not a number") as caught:
-        spool.recover()
+        recovered(spool)
     assert f"at least {job.id}" in caught.value.hint
 
 
@@ -104,11 +105,11 @@ def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
 ) -> None:
     path = spool.incoming_dir / "a.json"
     make(path)
-    claim = spool.claim(path)
+    claim = Arrivals(spool).claim(path)
     assert claim is not None
     with pytest.raises(SpecError, match=word):
-        spool.copy(claim, max_bytes=MAX_BYTES)
-    target = spool.reject(claim, "because")
+        Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    target = Arrivals(spool).reject(claim, "because")
     assert os.path.lexists(target)
     assert target.with_name("a.json.reason").read_text() == "because"
     assert not spool.job_layout(claim.id).dir.exists()
@@ -116,18 +117,18 @@ def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
 
 @pytest.mark.parametrize("name", ["job.txt", "job", "job.yaml\nrm -rf.json", "a\x1b[2J.json"])
 def test_a_name_that_is_no_job_files_is_refused(spool: Spool, name: str) -> None:
-    claim = spool.claim(put(spool, name))
+    claim = Arrivals(spool).claim(put(spool, name))
     assert claim is not None
     with pytest.raises(SpecError):
-        spool.copy(claim, max_bytes=MAX_BYTES)
-    assert spool.reject(claim, "no").exists()
+        Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    assert Arrivals(spool).reject(claim, "no").exists()
 
 
 def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool: Spool) -> None:
     for name in ("x" * 250 + ".json", "b.json", "b.json", "ü" * 125 + ".json"):
-        claim = spool.claim(put(spool, name))
+        claim = Arrivals(spool).claim(put(spool, name))
         assert claim is not None
-        target = spool.reject(claim, "no")
+        target = Arrivals(spool).reject(claim, "no")
         assert target.exists()
         assert target.with_name(target.name + ".reason").exists()
     assert len(list(spool.rejected_dir.iterdir())) == 8
@@ -136,9 +137,9 @@ def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool
 def test_what_the_dropper_writes_after_the_claim_changes_nothing(spool: Spool) -> None:
     path = put(spool, "a.json", '{"first": 1}')
     with path.open("r+") as writer:
-        claim = spool.claim(path)
+        claim = Arrivals(spool).claim(path)
         assert claim is not None
-        copy = spool.copy(claim, max_bytes=MAX_BYTES)
+        copy = Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
         writer.write('{"secon": 2}')
     assert copy.path.read_text() == '{"first": 1}'
 
@@ -247,17 +248,24 @@ class Faults:
         return faulty
 
 
+def recovered(spool: Spool) -> Arrivals:
+    arrivals = Arrivals(spool)
+    spool.recover()
+    arrivals.recover()
+    return arrivals
+
+
 def life(spool: Spool, *, names: list[str]) -> None:
     """A pass of everything: take what lies in incoming/, refuse some, run and finish the rest."""
-    spool.recover()
-    claims = spool.claims()
-    claims += [claim for path in spool.arrivals() if (claim := spool.claim(path)) is not None]
+    arrivals = recovered(spool)
+    claims = arrivals.claims()
+    claims += [claim for path in arrivals.dropped() if (claim := arrivals.claim(path)) is not None]
     for claim in claims:
-        spool.copy(claim, max_bytes=MAX_BYTES)
+        arrivals.copy(claim, max_bytes=MAX_BYTES)
         if claim.name.startswith("bad"):
-            spool.reject(claim, "no")
+            arrivals.reject(claim, "no")
         else:
-            spool.admit(job_of(claim), claim, {})
+            arrivals.admit(job_of(claim), claim, {})
     run(spool)
 
 
@@ -276,12 +284,12 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
             raise error
         return [each for each in found if each is not None]
 
-    spool.recover()
-    claims = spool.claims() + good(spool.claim_all(spool.arrivals()))
-    good(spool.copy_all(claims, max_bytes=MAX_BYTES))
-    good(spool.admit_all([(job_of(claim), claim, {}) for claim in claims if not claim.name.startswith("bad")]))
-    for claim in spool.claims():
-        spool.reject(claim, "no")
+    arrivals = recovered(spool)
+    claims = arrivals.claims() + good(arrivals.claim_all(arrivals.dropped()))
+    good(arrivals.copy_all(claims, max_bytes=MAX_BYTES))
+    good(arrivals.admit_all([(job_of(claim), claim, {}) for claim in claims if not claim.name.startswith("bad")]))
+    for claim in arrivals.claims():
+        arrivals.reject(claim, "no")
     run(spool)
 
 

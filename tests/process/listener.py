@@ -1,0 +1,49 @@
+"""A web server inside a test: on a port of its own, which it keeps while it is down, and of bad manners on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+
+class Listener:
+    """Listens from the start, until `down`. A request finds it as `self.server.owner`."""
+
+    request_class: ClassVar[type[BaseHTTPRequestHandler]]
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._server: ThreadingHTTPServer | None = None
+        self.up()
+
+    def up(self) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), self.request_class)
+        self._server.owner = self  # type: ignore[attr-defined]
+        self._server.block_on_close = False
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def down(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """A request that is not told of on stderr."""
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on stderr."""
+
+
+def drip(request: Any) -> None:
+    """A byte now and then, for ever."""
+    with contextlib.suppress(OSError):
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        for _ in range(600):
+            request.wfile.write(b" ")
+            time.sleep(0.05)
