@@ -201,13 +201,18 @@ class Attempts:
         if job.time_limit_sec is None:
             return None
         # The clock may have been set meanwhile: no attempt took less than nothing, nor this one more than its limit.
-        now, *before = (
-            time.time(),
-            *((each.ended_at or each.started_at) - each.started_at for each in job.attempts[:-1]),
-        )
-        spent = sum(max(0.0, seconds) for seconds in before)
-        spent += min(max(0.0, now - job.attempt.started_at), job.time_limit_sec)
+        spent = _spent_before(job) + min(max(0.0, time.time() - job.attempt.started_at), job.time_limit_sec)
         return self._clock() + max(0.0, job.time_limit_sec - spent) + self.config.jobs.time_limit_grace_sec
+
+    def _was_overdue(self, job: Job, ended: Exit) -> bool:
+        """Whether a worker that was asked to end, while honed was down or by one that was killed since, had had its
+        time: `is_overdue`, from what is durable."""
+        if job.time_limit_sec is None or ended.ended_at is None or not ended.was_asked:
+            return False
+        if ended.is_machine_going_down:
+            return False
+        spent = _spent_before(job) + ended.ended_at - job.attempt.started_at
+        return spent >= job.time_limit_sec + self.config.jobs.time_limit_grace_sec
 
     def is_left(self, job_id: int) -> bool:
         """Whether a running job goes on while honed does not."""
@@ -419,7 +424,8 @@ class Attempts:
                     f"no sign of life in {running.phase or running.stage}", hint="its stacks are in its log"
                 ),
             )
-        if running.is_overdue and running.job.stop is None and not outcome.is_success:
+        is_overdue = running.is_overdue or self._was_overdue(running.job, ended)
+        if is_overdue and running.job.stop is None and not outcome.is_success:
             late = error.TimeLimitError(
                 f"time limit of {running.job.time_limit_sec:g} s reached, and it did not end by itself",
                 hint="its last checkpoint is kept; its log shows where it was: honectl logs --raw",
@@ -564,6 +570,11 @@ class Attempts:
         except OSError:
             return True  # its start will tell
         return found.f_bavail * found.f_frsize >= (job.needs_bytes if num_bytes is None else num_bytes)
+
+
+def _spent_before(job: Job) -> float:
+    """Seconds that the attempts before the latest one took; none took less than nothing, whatever was set meanwhile."""
+    return sum(max(0.0, (each.ended_at or each.started_at) - each.started_at) for each in job.attempts[:-1])
 
 
 _NO_STEP_HINT = (

@@ -4,6 +4,7 @@ limit is ended."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -120,3 +121,27 @@ def test_a_time_limit_counts_the_time_before_a_kill_of_honed(instance: Instance)
     job = instance.wait_state("hang", State.FAILED)
     assert job.outcome == "time_limit"
     assert job.attempt.started_at == began
+
+
+def test_a_time_limit_that_was_enforced_is_the_outcome_though_honed_was_killed_since(instance: Instance) -> None:
+    instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\n")
+    instance.drop("a", name="slow-1000-2", time_limit_sec=1)
+    instance.start()
+    wait_for(lambda: "its time limit is over" in instance.log, what="the limit")
+    instance.kill(signal.SIGKILL)
+    wait_for(instance.layout.job(1).attempt(1).exit_path.exists, what="its end")
+    instance.start()
+    job = instance.wait_state("slow-1000-2", State.FAILED, State.HELD)
+    assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, "time_limit", 1)
+
+
+def test_a_job_that_a_person_stops_before_its_time_limit_while_honed_is_down_is_held(instance: Instance) -> None:
+    instance.drop("a", name="slow-1000", time_limit_sec=600)
+    instance.start()
+    wait_for(lambda: "step 1" in instance.log, what="a step")
+    instance.kill(signal.SIGKILL)
+    attempt = instance.layout.job(1).attempt(1)
+    os.kill(json.loads((attempt.dir / "lock").read_text())["shim_pid"], signal.SIGTERM)
+    wait_for(attempt.exit_path.exists, what="its end")
+    instance.start()
+    assert instance.wait_state("slow-1000", State.FAILED, State.HELD).outcome == "interrupted"
