@@ -96,6 +96,39 @@ def test_a_job_held_for_a_failed_one_goes_on_when_that_is_requeued_and_succeeds(
     assert instance.wait_state("succeed.b", State.HELD).error is not None  # its own has not
 
 
+def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
+    for number in (1, 2):
+        instance.drop(str(number), name=f"die-{number}", retry={"max_attempts": 1})
+    instance.drop("3", name="slow-60")
+    instance.drop("4", name="succeed.d", depends_on=["die-1", "die-2", "slow-60"])
+
+    def waits_until(words: str, hint: str) -> None:
+        def is_told() -> bool:
+            job = instance.job("succeed.d")
+            return job is not None and job.error is not None and job.error["message"] == words
+
+        wait_for(is_told, what=words)
+        shown = instance.show("succeed.d")
+        assert (shown["waiting_for"], shown["error"]["hint"]) == ({"reason": "dependency", "detail": words}, hint)
+
+    instance.start()
+    instance.wait_state("succeed.d", State.HELD)
+    failed = "it depends on job 1 (die-1), which failed, and on job 2 (die-2), which failed"
+    again = "honectl requeue 1 2: when these have succeeded, this one goes on; or honectl cancel 4"
+    waits_until(failed, again)
+    instance.client.ask("cancel", id="3")
+    waits_until(f"{failed}, and on job 3 (slow-60), which was cancelled", again.replace("1 2", "1 2 3"))
+    instance.client.ask("requeue", id="2")
+    instance.client.ask("requeue", id="1")
+    wait_for(lambda: (job := instance.job("succeed.d")) and job.held_for == 3, what="held for the last of them")
+    waits_until("it depends on job 3 (slow-60), which was cancelled",
+                "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4")  # fmt: skip
+    instance.client.ask("requeue", id="3")
+    waits_until("it depends on job 3 (slow-60), which was requeued and has not succeeded yet",
+                "when that has succeeded, this one goes on; or honectl cancel 4")  # fmt: skip
+    instance.wait_state("succeed.d", State.SUCCEEDED)
+
+
 def test_a_worker_that_hangs_beyond_its_time_limit_is_ended(instance: Instance) -> None:
     instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\nstop_timeout_sec = 1\n")
     instance.drop("a", name="hang", time_limit_sec=1)
