@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from honed import durable, error, event, foreign, ladder, message
+from honed import durable, error, event, foreign, ladder, message, rebuild
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
@@ -30,7 +30,6 @@ from honed.message import of_error
 from honed.outbox import Outbox
 from honed.outcome import Outcome, judge
 from honed.progress import figure, progress_text
-from honed.rebuild import fallback_event
 from honed.runner import Exit, NotNowError, Runner
 from honed.spool import Spool
 
@@ -70,6 +69,7 @@ class Running:
     learned_sec: float | None = None  #: how long it may be silent there, by its own steps
     overdue_at: float | None = None  #: monotonic seconds at which its time limit is over, and the grace
     is_overdue: bool = False
+    are_earlier_counted: bool = True  #: False where what an earlier attempt told may not be in the database
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
     read_fault: str = ""  #: why its events could not be read; said once
     num_unread: int = 0  #: passes in which its result could not be read
@@ -194,19 +194,25 @@ class Attempts:
     def _follow(self, job: Job, offset: int) -> None:
         self._database.put_job(job)
         self.running[job.id] = Running(job, offset, heard_at=self._clock(), overdue_at=self._overdue_at(job))
+        self.running[job.id].are_earlier_counted = len(job.attempts) == 1
 
     def _overdue_at(self, job: Job) -> float | None:
         """When an attempt that has just begun, or is taken over, has had the job's time and the grace."""
         if job.time_limit_sec is None:
             return None
         # The clock may have been set meanwhile: no attempt took less than nothing, nor this one more than its limit.
-        now, *before = (
-            time.time(),
-            *((each.ended_at or each.started_at) - each.started_at for each in job.attempts[:-1]),
-        )
-        spent = sum(max(0.0, seconds) for seconds in before)
-        spent += min(max(0.0, now - job.attempt.started_at), job.time_limit_sec)
+        spent = _spent_before(job) + min(max(0.0, time.time() - job.attempt.started_at), job.time_limit_sec)
         return self._clock() + max(0.0, job.time_limit_sec - spent) + self.config.jobs.time_limit_grace_sec
+
+    def _was_overdue(self, job: Job, ended: Exit) -> bool:
+        """Whether a worker that was asked to end, while honed was down or by one that was killed since, had had its
+        time: `is_overdue`, from what is durable."""
+        if job.time_limit_sec is None or ended.ended_at is None or not ended.was_asked:
+            return False
+        if ended.is_machine_going_down:
+            return False
+        spent = _spent_before(job) + ended.ended_at - job.attempt.started_at
+        return spent >= job.time_limit_sec + self.config.jobs.time_limit_grace_sec
 
     def is_left(self, job_id: int) -> bool:
         """Whether a running job goes on while honed does not."""
@@ -294,6 +300,10 @@ class Attempts:
                 self._read_events(running)
 
     def _read_events(self, running: Running) -> int:
+        if not running.are_earlier_counted:
+            # The database may not have taken the end of one; counted after ours, its rows would come over them.
+            rebuild.count(self._database, self._layout, running.job, len(running.job.attempts) - 1)
+            running.are_earlier_counted = True
         path = self._layout.job(running.job.id).attempt(running.job.attempt.number).events_path
         # What the database would not take is offered to it again as it was: in the outbox it is already.
         try:
@@ -414,7 +424,8 @@ class Attempts:
                     f"no sign of life in {running.phase or running.stage}", hint="its stacks are in its log"
                 ),
             )
-        if running.is_overdue and running.job.stop is None and not outcome.is_success:
+        is_overdue = running.is_overdue or self._was_overdue(running.job, ended)
+        if is_overdue and running.job.stop is None and not outcome.is_success:
             late = error.TimeLimitError(
                 f"time limit of {running.job.time_limit_sec:g} s reached, and it did not end by itself",
                 hint="its last checkpoint is kept; its log shows where it was: honectl logs --raw",
@@ -475,7 +486,7 @@ class Attempts:
 
     def _tell_fallback(self, job: Job) -> None:
         """Count the fallback of the latest attempt, once."""
-        if (told := fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
+        if (told := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
             offset = self._database.offset(job.id, job.attempt.number)
             self._database.apply(job, event.Reading([told], offset, 0))
 
@@ -559,6 +570,11 @@ class Attempts:
         except OSError:
             return True  # its start will tell
         return found.f_bavail * found.f_frsize >= (job.needs_bytes if num_bytes is None else num_bytes)
+
+
+def _spent_before(job: Job) -> float:
+    """Seconds that the attempts before the latest one took; none took less than nothing, whatever was set meanwhile."""
+    return sum(max(0.0, (each.ended_at or each.started_at) - each.started_at) for each in job.attempts[:-1])
 
 
 _NO_STEP_HINT = (

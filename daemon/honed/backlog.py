@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,25 @@ from honed.spool import Spool
 log = logging.getLogger(__name__)
 
 _ENDED = {State.FAILED: "failed", State.CANCELLED: "was cancelled"}
+
+
+@dataclass(frozen=True)
+class _Blocking:
+    """A dependency that will not succeed by itself."""
+
+    found: Job | None  #: None where it is gone
+    words: str
+
+
+def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError:
+    """Why a job is held, and what lets it go on."""
+    numbers = [str(each.found.id) for each in blocking if each.found is not None]
+    again = ""
+    if len(numbers) == len(blocking):
+        which = "that has" if len(numbers) == 1 else "these have"
+        again = f"honectl requeue {' '.join(numbers)}: when {which} succeeded, this one goes on; or "
+    what = ", and on ".join(each.words for each in blocking)
+    return EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
 
 
 class Backlog:
@@ -170,15 +190,40 @@ class Backlog:
         self._spool.catalog.listen(self._told)
         self._database.put_jobs(self._spool.catalog)
 
-    def _release_if_met(self, job: Job) -> None:
-        """Let a job go on that was held for one which has succeeded since."""
-        found = self._spool.job(job.held_for) if job.held_for is not None else None
-        if found is not None and found.state is State.SUCCEEDED:
-            released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
-            log.info("job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name,
-                     extra=about(job))  # fmt: skip
-            self._put(released)
-            self._database.put_job(released)
+    def _look_at_held(self, job: Job) -> None:
+        """Let a job go on that was held for one which has succeeded since; else have it say what holds it now."""
+        if job.held_for is None:
+            return
+        found = self._spool.job(job.held_for)
+        if found is None or found.state is not State.SUCCEEDED:
+            self._tell_anew(job, found)
+            return
+        released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
+        log.info("job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name,
+                 extra=about(job))  # fmt: skip
+        self._put(released)
+        self._database.put_job(released)
+
+    def _tell_anew(self, job: Job, found: Job | None) -> None:
+        """`found`: the job that it is held for."""
+        blocking = self._blocking(job)
+        is_requeued = found is not None and found.state not in _ENDED
+        if blocking:
+            problem = _blocked(job, blocking)
+        elif found is not None and is_requeued:
+            problem = EnvironmentInvalidError(
+                f"it depends on job {found.id} ({found.name}), which was requeued and has not succeeded yet",
+                hint=f"when that has succeeded, this one goes on; or honectl cancel {job.id}",
+            )
+        else:
+            return  # it depends on a name, which means another job by now
+        numbers = [each.found.id for each in blocking if each.found is not None]
+        held_for = job.held_for if is_requeued or job.held_for in numbers else next(iter(numbers), None)
+        if (problem.as_dict(), held_for) == (job.error, job.held_for):
+            return
+        log.info("job %d (%s): still held: %s", job.id, job.name, problem.message,
+                 extra=about(job, state=State.HELD, hint=problem.hint))  # fmt: skip
+        self._put(self._spool.update(job, error=problem.as_dict(), held_for=held_for))
 
     def add(self, job: Job) -> None:
         """A job that was accepted."""
@@ -274,7 +319,7 @@ class Backlog:
 
     def _look_at(self, job: Job) -> None:
         if job.state is State.HELD:
-            self._release_if_met(job)
+            self._look_at_held(job)
             return
         is_free = not job.depends_on or self._dependencies_are_met(job)
         self._unready(job)
@@ -285,34 +330,38 @@ class Backlog:
             insort(self._ready[job.num_gpus > 0], (-job.priority, job.id))
 
     def _dependencies_are_met(self, job: Job) -> bool:
+        if blocking := self._blocking(job):
+            self._hold(job, blocking)
+            return False
+        there = [found for reference in job.depends_on if (found := self._find_any(reference)) is not None]
+        return all(found.state is State.SUCCEEDED for found in there)
+
+    def _blocking(self, job: Job) -> list[_Blocking]:
+        """What a job depends on that will not succeed by itself."""
+        blocking = []
         for reference in job.depends_on:
             found = self._find_any(reference)
-            if found is None and self._had_succeeded(reference, job):
-                continue
-            if found is None or found.state in {State.FAILED, State.CANCELLED}:
-                self._hold(job, found, reference)
-                return False
-            if found.state is not State.SUCCEEDED:
-                return False
-        return True
+            if found is None and not self._had_succeeded(reference, job):
+                pruned = self._spool.pruned(reference)
+                ended = f"({pruned.name}), which {query.words_of_pruned(pruned)}" if pruned else "which is gone"
+                blocking.append(_Blocking(None, f"job {reference} {ended}"))
+            elif found is not None and found.state in _ENDED:
+                blocking.append(_Blocking(found, f"job {found.id} ({found.name}), which {_ENDED[found.state]}"))
+        return blocking
 
     def _had_succeeded(self, reference: str, job: Job) -> bool:
         """Whether a job that was pruned had done what this one waited for: a success, and not its files."""
         pruned = self._spool.pruned(reference)
         return pruned is not None and pruned.state is State.SUCCEEDED and pruned.id not in job.inputs.values()
 
-    def _hold(self, job: Job, found: Job | None, reference: str) -> None:
-        """Leave a job whose dependency will not succeed by itself to a person. Once it has been requeued and has
-        succeeded, the job goes on by itself."""
-        ended = f"({found.name}), which {_ENDED[found.state]}" if found else "which is gone"
-        if found is None and (pruned := self._spool.pruned(reference)) is not None:
-            ended = f"({pruned.name}), which {query.words_of_pruned(pruned)}"
-        what = f"job {found.id if found else reference} {ended}"
-        again = f"honectl requeue {found.id}: when that has succeeded, this one goes on; or " if found else ""
-        problem = EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
+    def _hold(self, job: Job, blocking: Sequence[_Blocking]) -> None:
+        """Leave a job whose dependencies will not succeed by themselves to a person. Once they have been requeued and
+        have succeeded, the job goes on by itself."""
+        problem = _blocked(job, blocking)
         log.warning("job %d (%s): held: %s", job.id, job.name, problem.message,
                     extra=about(job, message.HELD, state=State.HELD, hint=problem.hint))  # fmt: skip
-        held = self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=found.id if found else None)
+        first = next((each.found.id for each in blocking if each.found is not None), None)
+        held = self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=first)
         self._put(held)
         self._database.put_job(held)
 

@@ -11,6 +11,7 @@ from typing import Any
 from honed import comparison, event, terminal
 from honed.error import EnvironmentInvalidError, NotPermittedError
 from honed.instance import Instance
+from honed.trial import MAX_PRIORITY
 
 #: Jobs up to which JSON is drawn in colours; more of it is for a script.
 MAX_PRETTY = 500
@@ -34,7 +35,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
     rows = [
-        [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), job["priority"],
+        [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), _priority(job),
          *terminal.progress_cells(job), job["submitted_at"][:16].replace("T", " ")]
         for job in jobs
     ]  # fmt: skip
@@ -52,6 +53,12 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     for arrival in instance.arrivals():
         terminal.say(_fetch_line(arrival))
     return 0
+
+
+def _priority(job: dict[str, Any]) -> int | str:
+    """The highest that there is, which every trial has, says where it stands."""
+    number: int = job["priority"]
+    return "head" if number == MAX_PRIORITY else number
 
 
 #: Columns of a terminal from which on there is room for the priority and for why a job waits, and for when it came.

@@ -97,21 +97,34 @@ def _remove(ask: Any, plan: dict[str, Any], options: argparse.Namespace) -> Iter
 
 
 def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
-    num_items = len(plan["rejected"] if options.rejected else plan["jobs"])
-    verb = "would be removed" if options.dry_run else "is removed" if num_items == 1 else "are removed"
+    rows = plan["rejected"] if options.rejected else plan["jobs"]
+    num_items, total = len(rows), sum(row["num_bytes"] or 0 for row in rows)
+    if options.dry_run:
+        verb = "would be removed"
+    elif num_items == 0:
+        verb = "is removed"
+    elif options.checkpoints:
+        verb = "are being removed"
+    else:
+        verb = "is being removed" if num_items == 1 else "are being removed"
+    amount = f", {bytes_in_words(total)} in all" if num_items else ""
+    terminal.say(f"{_what(num_items, options)} {verb}{amount}")
     if options.rejected:
-        total = sum(row["num_bytes"] for row in plan["rejected"])
-        terminal.say(f"{_count(num_items, 'refused file')}, {bytes_in_words(total)}, {verb}")
         return
-    what = "checkpoints of " if options.checkpoints else ""
-    total = sum(row["num_bytes"] or 0 for row in plan["jobs"])
-    terminal.say(f"{what}{_count(num_items, 'job')}, {bytes_in_words(total)}, {verb}")
     if plan["jobs"]:
         terminal.table(["id", "name", "state", "size"],
                        [[row["id"], terminal.plain(row["name"], limit=40), row["state"],
                          bytes_in_words(row["num_bytes"])] for row in plan["jobs"]], right=["id", "size"])  # fmt: skip
     for row in plan["kept"]:
         terminal.say(f"job {row['id']} ({row['name']}) stays: {row['why']}", style="yellow")
+
+
+def _what(number: int, options: argparse.Namespace) -> str:
+    """What goes, at the beginning of a sentence."""
+    noun = "refused file" if options.rejected else "job"
+    if number == 0:
+        return f"no {noun}'s checkpoint" if options.checkpoints else f"no {noun}"
+    return f"the checkpoints of {_count(number, noun)}" if options.checkpoints else _count(number, noun)
 
 
 def _count(number: int, noun: str) -> str:
@@ -122,12 +135,11 @@ def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[di
     """Say what went. The answer is no where something that was named stays, or could not be removed."""
     if options.json:
         terminal.console.print_json(json.dumps({**plan, "removed": list(removed), "is_dry_run": options.dry_run}))
-    elif not options.dry_run and not options.rejected:
+    elif removed:
         total = sum(row["num_bytes"] for row in removed)
         num_files = sum(row["num_files"] for row in removed)
-        what = "checkpoints of " if options.checkpoints else ""
-        removed_words = f"{what}{_count(len(removed), 'job')}, {_count(num_files, 'file')}"
-        terminal.say(f"removed: {removed_words}, {bytes_in_words(total)}")
+        verb = "was removed" if len(removed) == 1 and not options.checkpoints else "were removed"
+        terminal.say(f"{_what(len(removed), options)} {verb}: {_count(num_files, 'file')}, {bytes_in_words(total)}")
         for row in removed:
             if row["problem"]:
                 terminal.say(f"job {row['id']}: not all of it can be removed: {row['problem']}", style="red")

@@ -55,14 +55,19 @@ def catch_up(database: Database, spool: Spool, layout: Layout) -> None:
     """Bring the rows of those jobs up to date whose state is not what the database says: a crash, a full disk or a
     power cut came between their entries and their rows. What running jobs tell is followed elsewhere."""
     for job in spool.not_in(database.states()):
-        for index in range(len(job.attempts) if job.state is not State.RUNNING else 0):
-            then = replace(job, attempts=job.attempts[: index + 1])
-            told = fallback_event(then)
-            if told is not None and not database.has_event(then, told.kind):
-                database.apply(then, Reading([told], database.offset(then.id, then.attempt.number), 0))
-            for reading in _readings(then, layout, None, start=database.offset(then.id, then.attempt.number)):
-                database.apply(then, reading)
+        count(database, layout, job, len(job.attempts) if job.state is not State.RUNNING else 0)
         database.put_job(job)
+
+
+def count(database: Database, layout: Layout, job: Job, num_attempts: int) -> None:
+    """Count what the workers of a job's first so many attempts have told and nobody has counted yet."""
+    for index in range(num_attempts):
+        then = replace(job, attempts=job.attempts[: index + 1])
+        told = fallback_event(then)
+        if told is not None and not database.has_event(then, told.kind):
+            database.apply(then, Reading([told], database.offset(then.id, then.attempt.number), 0))
+        for reading in _readings(then, layout, None, start=database.offset(then.id, then.attempt.number)):
+            database.apply(then, reading)
 
 
 def fallback_event(job: Job) -> Event | None:

@@ -203,10 +203,12 @@ def choose(
         wanted = list({job.id: job for job in asked}.values())
     else:
         mine = [job for job in jobs if job.state.is_final and (asker.is_administrator or job.uid == asker.uid)]
-        mine = [job for job in mine if not job.is_pinned]
         if wish.checkpoints and not wish.states:  # a failed one may still be requeued from there
             mine = [job for job in mine if job.state is State.SUCCEEDED]
-        wanted = _beyond(mine, wish, spool, sizes)
+        # A pinned one takes no other's place within a limit; where it lies beyond that itself, it is passed over.
+        wanted = _beyond([job for job in mine if not job.is_pinned], wish, spool, sizes)
+        if any(job.is_pinned for job in mine):
+            wanted = [*wanted, *(job for job in _beyond(mine, wish, spool, sizes) if job.is_pinned)]
     kept = [(job, why) for job in wanted if (why := why_kept(job, needed)) is not None]
     staying = {job.id for job, _ in kept}
     return Choice([job for job in wanted if job.id not in staying], kept)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from honed import foreign
+from honed.event import MAX_TIME
 from honed.layout import AttemptLayout
 
 
@@ -35,6 +36,7 @@ class Exit:
     was_asked: bool = False  #: it had been asked to stop, by whomever
     is_machine_going_down: bool = False  #: its unit ended in a shutdown
     ran: bool = True  #: False where its unit failed before the worker's own process began
+    ended_at: float | None = None  #: seconds since the epoch
 
 
 class NotNowError(OSError):
@@ -89,7 +91,7 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         value = record.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    result = record.get("service_result")
+    ended_at, result = record.get("ended_at"), record.get("service_result")
     return Exit(
         status=number("status"),
         signal=number("signal"),
@@ -99,6 +101,7 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         was_asked=record.get("was_asked") is True,
         is_machine_going_down=_ended_in_shutdown(record),
         ran=record.get("ran") is not False,
+        ended_at=ended_at if isinstance(ended_at, int | float) and 0 <= ended_at <= MAX_TIME else None,
     )
 
 

@@ -273,11 +273,16 @@ def _how_long(found: Findings) -> str:
 def _how_much(found: Findings) -> str:
     if not found.peak_bytes:
         return "Not known: the system does not say."
-    where = "on the GPU" if found.device == "cuda" else "of the process"
     there = f", of {_gib(found.available_bytes)} there" if found.available_bytes else ""
-    estimated = f" (estimated: {_gib(found.estimated_bytes)})" if found.estimated_bytes else ""
+    batch = "with a batch that has the longest row in it"
+    if found.device == "cuda":
+        estimated = f" (estimated: {_gib(found.estimated_bytes)})" if found.estimated_bytes else ""
+        return f"{_gib(found.peak_bytes)} at the peak on the GPU{there}{estimated}, {batch}."
+    # What is measured here is a process, of which most is libraries where the model is small; no estimate has those.
+    alone = f" For the model and its training alone {_gib(found.estimated_bytes)} were estimated."
     return (
-        f"{_gib(found.peak_bytes)} at the peak {where}{there}{estimated}, with a batch that has the longest row in it."
+        f"{_gib(found.peak_bytes)} at the peak of the whole process, Python and its libraries included{there}, {batch}."
+        f"{alone if found.estimated_bytes else ''}"
     )
 
 

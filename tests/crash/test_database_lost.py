@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -191,6 +193,30 @@ def test_what_was_told_between_an_entry_and_its_row_is_caught_up_with(instance: 
     instance.start()
     instance.stop()
     assert dump(path) == before
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["up", "killed"])
+def test_what_the_database_did_not_take_of_an_attempt_is_counted_when_its_job_runs_again(
+    instance: Instance, is_killed: bool
+) -> None:
+    instance.start()
+    path = instance.layout.database_path
+    wait_for(path.exists, what="the database")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute(
+            "CREATE TRIGGER busy BEFORE INSERT ON metrics WHEN NEW.attempt = 1 BEGIN SELECT RAISE(ABORT, 'no'); END"
+        )
+        instance.drop("die", name="die-2-300")
+        job = wait_for(lambda: instance.job("die-2-300"), what="the job")
+        wait_for(lambda: len(instance.starts(job)) == 2, what="the second attempt")
+        assert instance.log.count("its last events are not counted") == 1
+        if is_killed:
+            instance.kill(signal.SIGKILL)
+        holder.execute("DROP TRIGGER busy")
+    if is_killed:
+        instance.start()
+    wait_for(lambda: {row[2] for row in dump(path)["jobs"]} == {"succeeded"}, what="its row")
+    assert rebuilt(instance) == dump(path)
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------

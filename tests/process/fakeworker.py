@@ -7,7 +7,7 @@ explain          ends with mask_invalid, explained   oom          ends with out_
 shrink-N[-PHASE] ends with out_of_memory in that phase (train) until it has taken N steps down the ladder
 full-N           ends with disk_insufficient until N MiB are free
 crash            exit 1 without a word               abort        SIGABRT
-die-N            kills itself with SIGKILL at step N of its first attempt, then resumes
+die-N[-M]        kills itself with SIGKILL at step N of its first attempt, then resumes; M ms for each step after that
 killer           kills itself in every attempt       exit0        exit 0 without a result
 liar             exit 3 with a result of success     garbage      noise among its events, then success
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
@@ -160,7 +160,10 @@ def main() -> int:
             while True:
                 eaten.append(b"x" * 2**22)
         case "die":
-            result("succeeded", steps(10, die_at=int(argument) if number == 1 else None))
+            die_at, _, pause_ms = argument.partition("-")
+            if number == 1:
+                steps(10, die_at=int(die_at))
+            result("succeeded", steps(10, pause=int(pause_ms or 0) / 1000))
         case "killer":
             steps(10, die_at=int(progress_path.read_text()) + 1 if progress_path.exists() else 1)
         case "explain":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -132,6 +133,33 @@ def test_pins_outlive_honed_and_are_shown(instance: Instance) -> None:
     assert answer(instance, "prune", "--older-than", "9d")["jobs"] == []
     assert answer(instance, "unpin", "1")[0]["is_pinned"] is False
     assert [row["id"] for row in answer(instance, "prune", "--older-than", "9d")["removed"]] == [1]
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
+def test_prune_says_in_sentences_what_goes_and_which_pinned_job_it_passes_over(instance: Instance, is_up: bool) -> None:
+    run_jobs(instance, "succeed.a", "succeed.b", "succeed.c")
+    for number in (1, 2, 3):
+        age(instance, number, 10 - number)
+    instance.start()
+    answer(instance, "pin", "1")
+    if not is_up:
+        instance.stop()
+
+    def said(*words: str) -> list[str]:
+        lines = [line for line in honectl(instance, "prune", *words).stdout.splitlines() if "succeeded" not in line]
+        return [re.sub(r"\d+(\.\d)? (files|bytes|[KM]iB)", "N", line) for line in lines]
+
+    stays = "job 1 (succeed.a) stays: it is pinned"
+    assert said("--keep", "2", "--dry-run") == ["no job would be removed", stays]
+    assert said("--keep", "2") == ["no job is removed", stays]
+    assert said("--keep", "2", "--checkpoints", "--dry-run")[0] == "no job's checkpoint would be removed"
+    assert said("--keep", "3") == ["no job is removed"]
+    assert said("--keep", "1", "--dry-run")[:1] == ["1 job would be removed, N in all"]
+    assert said("--keep", "0", "--checkpoints")[-1] == "the checkpoints of 2 jobs were removed: N, N"
+    done = said("--keep", "1")
+    assert (done[0], done[-2:]) == ("1 job is being removed, N in all", [stays, "1 job was removed: N, N"])
+    assert said("--rejected", "--keep", "0") == ["no refused file is removed"]
+    assert said("1", "--dry-run") == ["no job would be removed", stays]
 
 
 def test_an_output_outside_of_honeds_tree_is_never_touched(instance: Instance, tmp_path: Path) -> None:

@@ -110,9 +110,13 @@ def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: Rea
     real.start()
     done = honectl(real, "trial", str(root / "facts.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("It learns them: the loss of 8 rows fell from", "18 rows, 6 held out", "6 steps of", "at the peak",
+    for words in ("It learns them: the loss of 8 rows fell from", "18 rows, 6 held out", "6 steps of",
+                  "at the peak of the whole process, Python and its libraries included", "training alone",
                   "job 1 (trial of facts)", "⟦"):  # fmt: skip
-        assert words in done.stdout, done.stdout
+        assert words in " ".join(done.stdout.split()), done.stdout
+    row = next(line for line in honectl(real, "list").stdout.splitlines() if "trial of facts" in line)
+    assert ("head" in row.split(), "1000000" in row) == (True, False)
+    assert json.loads(honectl(real, "list", "--json").stdout)[0]["priority"] == 1_000_000
     assert real.spool.job(1).priority == 1_000_000
     assert real.spool.job(1).state is State.SUCCEEDED
     assert not (root / "out").exists()

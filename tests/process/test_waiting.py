@@ -4,6 +4,7 @@ limit is ended."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -95,6 +96,39 @@ def test_a_job_held_for_a_failed_one_goes_on_when_that_is_requeued_and_succeeds(
     assert instance.wait_state("succeed.b", State.HELD).error is not None  # its own has not
 
 
+def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
+    for number in (1, 2):
+        instance.drop(str(number), name=f"die-{number}", retry={"max_attempts": 1})
+    instance.drop("3", name="slow-60")
+    instance.drop("4", name="succeed.d", depends_on=["die-1", "die-2", "slow-60"])
+
+    def waits_until(words: str, hint: str) -> None:
+        def is_told() -> bool:
+            job = instance.job("succeed.d")
+            return job is not None and job.error is not None and job.error["message"] == words
+
+        wait_for(is_told, what=words)
+        shown = instance.show("succeed.d")
+        assert (shown["waiting_for"], shown["error"]["hint"]) == ({"reason": "dependency", "detail": words}, hint)
+
+    instance.start()
+    instance.wait_state("succeed.d", State.HELD)
+    failed = "it depends on job 1 (die-1), which failed, and on job 2 (die-2), which failed"
+    again = "honectl requeue 1 2: when these have succeeded, this one goes on; or honectl cancel 4"
+    waits_until(failed, again)
+    instance.client.ask("cancel", id="3")
+    waits_until(f"{failed}, and on job 3 (slow-60), which was cancelled", again.replace("1 2", "1 2 3"))
+    instance.client.ask("requeue", id="2")
+    instance.client.ask("requeue", id="1")
+    wait_for(lambda: (job := instance.job("succeed.d")) and job.held_for == 3, what="held for the last of them")
+    waits_until("it depends on job 3 (slow-60), which was cancelled",
+                "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4")  # fmt: skip
+    instance.client.ask("requeue", id="3")
+    waits_until("it depends on job 3 (slow-60), which was requeued and has not succeeded yet",
+                "when that has succeeded, this one goes on; or honectl cancel 4")  # fmt: skip
+    instance.wait_state("succeed.d", State.SUCCEEDED)
+
+
 def test_a_worker_that_hangs_beyond_its_time_limit_is_ended(instance: Instance) -> None:
     instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\nstop_timeout_sec = 1\n")
     instance.drop("a", name="hang", time_limit_sec=1)
@@ -120,3 +154,27 @@ def test_a_time_limit_counts_the_time_before_a_kill_of_honed(instance: Instance)
     job = instance.wait_state("hang", State.FAILED)
     assert job.outcome == "time_limit"
     assert job.attempt.started_at == began
+
+
+def test_a_time_limit_that_was_enforced_is_the_outcome_though_honed_was_killed_since(instance: Instance) -> None:
+    instance.configure("[jobs]\ntime_limit_grace_sec = 0.2\n")
+    instance.drop("a", name="slow-1000-2", time_limit_sec=1)
+    instance.start()
+    wait_for(lambda: "its time limit is over" in instance.log, what="the limit")
+    instance.kill(signal.SIGKILL)
+    wait_for(instance.layout.job(1).attempt(1).exit_path.exists, what="its end")
+    instance.start()
+    job = instance.wait_state("slow-1000-2", State.FAILED, State.HELD)
+    assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, "time_limit", 1)
+
+
+def test_a_job_that_a_person_stops_before_its_time_limit_while_honed_is_down_is_held(instance: Instance) -> None:
+    instance.drop("a", name="slow-1000", time_limit_sec=600)
+    instance.start()
+    wait_for(lambda: "step 1" in instance.log, what="a step")
+    instance.kill(signal.SIGKILL)
+    attempt = instance.layout.job(1).attempt(1)
+    os.kill(json.loads((attempt.dir / "lock").read_text())["shim_pid"], signal.SIGTERM)
+    wait_for(attempt.exit_path.exists, what="its end")
+    instance.start()
+    assert instance.wait_state("slow-1000", State.FAILED, State.HELD).outcome == "interrupted"
