@@ -56,8 +56,8 @@ BROKEN_BESIDE_UNSLOTH: tuple[tuple[str, str, str], ...] = (
     *(("transformers", f"=={version}", "is refused by Unsloth") for version in ("5.0.0", "5.1.0")),
 )
 
-#: Names under which an experiment tracker's `report_to` name is installed, where it is another.
-TRACKER_PACKAGES = {"comet_ml": "comet-ml", "azure_ml": "azureml-mlflow", "dvclive": "dvclive"}
+#: The oldest of an experiment tracker that transformers can report to: it hands a `bucket_id`, which trackio 0.20 lacks.
+OLDEST_TRACKERS = {"trackio": "0.21.1"}
 
 #: Other names for an architecture, met in the field, which transformers does not know.
 MODEL_TYPE_ALIASES = {

@@ -227,16 +227,20 @@ def report(instance: Instance, options: argparse.Namespace) -> int:
         raise EnvironmentInvalidError(f"{path}: {what}", hint="honed makes it a moment after it has taken the job")
     if not os.access(path, os.R_OK):
         raise NotPermittedError(f"{path}: it is not for you to read", hint="honectl report ID names a job's own")
-    if options.json:
+    if not options.json:
+        print(path, flush=True)  # as it is, for `$(honectl report 7)`; and before what a browser in the terminal draws
+    if options.open:
+        _open(path)
+    if options.json:  # last: of a page that did not open the error is all there is
         terminal.console.print_json(json.dumps({"report": str(path)}))
-    else:
-        print(path)  # as it is, for `$(honectl report 7)`
-    return _open(path) if options.open else 0
+    return 0
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> None:
     import webbrowser
 
     if webbrowser.open(path.as_uri()):
-        return 0
-    raise EnvironmentInvalidError("there is no browser here", hint=f"copy {path} to where there is one: it is one file")
+        return
+    named = os.environ.get("BROWSER")
+    what = f"what BROWSER names did not open it: {named}" if named else "there is no browser here"
+    raise EnvironmentInvalidError(what, hint=f"copy {path} to where there is a browser: it is one file")

@@ -39,8 +39,14 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
     if (chooser := score.chooser(job_spec.training.metric_for_best_model)) is not None:
         score.check(chooser, "training.metric_for_best_model")
     for tracker in job_spec.report_to:
-        if installed.version(tracker) is None:
-            raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {tracker}")
+        found, oldest = installed.version(tracker), installed.OLDEST_TRACKERS.get(tracker)
+        wanted = f"'{tracker}>={oldest}'" if oldest else tracker  # in quotes: > is a shell's, too
+        if found is None:
+            raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {wanted}")
+        if oldest and not installed.fits(found, f">={oldest}"):
+            raise EnvironmentInvalidError(
+                f"report_to: {tracker} {found} is older than transformers needs", hint=f"pip install {wanted}"
+            )
 
 
 def lacking(attached: list[Row], here: Installed) -> list[str]:

@@ -20,6 +20,8 @@ _HIDDEN = re.compile(
     "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
 )
 
+#: On paper nothing scrolls and, as browsers print, no background shows: texts are there to their ends, and what the
+#: color of a background says on a screen is underlined.
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#59636e;--line:#d1d9e0;--card:#f6f8fa;--a:#0550ae;
 --b:#b3470c;--c:#1a7f37;--d:#8250df;--good:#1a7f37;--bad:#c5221f;--warn:#8a5a00;--mark:#d7ecff;--mask:#6b7280}
@@ -43,13 +45,14 @@ svg text{font:11px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-
 .grid{stroke:var(--line);stroke-width:1}.axis{stroke:var(--dim);stroke-width:1}
 .s0{stroke:var(--a)}.s1{stroke:var(--b);stroke-dasharray:6 3}.s2{stroke:var(--c);stroke-dasharray:2 3}
 .s3{stroke:var(--d)}
-path.series{fill:none;stroke-width:1.8;stroke-linejoin:round}circle.series{fill:var(--bg);stroke-width:1.6}
+path.series{fill:none;stroke-width:1.8;stroke-linejoin:round}circle.series{fill:var(--bg);stroke-width:1.6;
+stroke-dasharray:none}
 .bar{fill:var(--a)}.key{display:inline-block;width:22px;height:8px;vertical-align:middle;margin:0 5px 0 10px}
 .key line{stroke-width:2.5}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{text-align:left;vertical-align:top;padding:4px 10px 4px 0;border-bottom:1px solid var(--line)}
 th{font-weight:600;color:var(--dim)}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.short,.word{white-space:nowrap}td,th{overflow-wrap:break-word}td:last-child{overflow-wrap:anywhere}
+.path{overflow-wrap:anywhere}.short,.word{white-space:nowrap}td,th{overflow-wrap:break-word}td:last-child{overflow-wrap:anywhere}
 .sample td:first-child{width:1%;white-space:nowrap}
 pre,.said{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace;white-space:pre-wrap;margin:0;
 overflow-wrap:anywhere}
@@ -58,6 +61,7 @@ pre.block{background:var(--card);border:1px solid var(--line);border-radius:6px;
 overflow-y:auto}
 pre.copy{user-select:all;-webkit-user-select:all}
 .hidden{border:1px solid var(--line);border-radius:3px;color:var(--dim);font-size:.82em;padding:0 2px}
+ins .hidden,.trained .hidden{color:inherit}
 .masked{color:var(--mask)}.trained{background:var(--mark);text-decoration:underline;text-underline-offset:3px}
 .sample{border:1px solid var(--line);border-radius:6px;padding:8px 12px;margin:12px 0}
 .thumb{max-width:96px;max-height:96px;border:1px solid var(--line);border-radius:4px;margin:2px 6px 2px 0;
@@ -69,9 +73,9 @@ border-bottom:1px solid var(--line)}table.stack td{display:block;border:0;paddin
 table.stack td:first-child{width:auto;font-weight:600}}
 @media print{:root{color-scheme:light;--bg:#fff;--fg:#000;--dim:#444;--line:#bbb;--card:#fff;--a:#0550ae;--b:#b3470c;
 --c:#1a7f37;--d:#8250df;--good:#1a7f37;--bad:#c5221f;--warn:#8a5a00;--mark:#d7ecff;--mask:#555}
-body{max-width:none;font-size:11px}.said,pre.block{max-height:60em;overflow:hidden}
+body{max-width:none;font-size:11px}.said,.wide,pre.block{max-height:none;overflow:visible}ins{text-decoration:underline}
 figure,tr,.sample>p{break-inside:avoid}h2,h3{break-after:avoid}
-.plots{grid-template-columns:1fr 1fr}details::details-content{content-visibility:visible;height:auto}}
+.plots{grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr))}details::details-content{content-visibility:visible;height:auto}}
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
 

@@ -393,7 +393,11 @@ def _data(story: Story) -> list[str]:
             parts.append(f'<div class="plots">{drawn}</div>' if drawn else "")
     named = story.shown["spec"].get("datasets") or []
     mixture = [
-        [text(each.get("path")), text(each.get("fraction")), *(text(found.get(f"num_{key}")) for key in _ROWS)]
+        [
+            f'<span class="path">{text(each.get("path"))}</span>',
+            text(each.get("fraction")),
+            *(text(found.get(f"num_{key}")) for key in _ROWS),
+        ]
         for each, found in zip(_dicts(named), _dicts(counts.get("datasets")), strict=False)
     ]
     parts.append(table(("data set", "fraction", *_ROWS), mixture, numbers=frozenset({1, 2, 3, 4})) if mixture else "")

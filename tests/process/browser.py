@@ -29,6 +29,57 @@ _SEEN = """
 }))()
 """
 
+#: Of all that is written, what stands out from its background by less than 4.5 to 1, and of all that is drawn, by less
+#: than 3 to 1 (WCAG 2.1, 1.4.3 and 1.4.11); and how many of each there are.
+_CONTRASTS = """
+(() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => channels(color).slice(0, 3)
+    .map(one => one / 255).map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (element) => {
+    for (; element; element = element.parentElement) {
+      const color = getComputedStyle(element).backgroundColor;
+      if ((channels(color)[3] ?? 1) > 0) return color;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const ratio = (color, element) => {
+    const [low, high] = [light(color), light(behind(element))].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const weak = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let written = 0, drawn = 0;
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, said = texts.currentNode.data.trim();
+    if (!said || element.tagName === 'title' || !element.checkVisibility()) continue;
+    written += 1;
+    const style = getComputedStyle(element), found = ratio(element.closest('svg') ? style.fill : style.color, element);
+    if (found < 4.5) weak.push([said.slice(0, 40), found]);
+  }
+  for (const element of document.querySelectorAll('.series, .axis, .bar, .key line')) {
+    drawn += 1;
+    const style = getComputedStyle(element), color = element.matches('.bar') ? style.fill : style.stroke;
+    if (ratio(color, element) < 3) weak.push([element.outerHTML.slice(0, 60), ratio(color, element)]);
+  }
+  return {weak, written, drawn, page: getComputedStyle(document.body).backgroundColor};
+})()
+"""
+#: What lies in part where paper does not show it: in a box that scrolls, or beyond the right edge; rows without height;
+#: and words that only the color of their background tells from others.
+_HIDDEN_IN_PRINT = """
+(() => {
+  const all = [...document.body.querySelectorAll('*')].filter(one => !one.closest('svg') && one.checkVisibility());
+  const cut = all.filter(one => getComputedStyle(one).overflow !== 'visible'
+      && (one.scrollWidth > one.clientWidth || one.scrollHeight > one.clientHeight));
+  const beyond = all.filter(one => one.getBoundingClientRect().right > innerWidth + 0.5);
+  const shut = [...document.querySelectorAll('tr')].filter(one => !one.getBoundingClientRect().height);
+  const bare = [...document.querySelectorAll('ins, .trained')]
+    .filter(one => getComputedStyle(one).textDecorationLine !== 'underline');
+  return [...new Set([...cut, ...beyond, ...shut, ...bare])].map(one => one.outerHTML.slice(0, 80));
+})()
+"""
+
 
 @dataclass
 class Browser:
@@ -103,11 +154,23 @@ class Browser:
         """What there is to see now."""
         return {**self.value(_SEEN), "complaints": list(self.complaints)}
 
-    def picture(self, path: Path, *, scheme: str = "light", media: str = "screen") -> None:
-        """The whole page, for a person to look at."""
+    def emulate(self, *, scheme: str = "light", media: str = "screen") -> None:
+        """What the page is shown on from now on."""
         self.ask(
             "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
+
+    def contrasts(self) -> dict[str, Any]:
+        """`weak`: what can hardly be read, of so much `written` and `drawn`; `page`: the color of its background."""
+        return dict(self.value(_CONTRASTS))
+
+    def hidden_in_print(self) -> list[str]:
+        """The beginnings of the elements that paper would not show as they are."""
+        return list(self.value(_HIDDEN_IN_PRINT))
+
+    def picture(self, path: Path, *, scheme: str = "light", media: str = "screen") -> None:
+        """The whole page, for a person to look at."""
+        self.emulate(scheme=scheme, media=media)
         made = self.ask("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         path.write_bytes(base64.b64decode(made["data"]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -225,6 +226,39 @@ def test_honectl_names_the_page(instance: Instance) -> None:
     refused = honectl("report", "1")
     assert refused.returncode != 0
     assert "has no report yet" in refused.stderr
+
+
+def test_honectl_opens_a_page_in_the_browser_and_says_where_there_is_none(instance: Instance) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    page, index, asked = instance.layout.job(1).report_path, instance.layout.index_path, instance.root / "asked"
+    opens, fails = instance.root / "opens", instance.root / "fails"
+    opens.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >>'{asked}'\n")
+    fails.write_text("#!/bin/sh\nexit 3\n")
+    programs = instance.root / "programs"  # in place of PATH: no text browser of this machine's
+    programs.mkdir()
+    bare = {key: value for key, value in os.environ.items() if key not in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")}
+    for path in (opens, fails):
+        path.chmod(0o755)
+
+    def honectl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "report", "--open", *arguments]
+        settings = {**bare, "PATH": str(programs), **environment}
+        return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+
+    done = [honectl("succeed", BROWSER=str(opens)), honectl(BROWSER=str(opens))]
+    assert [(each.returncode, each.stdout) for each in done] == [(0, f"{page}\n"), (0, f"{index}\n")]
+    assert asked.read_text().splitlines() == [page.as_uri(), index.as_uri()]
+    told = [honectl("1"), honectl("1", BROWSER=str(fails)), honectl("1", BROWSER="/nonexistent/browser")]
+    assert [(each.returncode, each.stdout) for each in told] == [(69, f"{page}\n")] * 3
+    words = ["there is no browser here", f"what BROWSER names did not open it: {fails}",
+             "what BROWSER names did not open it: /nonexistent/browser"]  # fmt: skip
+    assert [each.stderr.splitlines()[0] for each in told] == [f"honectl: {what}" for what in words]
+    assert all(f"copy {page} to where there is a browser" in " ".join(each.stderr.split()) for each in told)
+    assert json.loads(honectl("1", "--json").stdout)["error"]["message"] == "there is no browser here"
+    page.unlink()
+    assert "has no report yet" in honectl("1", BROWSER=str(opens)).stderr
+    assert len(asked.read_text().splitlines()) == 2, "a page that is not there is not opened"
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import browser
 import pytest
+from browser import Browser
 from harness import RealInstance
 from test_report import Page
 
@@ -19,6 +20,8 @@ SHORT = {
     "lora": {"r": 4}, "backend": "transformers", "eval_split": 0.25,
     "training": {"max_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2},
 }  # fmt: skip
+#: Pixels (96 an inch) that paper leaves between margins of a centimeter.
+A4, A4_ON_ITS_SIDE, A5 = 718, 1047, 484
 
 
 def with_hostile_questions(path: Path) -> Path:
@@ -78,3 +81,22 @@ def test_the_pages_of_a_text_job_and_of_a_vision_job_are_whole_at_both_widths(re
                     assert box["height"] >= 140
                     assert 0 <= box["left"] < box["right"] <= width
                 assert len(seen["pictures"]) == (2 if name == "sees" else 0), "a thumbnail for each example"
+            can_be_read_in_light_in_the_dark_and_on_paper(chromium, path)
+
+
+def can_be_read_in_light_in_the_dark_and_on_paper(chromium: Browser, path: Path) -> None:
+    for scheme, color in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(15, 19, 24)")):
+        chromium.emulate(scheme=scheme)
+        found = chromium.contrasts()
+        assert (found["weak"], found["page"]) == ([], color)
+        assert found["written"] > 100
+        assert found["drawn"] > 20
+    for width in A4, A4_ON_ITS_SIDE, A5:
+        chromium.emulate(scheme="dark", media="print")  # paper is white, whatever the screen was
+        seen = chromium.look(path, width=width)
+        assert seen["scrolls"] <= seen["width"] == width
+        assert chromium.hidden_in_print() == []
+        assert seen["smallest"] >= 9.3, "7 points: one can read the axes"
+        found = chromium.contrasts()
+        assert (found["weak"], found["page"]) == ([], "rgb(255, 255, 255)")
+    chromium.emulate()

@@ -15,7 +15,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import wandbserver
@@ -26,6 +27,8 @@ from wandbserver import WandbServer
 from honed import offlinerun
 from honed.job import Job, State
 from honed.layout import Layout
+from honed.worker import tracker
+from honed.worker.assignment import Assignment
 from zoo.model import build_checkpoint, write_facts
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
@@ -277,3 +280,27 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
     assert list(offlinerun.waiting(outbox)) == [], log_path.read_text()
     assert [row["loss"] for row in server.streams["wandb-history.jsonl"]] == [0, 1, 2]
     assert json.loads((offlinerun.synced_dir(outbox) / f"1.{run.name}.json").read_text())["run"] == f"1.{run.name}"
+
+
+def test_mlflow_and_trackio_are_told_to_write_beside_the_job_and_to_call_nobody() -> None:
+    """Whatever honed's own environment says of them; mlflow's telemetry asks its makers' server as soon as it logs."""
+    job = SimpleNamespace(
+        spec=SimpleNamespace(report_to=["mlflow", "trackio"]), layout=SimpleNamespace(dir=Path("/jobs/7"))
+    )
+    environment = {
+        "HOME": "/root", "MLFLOW_TRACKING_URI": "https://mlflow.example", "MLFLOW_TRACKING_TOKEN": "s3cret",
+        "MLFLOW_RUN_ID": "4711", "MLFLOW_EXPERIMENT_NAME": "ours", "TRACKIO_SERVER_URL": "https://trackio.example",
+        "TRACKIO_SPACE_ID": "we/space", "TRACKIO_BUCKET_ID": "we/bucket", "TRACKIO_WEBHOOK_URL": "https://hook.example",
+    }  # fmt: skip
+    tracker.prepare(cast("Assignment", job), environment)
+    assert environment == {
+        "HOME": "/root", "MLFLOW_TRACKING_URI": "sqlite:////jobs/7/mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_EXPERIMENT_NAME": "ours", "HF_MLFLOW_LOG_ARTIFACTS": "false", "TRACKIO_DIR": "/jobs/7/trackio",
+    }  # fmt: skip
+
+
+def test_a_job_that_reports_to_one_tracker_has_the_environment_of_no_other() -> None:
+    job = SimpleNamespace(spec=SimpleNamespace(report_to=["trackio"]), layout=SimpleNamespace(dir=Path("/jobs/7")))
+    environment = {"MLFLOW_TRACKING_URI": "x"}
+    tracker.prepare(cast("Assignment", job), environment)
+    assert environment == {"MLFLOW_TRACKING_URI": "x", "TRACKIO_DIR": "/jobs/7/trackio"}

@@ -346,7 +346,24 @@ def test_a_template_that_is_a_pipe_is_not_waited_for(desk: Desk) -> None:
 def test_a_tracker_that_is_not_installed_is_told(desk: Desk) -> None:
     with pytest.raises(EnvironmentInvalidError, match="report_to: trackio is not installed") as raised:
         desk.check(report_to=["trackio"])
-    assert raised.value.hint == "pip install trackio"
+    assert raised.value.hint == "pip install 'trackio>=0.21.1'"
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [("0.20.2", False), ("0.21.1", True), ("0.43.0", True)])
+def test_a_tracker_that_transformers_cannot_report_to_is_told_before_training(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, version: str, *, is_taken: bool
+) -> None:
+    """pip takes one from years ago where a newer one does not go with what is installed."""
+    metadata = desk.path / f"packages/trackio-{version}.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: trackio\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(desk.path / "packages")
+    if is_taken:
+        assert desk.check(report_to=["trackio"]).plan
+        return
+    with pytest.raises(EnvironmentInvalidError, match="report_to: trackio .* is older than transformers") as raised:
+        desk.check(report_to=["trackio"])
+    assert raised.value.hint == "pip install 'trackio>=0.21.1'"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,54 @@ def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says
     said = [text for text in ended.messages("info") if "predictions are left out at this evaluation" in text]
     assert [text.split(":")[0] for text in said] == ["step 2", "step 4"]
     assert [item["step"] for item in ended.of("guard")] == [0, 2, 4, 6], "the guard has time of its own"
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The right answers of all that was asked with the metric `counted`, which comes in through an entry point."""
+    path, packages = tmp_path / "asked", tmp_path / "packages"
+    info = packages / "counting_metric-1.0.dist-info"
+    info.mkdir(parents=True)
+    code = f"def counted(text, truth):\n    print(truth, file=open({str(path)!r}, 'a'))\n    return 1.0\n"
+    (packages / "counting_metric.py").write_text(code)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting-metric\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[honed.metrics]\ncounted = counting_metric:counted\n")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.delitem(sys.modules, "counting_metric", raising=False)
+    return lambda: path.read_text().splitlines()
+
+
+def test_a_guard_asks_a_hundred_unless_told_otherwise_whatever_time_predictions_have(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, asked: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(budget, "MIN_RUN_SEC", 0.0)
+    rows = [{"prompt": f"Number {n}?", "completion": f"n{n}"} for n in range(208)]
+    ended = make_job(
+        rows=rows, lora=LORA, eval_split=0.5, training={"max_steps": 4, "per_device_eval_batch_size": 64} | EVERY_2,
+        guard={"metric": "counted", "patience": 9}, predictions={"max_share": 1e-6, "max_new_tokens": 2},
+    ).run()  # fmt: skip
+    assert ended.status == 0, ended.result
+    assert [item["step"] for item in ended.of("predictions")] == [0, 4], "no time for those on the way"
+    assert [len(item["rows"]) for item in ended.of("predictions")] == [5, 5]
+    assert [item["step"] for item in ended.of("guard")] == [0, 2, 4]
+    rounds = [asked()[start : start + 100] for start in range(0, len(asked()), 100)]
+    assert [len(set(each)) for each in rounds] == [100, 100, 100]
+    assert rounds[0] == rounds[1] == rounds[2]
+
+
+def test_a_guard_asks_all_where_there_are_fewer_and_spends_nothing_of_the_predictions_time(
+    make_job: MakeJob, asked: Callable[[], list[str]]
+) -> None:
+    job = make_job(
+        num_rows=12, lora=LORA, eval_split=0.5, training={"max_steps": 2, "save_steps": 2},
+        guard={"metric": "counted"}, predictions={"sample_frequency": "off", "max_new_tokens": 2},
+    )  # fmt: skip
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    assert len(asked()) == 2 * ended.of("data")[0]["num_eval"] == 12
+    [manifest] = (job.dir / "checkpoints").glob("checkpoint-2/MANIFEST.json")
+    progress = json.loads(manifest.read_text())["progress"]
+    assert (progress["prediction_sec"], progress["guard_before"]) == (0, 1)
 
 
 def test_a_guard_with_nothing_to_compare_with_ends_the_job_before_training(make_job: MakeJob) -> None:

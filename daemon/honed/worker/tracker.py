@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 
 from honed.worker.assignment import Assignment
 
@@ -29,8 +29,17 @@ def prepare(job: Assignment, environment: MutableMapping[str, str] = os.environ)
     if "tensorboard" in asked:
         environment["TENSORBOARD_LOGGING_DIR"] = str(directory / "tensorboard" / str(job.attempt.dir.name))
     if "mlflow" in asked:
+        _forget(environment, "MLFLOW_", but=("MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"))
         environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{directory}/mlflow.db"
+        # It asks an address of its makers' what to tell them, and keeps a number for that in the home directory.
+        environment["MLFLOW_DISABLE_TELEMETRY"] = "true"
         environment["HF_MLFLOW_LOG_ARTIFACTS"] = "false"
     if "trackio" in asked:
+        _forget(environment, "TRACKIO_")
         environment["TRACKIO_DIR"] = str(directory / "trackio")
-        environment.pop("TRACKIO_SPACE_ID", None)
+
+
+def _forget(environment: MutableMapping[str, str], prefix: str, *, but: Collection[str] = ()) -> None:
+    """What honed's own environment says of a tracker: a server, a Space, a bucket, a webhook, a run to go on with."""
+    for name in [name for name in environment if name.startswith(prefix) and name not in but]:
+        del environment[name]
