@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, Instance
+from cgroup import limited_to
+from harness import HERE, Instance, RealInstance
 
 from honed.job import State
 from zoo.model import build_checkpoint
@@ -17,6 +19,8 @@ from zoo.model import build_checkpoint
 LENGTH, VOCABULARY = 512, 65_536
 #: Bytes by which a worker may grow. It was seen to by 3.5 GiB with batches of 8, by 2.0 with 4, by 1.2 with 2.
 LIMIT_BYTES = int(1.55 * 2**30)
+#: Bytes that honed, a worker and all between may have resident. A worker was seen to take 3.5 GiB with batches of 7, 1.1 with 1.
+CGROUP_BYTES = 2 << 30
 
 
 class LimitedInstance(Instance):
@@ -84,3 +88,28 @@ def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(
         assert text in limited.log
     shown = limited.show("long")
     assert [each["text"] for each in shown["adjustments"]] == texts
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_and_honed_lives_on(
+    real: RealInstance, large_model: Path, tmp_path: Path
+) -> None:
+    """honed, too, is in the cgroup that has no memory left; the kernel takes the largest, which is the worker."""
+    real.model, real.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
+    real.configure("[device]\ngpus = []\n")
+    real.drop("long", **{**KEYS, "training": {**KEYS["training"], "per_device_train_batch_size": 7}})
+    with limited_to(CGROUP_BYTES, "ladder") as cgroup:
+        enter = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
+        real.command = ("sh", "-c", enter, "sh", *RealInstance.command)
+        real.start("--drain")
+        assert real.wait(deadline_sec=280.0) == 0
+    job = real.job("long")
+    assert job is not None
+    assert job.state is State.SUCCEEDED, real.log
+    assert [attempt.outcome for attempt in job.attempts] == ["out_of_memory", "succeeded"]
+    assert job.num_failures == 0
+    ended = json.loads(real.layout.job(job.id).attempt(1).exit_path.read_text())
+    assert (ended["signal"], ended["was_out_of_memory"]) == (signal.SIGKILL, True)
+    text = "per_device_train_batch_size 7 → 1, gradient_accumulation_steps 1 → 7"
+    assert [each.text for each in job.adjustments] == [text]
+    assert text in real.log
+    assert real.log.count(" ready: ") == 1
