@@ -561,7 +561,9 @@ class Attempts:
         if was_killed and phase in ladder.WITHOUT_BATCHES:
             return Remedy()
         words = f"{problem.message}; in {phase}, {ladder.end_words(job.adjustments)}"
-        return Remedy(error=error.OutOfMemoryError(words, hint=_NO_STEP_HINT), is_last=True)
+        leave = ladder.leave(spec, media, num_frames) if phase not in ladder.WITHOUT_BATCHES else None
+        hint = f"{leave}; or {_NO_STEP_HINT}" if leave else _NO_STEP_HINT
+        return Remedy(error=error.OutOfMemoryError(words, hint=hint), is_last=True)
 
     def has_room(self, job: Job, num_bytes: int | None = None) -> bool:
         """Whether there is the free space that a job waits for."""

@@ -130,6 +130,15 @@ def _shrunk(limits: Mapping[str, Any], media: Sequence[str], num_frames: int) ->
         yield _halved("media", "max_pixels", pixels)
 
 
+def leave(spec: Mapping[str, Any], media: Sequence[str], num_frames: int) -> str | None:
+    """What its owner could allow where no step is left; None where that would bring none."""
+    if (spec.get("retry") or {}).get("may_shrink_media") or not any(
+        _shrunk(spec.get("media") or {}, media, num_frames)
+    ):
+        return None
+    return "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
+
+
 def _halved(section: str, name: str, value: int) -> Rung:
     return f"{section}.{name} {value} → {value // 2}", {f"{section}.{name}": value // 2}
 

@@ -204,6 +204,12 @@ class Messenger:
                     return Verdict.REFUSED, "nobody is named"
         except EnvironmentInvalidError as error:
             return Verdict.LATER, error.message
+        except ssl.SSLCertVerificationError as error:
+            host = config.smtp_host if "mail" in notice.to else "the webhook's host"
+            return Verdict.LATER, (
+                f"{host} has a certificate that is not trusted here: {error.verify_message}. An authority of your own: "
+                "add it to the system's, or name its file as SSL_CERT_FILE in honed-send's environment"
+            )
         except Exception as error:  # noqa: BLE001 - what a stranger answers must not end the thread in silence
             return Verdict.LATER, f"{type(error).__name__}: {error}"
 

@@ -1,4 +1,4 @@
-"""A mail server and a chat's webhook that keep what they get, and misbehave on demand."""
+"""A mail server, with TLS and without, and a chat's webhook, that keep what they get, and misbehave on demand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import email
 import email.policy
 import json
 import socketserver
+import ssl
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,19 +20,39 @@ from listener import Listener, Quiet
 
 
 class _Talk(socketserver.StreamRequestHandler):
-    """One SMTP conversation, as far as honed goes: EHLO, AUTH PLAIN or LOGIN, MAIL, RCPT, DATA, QUIT."""
+    """One SMTP conversation, as far as honed goes: EHLO, STARTTLS, AUTH PLAIN, MAIL, RCPT, DATA, QUIT."""
+
+    def setup(self) -> None:
+        self.office: PostOffice = self.server.office  # type: ignore[attr-defined]
+        self.is_private = False
+        if self.office.security == "tls":
+            self._go_private()
+        super().setup()
+
+    def _go_private(self) -> None:
+        assert self.office.tls is not None
+        self.request = self.office.tls.wrap_socket(self.request, server_side=True)
+        self.is_private = True
 
     def handle(self) -> None:
-        office: PostOffice = self.server.office  # type: ignore[attr-defined]
+        office = self.office
         if office.is_silent:
             time.sleep(5)
             return
         self._say("220 post office")
         while line := self.rfile.readline().decode().strip():
             verb = line.split(":")[0].split(" ")[0].upper()
+            if not self.is_private:
+                office.in_clear.append(verb)
             match verb:
                 case "EHLO":
-                    self._say("250-post office\r\n250-AUTH PLAIN\r\n250 SMTPUTF8")
+                    self._say(
+                        "250-post office" + "".join(f"\r\n250-{each}" for each in self._offers()) + "\r\n250 SMTPUTF8"
+                    )
+                case "STARTTLS":
+                    self._say("220 go on")
+                    self._go_private()
+                    super().setup()
                 case "AUTH":
                     office.logins.append(line.split(" ")[2])
                     self._say("235 welcome")
@@ -54,6 +76,12 @@ class _Talk(socketserver.StreamRequestHandler):
                 case _:
                     self._say("250 ok")
 
+    def _offers(self) -> list[str]:
+        """As real servers do, it takes passwords in private alone, where that is to be had."""
+        if self.office.security == "starttls" and not self.is_private:
+            return ["STARTTLS"]
+        return ["AUTH PLAIN"]
+
     def _say(self, line: str) -> None:
         self.wfile.write(f"{line}\r\n".encode())
 
@@ -63,15 +91,23 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that does not trust us hangs up in the handshake."""
+        if not isinstance(sys.exception(), ssl.SSLError):
+            super().handle_error(request, client_address)
+
 
 class PostOffice:
-    """Listens on a port of its own from the first `up` on."""
+    """Listens on a port of its own from the first `up` on. `security` is what it offers, as smtp_security names it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, security: str = "none", tls: ssl.SSLContext | None = None) -> None:
+        self.security = security
+        self.tls = tls
         self.mails: dict[str, EmailMessage] = {}  #: by Message-ID
         self.num_times: Counter[str] = Counter()
         self.rcpt_answers: list[str] = []
         self.logins: list[str] = []
+        self.in_clear: list[str] = []  #: the verbs that anybody on the way could read
         self.num_hang_ups = 0
         self.is_silent = False
         self.port = 0

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, Instance
+from cgroup import limited_to
+from harness import HERE, Instance, RealInstance
+from PIL import Image
 
+from honed import event
 from honed.job import State
 from zoo.model import build_checkpoint
+from zoo.vision import build_vision_checkpoint
 
 #: Tokens of a row and of the vocabulary: the logits of a row and what the loss makes of them are nearly all there is.
 LENGTH, VOCABULARY = 512, 65_536
 #: Bytes by which a worker may grow. It was seen to by 3.5 GiB with batches of 8, by 2.0 with 4, by 1.2 with 2.
 LIMIT_BYTES = int(1.55 * 2**30)
+#: Bytes that honed and all that it starts may have resident. A worker with batches of 7 wants more, and one with single
+#: rows was seen to have 1.1 GiB.
+CGROUP_BYTES = 2 << 30
+#: Pixels of a picture at first, and bytes by which a worker may grow that sees it: it was seen to have 2.8 GiB in all,
+#: and 1.7 with half of the pixels, which are half of the tokens; 0.6 is there before it sees any.
+MAX_PIXELS, SEEING_LIMIT_BYTES = 1 << 20, int(1.75 * 2**30)
 
 
 class LimitedInstance(Instance):
@@ -57,6 +69,32 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hardly any weights, a large vocabulary, and eyes that take in large pictures."""
+    from transformers import AutoModelForImageTextToText
+
+    place = tmp_path_factory.mktemp("seeing") / "model"
+    build_vision_checkpoint(place, "qwen2_5_vl", max_position_embeddings=4096)
+    model = AutoModelForImageTextToText.from_pretrained(place)
+    model.resize_token_embeddings(2 * VOCABULARY)
+    model.save_pretrained(place)
+    settings = json.loads((place / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] = 2 * MAX_PIXELS
+    (place / "preprocessor_config.json").write_text(json.dumps(settings))
+    return place
+
+
+def write_picture(path: Path) -> Path:
+    """A row with a picture of as many pixels as are allowed."""
+    size = math.isqrt(MAX_PIXELS)
+    Image.new("RGB", (size, size), "blue").save(path.with_suffix(".png"))
+    parts = [{"type": "image", "image": f"{path.stem}.png"}, {"type": "text", "text": "Which color?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "blue"}]}
+    path.write_text(f"{json.dumps(row)}\n" * 2)
+    return path
+
+
 KEYS: dict[str, Any] = {
     "lora": {"r": 2}, "dtype": "float32", "backend": "transformers", "predictions": {"sample_frequency": "off"},
     "retry": {"max_attempts": 1},
@@ -84,3 +122,57 @@ def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(
         assert text in limited.log
     shown = limited.show("long")
     assert [each["text"] for each in shown["adjustments"]] == texts
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_and_honed_lives_on(
+    real: RealInstance, large_model: Path, tmp_path: Path
+) -> None:
+    """honed, too, is in the cgroup that has no memory left; the kernel takes the largest, which is the worker."""
+    real.model, real.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
+    real.configure("[device]\ngpus = []\n")
+    real.drop("long", **{**KEYS, "training": {**KEYS["training"], "per_device_train_batch_size": 7}})
+    with limited_to(CGROUP_BYTES, "ladder") as cgroup:
+        enter = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
+        real.command = ("sh", "-c", enter, "sh", *RealInstance.command)
+        real.start("--drain")
+        assert real.wait(deadline_sec=280.0) == 0
+    job = real.job("long")
+    assert job is not None
+    assert job.state is State.SUCCEEDED, real.log
+    assert [attempt.outcome for attempt in job.attempts] == ["out_of_memory", "succeeded"]
+    assert job.num_failures == 0
+    ended = json.loads(real.layout.job(job.id).attempt(1).exit_path.read_text())
+    assert (ended["signal"], ended["was_out_of_memory"]) == (signal.SIGKILL, True)
+    text = "per_device_train_batch_size 7 → 1, gradient_accumulation_steps 1 → 7"
+    assert [each.text for each in job.adjustments] == [text]
+    assert text in real.log
+    assert real.log.count(" ready: ") == 1
+
+
+def test_pictures_become_smaller_where_the_job_allows_it_and_it_is_told_of_where_it_does_not(
+    limited: LimitedInstance, seeing_model: Path, tmp_path: Path
+) -> None:
+    limited.model, limited.dataset = seeing_model, write_picture(tmp_path / "seen.jsonl")
+    training = {"max_steps": 2, "per_device_train_batch_size": 1, "max_length": None}
+    keys = {**KEYS, "training": training, "media": {"max_pixels": MAX_PIXELS}}
+    limited.drop("sharp", **keys)
+    limited.drop("seen", **{**keys, "retry": {"max_attempts": 1, "may_shrink_media": True}})
+    limited.run(SEEING_LIMIT_BYTES)
+    sharp, seen = limited.job("sharp"), limited.job("seen")
+    assert sharp is not None
+    assert seen is not None
+    assert (sharp.state, sharp.outcome, len(sharp.attempts)) == (State.FAILED, "out_of_memory", 1), limited.log
+    assert sharp.error is not None
+    assert "in train, no step down the ladder helps here" in sharp.error["message"]
+    assert "retry.may_shrink_media: true" in sharp.error["hint"]
+    assert seen.state is State.SUCCEEDED, limited.log
+    assert [attempt.outcome for attempt in seen.attempts] == ["out_of_memory", "succeeded"]
+    text = f"media.max_pixels {MAX_PIXELS} → {MAX_PIXELS // 2}"
+    assert f"memory ran out; the next attempt goes on with {text}" in limited.log
+    before, after = (event.read(limited.layout.job(seen.id).attempt(number).events_path, 0).events for number in (1, 2))
+    assert [step["text"] for each in after if each.kind == "adjusted" for step in each.data["steps"]] == [text]
+    num_before, num_after = (
+        next(each.data["num_tokens"] for each in events if each.kind == "data") for events in (before, after)
+    )
+    assert num_after < 0.6 * num_before, "the model sees less"
+    assert text in limited.layout.job(seen.id).report_path.read_text(encoding="utf-8")

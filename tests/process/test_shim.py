@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cgroup import limited_to
 from harness import wait_for
 
 from honed import jobunit, shim
@@ -130,18 +131,8 @@ EAT = "import sys; print('up'); sys.stdin.readline(); eaten = []\nwhile True: ea
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup of 64 MiB, of the version that this machine has."""
-    base = Path("/sys/fs/cgroup")
-    is_first = (base / "memory").is_dir()
-    made = (base / "memory" if is_first else base) / f"honed-shim-{os.getpid()}"
-    try:
-        made.mkdir()
-        (made / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"needs a memory cgroup of its own: {error.strerror}")
-    yield made
-    wait_for(lambda: not (made / "cgroup.procs").read_text(), what="the end of its processes")
-    made.rmdir()
+    with limited_to(64 << 20, "shim") as made:
+        yield made
 
 
 def put_into(cgroup: Path, *pids: int) -> None:

@@ -78,6 +78,11 @@ def test_frames_and_pixels_are_only_touched_with_leave() -> None:
     spec: dict[str, Any] = {"training": {"per_device_train_batch_size": 1}, "media": {"max_pixels": 70_000}}
     seen: dict[str, Any] = {"rows_with": ("image", "video"), "num_frames": 4}
     assert steps(**spec, **seen) == []
+    assert ladder.leave(spec, ("image",), 0) == (
+        "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
+    )
+    assert ladder.leave(spec, (), 0) is None
+    assert ladder.leave({**spec, "retry": {"may_shrink_media": True}}, ("image",), 0) is None
     assert steps(retry={"may_shrink_media": True}, **spec, **seen) == [
         "media.num_frames 4 → 2", "media.num_frames 2 → 1",
         "media.max_pixels 70000 → 35000", "media.max_pixels 35000 → 17500",

@@ -1,0 +1,133 @@
+"""A mail server is talked to in private, or not at all: STARTTLS and TLS, with certificates made by openssl."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import Instance, wait_for
+from postbox import PostOffice
+
+from honed import notification
+
+SECURITIES = ("starttls", "tls")
+#: What anybody on the way may read before the connection is private.
+PRELUDE = {"starttls": ["EHLO", "STARTTLS"], "tls": []}
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority of one's own, as a lab has, and a certificate of its for `localhost`."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    @property
+    def server_side(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make certificates")
+    place = tmp_path_factory.mktemp("certificates")
+
+    def openssl(name: str, *arguments: str) -> None:
+        new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        command = ["openssl", "req", "-x509", *new, *files, "-subj", f"/CN={name}", *arguments]
+        subprocess.run(command, cwd=place, check=True, capture_output=True)
+
+    openssl("ca", "-addext", "keyUsage=critical,keyCertSign")
+    leaf = ["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"]
+    openssl("server", *leaf, "-CA", "ca.pem", "-CAkey", "ca.key")
+    return Authority(place / "ca.pem", place / "server.pem", place / "server.key")
+
+
+@contextlib.contextmanager
+def opened(office: PostOffice) -> Iterator[PostOffice]:
+    try:
+        yield office
+    finally:
+        office.down()
+
+
+def set_up(instance: Instance, office: PostOffice, *, security: str, host: str = "localhost") -> None:
+    password = instance.root / "smtp-password"
+    password.write_text("s3cret\n")
+    instance.configure(
+        f'[notify]\nallowed_mail_domains = ["example.org"]\nmail_from = "honed@example.org"\nsmtp_host = "{host}"\n'
+        f'smtp_port = {office.port}\nsmtp_security = "{security}"\nsmtp_user = "me"\n'
+        f'smtp_password_file = "{password}"\nretry_delay_sec = 0.05\nmax_retry_delay_sec = 0.2\n'
+    )
+
+
+def drop(instance: Instance) -> None:
+    instance.drop("a", name="succeed.a", notify={"mail": "anna@example.org"})
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+def test_mail_and_password_go_to_a_server_that_is_trusted_and_in_private(
+    instance: Instance, authority: Authority, security: str
+) -> None:
+    instance.environment["SSL_CERT_FILE"] = str(authority.ca)
+    with opened(PostOffice(security=security, tls=authority.server_side)) as office:
+        set_up(instance, office, security=security)
+        drop(instance)
+        assert instance.drain() == 0
+    assert [mail["To"] for mail in office.mails.values()] == ["anna@example.org"]
+    assert [base64.b64decode(login) for login in office.logins] == [b"\0me\0s3cret"]
+    assert office.in_clear == PRELUDE[security]
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+@pytest.mark.parametrize(
+    ("host", "is_trusted", "why"),
+    [("localhost", False, "unable to get local issuer certificate"), ("127.0.0.1", True, "IP address mismatch")],
+    ids=["another authority", "another name"],
+)
+def test_a_server_that_may_be_another_is_told_nothing_and_the_mail_waits_until_it_is_known(
+    instance: Instance, authority: Authority, security: str, host: str, is_trusted: bool, why: str
+) -> None:
+    if is_trusted:
+        instance.environment["SSL_CERT_FILE"] = str(authority.ca)
+    with opened(PostOffice(security=security, tls=authority.server_side)) as office:
+        set_up(instance, office, security=security, host=host)
+        drop(instance)
+        instance.start()
+        said = wait_for(lambda: [line for line in instance.log.splitlines() if "tried again" in line], what="the word")
+        assert f"{host} has a certificate that is not trusted here: {why}" in said[0]
+        assert set(office.in_clear) == set(PRELUDE[security])
+        assert not office.mails
+        assert not office.logins
+        assert len(notification.waiting(instance.layout)) == 1
+        instance.stop()
+        set_up(instance, office, security=security)
+        instance.environment["SSL_CERT_FILE"] = str(authority.ca)
+        assert instance.drain() == 0
+        assert list(office.num_times.values()) == [1]
+        assert notification.waiting(instance.layout) == []
+
+
+def test_nothing_is_sent_in_the_clear_where_a_server_or_somebody_on_the_way_offers_no_starttls(
+    instance: Instance,
+) -> None:
+    with opened(PostOffice()) as office:
+        set_up(instance, office, security="starttls")
+        drop(instance)
+        instance.start()
+        wait_for(lambda: "STARTTLS extension not supported by server" in instance.log, what="the word")
+        instance.stop()
+        assert set(office.in_clear) <= {"EHLO", "QUIT", "RSET"}
+        assert len(notification.waiting(instance.layout)) == 1
