@@ -26,7 +26,8 @@ class WatchedTrainer(Trainer):
         self._losses: list[Any] = []  #: of the step's batches
         self._looked_step = -1
         self._is_save_withheld = False
-        if assignment.adjustments and not self.model_accepts_loss_kwargs:
+        is_divided = any("training.gradient_accumulation_steps" in each.changes for each in assignment.adjustments)
+        if is_divided and not self.model_accepts_loss_kwargs:
             self._tell(
                 f"{model_type} averages its loss batch by batch: the parts of a divided batch count the same, "
                 "however many tokens they have"
