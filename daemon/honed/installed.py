@@ -56,7 +56,7 @@ BROKEN_BESIDE_UNSLOTH: tuple[tuple[str, str, str], ...] = (
     *(("transformers", f"=={version}", "is refused by Unsloth") for version in ("5.0.0", "5.1.0")),
 )
 
-#: The oldest of an experiment tracker that transformers can report to: it hands a `bucket_id`, which trackio 0.20 lacks.
+#: The oldest of an experiment tracker that transformers can report to: trackio 0.20 takes no `bucket_id`.
 OLDEST_TRACKERS = {"trackio": "0.21.1"}
 
 #: Other names for an architecture, met in the field, which transformers does not know.
