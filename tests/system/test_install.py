@@ -267,7 +267,8 @@ def test_uninstalling_keeps_jobs_and_configuration(machine: Machine) -> None:
     said = machine.run("/srv/next/scripts/install", "--uninstall")
     assert "kept: /etc/honed, /var/spool/honed, /var/lib/honed" in said
     for path in ("/opt/honed", "/usr/local/bin/honectl", "/usr/local/bin/honed-send",
-                 "/usr/share/polkit-1/rules.d/50-honed.rules", "/usr/lib/systemd/system/honed.service", "/usr/share/doc/honed"):  # fmt: skip
+                 "/usr/share/polkit-1/rules.d/50-honed.rules", "/usr/lib/systemd/system/honed.service",
+                 "/usr/share/doc/honed"):  # fmt: skip
         assert not machine.exists(path), path
     assert machine.try_run("systemctl", "cat", "honed-job@1").returncode != 0
     assert machine.exists("/var/lib/honed/jobs/1/output/adapter_model.safetensors")
