@@ -1,8 +1,8 @@
 """Install honed on a machine with systemd, upgrade it, or remove it again. Can be run again at any time.
 
     /opt/honed/<version>/     a Python environment, never changed once a worker may run from it
-    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed, honectl and
-                              honed-web go through it
+    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed, honectl, honed-send
+                              and honed-web go through it
     /opt/honed/files          what else was installed, a path a line, for the next install and for --uninstall
     /usr/lib/systemd/system/  units; beside them sysusers.d, tmpfiles.d, the catalog, and below /usr/share the polkit
                               rule, man pages and completions
@@ -31,6 +31,8 @@ from typing import NoReturn
 CHECKOUT = Path(__file__).resolve().parent.parent
 #: Hidden from honed's units by ProtectHome=.
 HOMES = ("/home", "/root", "/run/user")
+#: A credential of honed-fetch@.service whose name says nothing of honed.
+HUB_TOKEN = Path("/etc/credstore/hf-token")
 #: From this systemd on `Type=notify-reload` is known.
 NOTIFY_RELOAD_SINCE = 253
 #: Written last into an environment: what it was made of. Without it the environment is half made.
@@ -95,7 +97,7 @@ class Installer:
         self._install_files()
         self._install_config()
         self._link(self._places.versions_dir / "current", Path(version_dir.name))
-        for name in ("honed", "honectl", "honed-web"):
+        for name in ("honed", "honectl", "honed-send", "honed-web"):
             self._link(self._places.bin_dir / name, self._places.versions_dir / "current/bin" / name)
             self._files.append(self._places.bin_dir / name)
         for path in sorted(before - set(self._files)):
@@ -124,11 +126,15 @@ class Installer:
             if not self._options.user:
                 self._run("journalctl", "--update-catalog", may_fail=True)
         if not self._options.purge:
-            kept = ", ".join(str(path) for path in self._data() if self._at(path).exists())
+            kept = ", ".join(str(path) for path in (*self._data(), *self._secrets()) if self._at(path).exists())
             self._say(f"kept: {kept or 'nothing was there'}; --purge removes that, too")
             return
         for path in self._data():
             self._remove_tree(path)
+        for path in self._secrets():
+            self._remove(path)
+        if not self._options.user and self._at(HUB_TOKEN).exists():
+            self._say(f"kept: {HUB_TOKEN}, which may be others', too")
         if self._is_live and not self._options.user:
             for user in ("honed", "honed-job"):
                 self._run("userdel", user, may_fail=True)
@@ -145,6 +151,11 @@ class Installer:
             "/etc/honed", "/var/spool/honed", "/var/lib/honed", "/var/cache/honed", "/var/cache/honed-job",
             "/etc/systemd/system/honed.service.d", "/etc/systemd/system/honed-job@.service.d",
         )]  # fmt: skip
+
+    def _secrets(self) -> list[Path]:
+        """What the administrator has put where the units' credentials lie, under names that are honed's alone."""
+        names = () if self._options.user else ("honed.metrics-token", "honed.wandb-key", "honed.web-token")
+        return [HUB_TOKEN.with_name(name) for name in names]
 
     # -- the environment ----------------------------------------------------------------------------------------------
 

@@ -96,6 +96,7 @@ def test_the_install_can_be_run_again_and_keeps_the_configuration(machine: Machi
     assert "/opt/honed/0.1.0: there already" in again
     assert "honed.service\n" not in again.replace("try-restart", "").split("daemon-reload")[0]
     assert machine.read("/etc/honed/honed.toml") == "[jobs]\nretry_delay_sec = 1\n"
+    assert "no metrics API is configured" in machine.try_run("honed-send", "--again").stderr
 
 
 def test_a_package_gets_its_files_below_destdir_and_nothing_else_happens(machine: Machine) -> None:
@@ -103,8 +104,18 @@ def test_a_package_gets_its_files_below_destdir_and_nothing_else_happens(machine
     machine.run("env", "DESTDIR=package", *INSTALL, cwd="/srv")
     assert machine.sh("head -n 1 /srv/package/opt/honed/0.1.0/bin/honectl") == "#!/opt/honed/0.1.0/bin/python\n"
     assert machine.sh("cd /srv/package && grep -rl /srv/package . || true") == ""
-    machine.run(*INSTALL, "--destdir", "/srv/package", "--uninstall", "--purge")
-    assert machine.sh("find /srv/package ! -type d") == ""
+    for name in ("honed", "honectl", "honed-send", "honed-web"):  # those that the manual tells to type
+        there = machine.run("readlink", f"/srv/package/usr/local/bin/{name}")
+        assert there == f"/opt/honed/current/bin/{name}\n"
+        assert machine.exists(f"/srv/package/opt/honed/0.1.0/bin/{name}")
+    for name in ("honed.metrics-token", "honed.wandb-key", "honed.web-token", "hf-token", "another"):
+        machine.write(f"/srv/package/etc/credstore/{name}", "secret\n", mode=0o600)
+    said = machine.run(*INSTALL, "--destdir", "/srv/package", "--uninstall")
+    assert "/etc/credstore/honed.web-token; --purge removes that, too" in said
+    said = machine.run(*INSTALL, "--destdir", "/srv/package", "--uninstall", "--purge")
+    assert "kept: /etc/credstore/hf-token, which may be others', too" in said
+    left = machine.sh("cd /srv/package && find . ! -type d | sort")
+    assert left.split() == ["./etc/credstore/another", "./etc/credstore/hf-token"]
     assert machine.sh("find /etc /opt /usr -name '*honed*' | sort") == before
 
 
@@ -255,8 +266,9 @@ def test_one_person_runs_it_without_root(machine: Machine) -> None:
 def test_uninstalling_keeps_jobs_and_configuration(machine: Machine) -> None:
     said = machine.run("/srv/next/scripts/install", "--uninstall")
     assert "kept: /etc/honed, /var/spool/honed, /var/lib/honed" in said
-    for path in ("/opt/honed", "/usr/local/bin/honectl", "/usr/share/polkit-1/rules.d/50-honed.rules",
-                 "/usr/lib/systemd/system/honed.service", "/usr/share/doc/honed"):  # fmt: skip
+    for path in ("/opt/honed", "/usr/local/bin/honectl", "/usr/local/bin/honed-send",
+                 "/usr/share/polkit-1/rules.d/50-honed.rules", "/usr/lib/systemd/system/honed.service",
+                 "/usr/share/doc/honed"):  # fmt: skip
         assert not machine.exists(path), path
     assert machine.try_run("systemctl", "cat", "honed-job@1").returncode != 0
     assert machine.exists("/var/lib/honed/jobs/1/output/adapter_model.safetensors")

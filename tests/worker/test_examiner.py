@@ -116,9 +116,28 @@ def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_jo
     assert "exact_match fell from 1.000 to 0.000" in warning
 
 
-def test_a_model_that_gets_better_is_not_warned_of(make_job: MakeJob) -> None:
-    ended = make_job(lora=LORA, eval_split=0.3).run()
+def test_a_model_that_gets_better_is_not_warned_of_and_takes_the_place_of_one_of_its_job_that_had_regressed(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(lora=LORA, eval_split=0.3)
+    own, numbered, anothers = (job.output_dir.with_name(f"output{word}.regressed") for word in ("", ".1", ".2"))
+    for place, number in ((own, 1), (numbered, 1), (anothers, 2)):
+        place.mkdir()
+        (place / "honed.json").write_text(json.dumps({"job": {"id": number}}))
+        (place / "model.safetensors").write_bytes(b"worse")
+    ended = job.run()
     assert not [text for text in ended.messages("warning") if "worse" in text]
+    assert sorted(path.name for path in job.dir.iterdir() if "output" in path.name) == ["output", "output.2.regressed"]
+    assert [text.split(",")[0] for text in ended.messages("info") if "is removed" in text] == [str(own), str(numbered)]
+
+
+def test_what_had_regressed_and_does_not_say_whose_it_is_stays(make_job: MakeJob) -> None:
+    job = make_job(lora=LORA)
+    place = job.output_dir.with_name("output.regressed")
+    place.mkdir()
+    (place / "model.safetensors").write_bytes(b"worse")
+    assert job.run().status == 0
+    assert (place / "model.safetensors").exists()
 
 
 def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says_so(

@@ -69,6 +69,25 @@ def _beside_as_regressed(assignment: Assignment) -> Path:
     return place.with_name(f"{assignment.output_dir.name}.{assignment.job_id}.regressed")
 
 
+def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | None]]:
+    """Remove what an earlier run of this job, which had regressed, has left beside the output; yields each, and what
+    keeps it from being removed. Another job's stays, and what does not say whose it is."""
+    name, number = assignment.output_dir.name, assignment.job_id
+    for found in (f"{name}.regressed", f"{name}.{number}.regressed"):
+        place = assignment.output_dir.with_name(found)
+        gone = place.with_name(f".{found}.old")
+        shutil.rmtree(gone, ignore_errors=True)  # a kill left it
+        if _owner(place) != _identity(assignment.plan):
+            continue
+        try:
+            place.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            yield place, error
+        else:
+            yield place, None
+
+
 def _copy_processor(base: Path, made: Path) -> None:
     """What a model that sees or hears needs beside its weights and tokenizer, unchanged by the training."""
     for path in [*base.glob("*processor_config.json"), *base.glob("chat_template.json")]:

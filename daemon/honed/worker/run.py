@@ -284,6 +284,11 @@ class _Story:
             raise fault
         if regression is not None:
             raise regression
+        for left, problem in export.remove_regressed(job):
+            if problem is None:
+                self._log("info", f"{left}, which an earlier run of this job had left, is removed: this one succeeded")
+            else:
+                self._log("warning", f"{left}, which an earlier run of this job had left, cannot be removed: {problem}")
 
     def _stage(self, name: str) -> None:
         self._stop.check()
