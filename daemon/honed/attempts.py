@@ -408,7 +408,15 @@ class Attempts:
 
     def _reap(self, running: Running, ended: Exit) -> Job | None:
         is_counted = self._read_the_rest(running)
-        result_path = self._layout.job(running.job.id).attempt(running.job.attempt.number).result_path
+        attempt = self._layout.job(running.job.id).attempt(running.job.attempt.number)
+        try:
+            foreign.sync_plain(attempt.events_path)  # a worker that was killed has not; honed.db may have them already
+        except FileNotFoundError:
+            pass
+        except OSError as problem:
+            log.warning("job %d (%s): its events may not outlast a power cut: %s", running.job.id, running.job.name,
+                        problem)  # fmt: skip
+        result_path = attempt.result_path
         try:
             outcome = judge(result_path, ended)
         except OSError:

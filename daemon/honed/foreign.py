@@ -51,3 +51,12 @@ def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_N
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return data
+
+
+def sync_plain(path: Path, *, num_names: int = NUM_NAMES) -> None:
+    """Make a plain file durable, whoever wrote it. Raises OSError where it is none."""
+    fd = open_plain(path, num_names=num_names)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
