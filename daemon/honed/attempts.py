@@ -472,7 +472,7 @@ class Attempts:
         except Exception:
             log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
             return False
-        return True
+        return not running.read_fault  # a disk may give them in a moment
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
         """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""

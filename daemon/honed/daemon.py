@@ -149,6 +149,7 @@ class Daemon:
         try:
             while not self._is_over():
                 self._turn()
+            self._is_done(self._tend_database, [])  # what it would not take in the last turn
         finally:
             self._close()
         log.info("honed ends: %s", self._status())

@@ -51,6 +51,15 @@ def test_a_shim_hit_at_a_file_operation_loses_and_doubles_nothing(strace: None, 
 
 
 @pytest.mark.timeout(2_000)
+def test_the_last_rows_that_the_database_would_not_take_are_in_it_when_honed_has_ended(
+    points: list[Point], tmp_path: Path
+) -> None:
+    last = [point for point in points if point.call == "pwrite64" and point.path.endswith("honed.db-wal")][-3:]
+    broken = {str(point): found for point in last if (found := try_hit(tmp_path, Hit(point, "EROFS")))}
+    assert broken == {}
+
+
+@pytest.mark.timeout(2_000)
 @pytest.mark.parametrize(("mutant", "call"), [("unlink_before_publish", "rename"), ("write_in_place", "write")])
 def test_a_planted_bug_is_seen(strace: None, tmp_path: Path, mutant: str, call: str) -> None:
     points = [point for point in points_of(tmp_path, mutant=mutant) if point.call == call]
