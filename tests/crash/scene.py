@@ -138,8 +138,10 @@ class Scene:
 
     # -- what must hold ---------------------------------------------------------------------------------------------
 
-    def violations(self) -> list[str]:
-        """What is wrong once nothing is left to do; nothing, if honed keeps its word."""
+    def violations(self, *, unreadable: str | None = None) -> list[str]:
+        """What is wrong once nothing is left to do; nothing, if honed keeps its word. `unreadable`: a dropped file that
+        honed was not let read, which is refused as any such file is.
+        """
         found = []
         spool = Spool(self.layout, lock=False)
         entries = [(state, path) for state in State for path in sorted(spool.state_dir(state).iterdir())]
@@ -154,7 +156,7 @@ class Scene:
         for name in (*GOOD, *BAD):
             if fates[name] != 1:
                 found.append(f"{name}: {fates[name]} jobs and refusals")
-            if (name in refused) != (name in BAD):
+            if (name in refused) != (name in BAD) and name != unreadable:
                 found.append(f"{name}: {'refused' if name in refused else 'accepted'}")
         for job in jobs:
             if job.state is not State.SUCCEEDED:
@@ -210,8 +212,12 @@ def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None, shim: bool 
     if status != 0:
         again = scene.honed()
         found += [f"started again it ends with {again}"] if again != 0 else []
+    place, name = os.path.split(hit.point.path)
+    is_unreadable = (
+        hit.fault == "EACCES" and hit.point.call == "openat" and place.startswith("var/spool/honed/claimed/")
+    )
     try:
-        found += scene.violations()
+        found += scene.violations(unreadable=name if is_unreadable else None)
     except Exception as error:  # noqa: BLE001 - a spool that cannot even be read is the gravest violation
         found.append(f"cannot be looked at: {error!r}")
     if found:
