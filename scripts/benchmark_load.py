@@ -111,6 +111,8 @@ class Honed:
 
 @contextmanager
 def instance(directory: Path | None) -> Iterator[Honed]:
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="honed-load-", dir=directory))
     try:
         demonstration.build(root)
