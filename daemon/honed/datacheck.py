@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ NUM_ROWS = 200
 #: tokenizers give, since a job is not to be refused for tokens that it has not.
 BYTES_PER_TOKEN = 4
 TOKENS_PER_TURN = 4
+#: Data sets that are remembered, and nanoseconds for which a file must have been left alone for that: a change within
+#: one tick of its file system's clock leaves no trace.
+MAX_REMEMBERED = 256
+SETTLED_NS = 2_000_000_000
 #: What a model must have for each kind of media, in words.
 _SENSES: Mapping[Kind, str] = {"image": "does not see", "video": "does not see", "audio": "does not hear"}
 
@@ -37,8 +42,54 @@ class Looked:
     attached: list[Row]  #: those with images, videos or sounds
 
 
-def check(job_spec: JobSpec, model: BaseModelInfo | None, rights: Policy, *, has_chat_template: bool) -> Looked:
+@dataclass(frozen=True)
+class _Seen:
+    """One data set's first rows."""
+
+    found: dataset.Inspection
+    num_row_tokens: int | None  #: as Looked has it
+    has_conversations: bool  #: so that a chat template must render them
+
+
+class Memory:
+    """What was found in data sets whose files have not changed since: each job of a sweep names the same one.
+
+    Only where there is nothing to tell of, and no media, whose files lie elsewhere: what is kept is a few numbers.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, _Seen] = {}
+
+    def look(self, each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> _Seen:
+        """Raises DatasetError. Whether the files may be read was asked before."""
+        key = (each.model_dump_json(), *map(_identity, paths))
+        if (seen := self._seen.pop(key, None)) is None:
+            is_settled = all(time.time_ns() - path.stat().st_ctime_ns > SETTLED_NS for path in paths)
+            seen = _look(each, rights)
+            if not is_settled or seen.found.num_attached or seen.found.bad or seen.found.overlooked:
+                return seen
+            seen = replace(seen, found=replace(seen.found, rows=[], columns=()))
+        self._seen[key] = seen
+        while len(self._seen) > MAX_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        return seen
+
+
+def _identity(path: Path) -> tuple[Any, ...]:
+    info = path.stat()
+    return path, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+def check(
+    job_spec: JobSpec,
+    model: BaseModelInfo | None,
+    rights: Policy,
+    *,
+    has_chat_template: bool,
+    memory: Memory | None = None,
+) -> Looked:
     """Raises DatasetError, which names the key of the data set."""
+    memory = memory or Memory()
     warnings: list[str] = []
     lengths: list[int] = []
     attached: list[Row] = []
@@ -47,14 +98,15 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, rights: Policy, *, has
         for number, each in enumerate(datasets):
             name = f"{key}.{number}"
             try:
-                found = _check_dataset(each, rights, has_chat_template=has_chat_template)
+                seen = _check_dataset(each, rights, memory, has_chat_template=has_chat_template)
+                found = seen.found
                 warnings += [f"{name}: {told}" for told in _overlooked(model, found)]
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
                 raise DatasetError(f"{name}: {error.message}", hint=error.hint) from error
             warnings += [f"{name}: {bad}" for bad in found.bad]
-            lengths += [_num_tokens(row) for row in found.rows]
-            attached += [Row(_num_tokens(list(seen.texts)), seen.media) for seen in found.attached]
+            lengths += [] if seen.num_row_tokens is None else [seen.num_row_tokens]
+            attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
             num_rows = num_rows + found.num_rows if num_rows is not None and found.num_rows < NUM_ROWS else None
     return Looked(warnings, max(lengths, default=None), num_rows, attached)
 
@@ -72,18 +124,25 @@ def _num_tokens(row: Any) -> int:
             return 0
 
 
-def _check_dataset(each: DatasetSpec, rights: Policy, *, has_chat_template: bool) -> dataset.Inspection:
-    for path in dataset.files(Path(each.path), split=each.split):  # one of them may be a link to elsewhere
+def _check_dataset(each: DatasetSpec, rights: Policy, memory: Memory, *, has_chat_template: bool) -> _Seen:
+    paths = dataset.files(Path(each.path), split=each.split)
+    for path in paths:  # one of them may be a link to elsewhere
         rights.check_read(Named("path", path, DatasetError))
+    seen = memory.look(each, paths, rights)
+    if not has_chat_template and seen.has_conversations:
+        raise DatasetError(
+            f"{each.path}: rows of {seen.found.format} are rendered by a chat template, and the base model has none",
+            hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
+        )
+    return seen
+
+
+def _look(each: DatasetSpec, rights: Policy) -> _Seen:
     found = dataset.inspect(
         each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
     )
-    if not has_chat_template and _needs_template(found, each):
-        raise DatasetError(
-            f"{each.path}: rows of {found.format} are rendered by a chat template, and the base model has none",
-            hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
-        )
-    return found
+    longest = max(map(_num_tokens, found.rows), default=None)
+    return _Seen(found, longest, _needs_template(found, each))
 
 
 def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:

@@ -7,6 +7,7 @@ first ones are named; a file that cannot be read is an error that names the plac
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import random
 import re
@@ -410,6 +411,7 @@ class _Collector:
     ) -> None:
         self._dataset, self._index, self._has_chat_template = dataset, index, has_chat_template
         self._spill_dir = spill_dir
+        self._media_dirs = functools.cache(lambda path: dataset.media_dirs(path.parent))
         self.format: str = "" if dataset.format == "auto" else dataset.format
         self.examples: list[Example] = []
         self.num_rows = 0
@@ -452,7 +454,7 @@ class _Collector:
             self.format,
             columns,
             has_chat_template=self._has_chat_template,
-            directories=self._dataset.media_dirs(path.parent),
+            directories=self._media_dirs(path),
         )
         if self._spill_dir is not None and made.get("media"):
             made["media"] = tuple(spill(each, self._spill_dir) for each in made["media"])

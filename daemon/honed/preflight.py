@@ -86,6 +86,25 @@ class Verdict:
     commit: str | None = None  #: the one that the base model's hub id means; a branch may mean another one tomorrow
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What `check` was asked, beside the job file."""
+
+    layout: Layout
+    config: Config
+    device: Device | None
+    job_id: int | None
+    jobs: Mapping[str, Path]
+    commit: str | None
+    uid: int | None
+    progress: Progress
+    memory: datacheck.Memory | None
+
+    @property
+    def rights(self) -> Policy:
+        return Policy.of(self.layout, self.config, self.uid)
+
+
 def check(
     spec_path: Path,
     *,
@@ -97,17 +116,20 @@ def check(
     commit: str | None = None,
     uid: int | None = None,
     progress: Progress = lambda _stage: None,
+    memory: datacheck.Memory | None = None,
 ) -> Verdict:
     """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
     as where the base model has yet to be fetched. `commit` is what a hub id's branch meant when the job was accepted.
-    `uid` is who dropped it, by default whoever asks.
+    `uid` is who dropped it, by default whoever asks. `memory` is for who checks many: data sets are looked at once.
     An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
-        return _check(spec_path, layout, config, device, job_id, jobs or {}, commit, uid, progress)
+        asked = _Asked(layout, config, device, job_id, jobs or {}, commit, uid, progress, memory)
+        progress("spec")
+        return _check(spec.load(spec_path, max_bytes=config.spool.max_spec_bytes), asked)
     except HonedError:
         raise
     except MemoryError as error:
@@ -124,33 +146,21 @@ def check(
         raise unforeseen(error) from error
 
 
-def _check(
-    spec_path: Path,
-    layout: Layout,
-    config: Config,
-    device: Device | None,
-    job_id: int | None,
-    jobs: Mapping[str, Path],
-    commit: str | None,
-    uid: int | None,
-    progress: Progress,
-) -> Verdict:
-    progress("spec")
-    job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
-    if commit is not None:
-        job_spec = job_spec.model_copy(update={"revision": commit})
+def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
+    layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
+    if asked.commit is not None:
+        job_spec = job_spec.model_copy(update={"revision": asked.commit})
     _check_policy(job_spec, config)
     progress("permissions")
-    rights = Policy.of(layout, config, uid)
     _check_rights(job_spec, rights, config, jobs)
     waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
     if waits_for:
-        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, rights, progress, waits_for)
+        return _check_the_rest(job_spec, asked, waits_for)
     progress("base model")
     try:
         model = modelcheck.inspect(job_spec, layout, config, jobs)
     except UncachedError:
-        return _check_the_rest(job_spec, layout, config, device, job_id, jobs, rights, progress, {})
+        return _check_the_rest(job_spec, asked, {})
     progress("adapter")
     adapter = modelcheck.inspect_adapter(job_spec, jobs)
     if adapter is not None:
@@ -159,11 +169,11 @@ def _check(
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
-    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template)
+    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, memory=asked.memory)
     warnings = looked.warnings
     progress("packages")
     here = installed.look()
-    candidates = _devices(job_spec, config, device)
+    candidates = _devices(job_spec, config, asked.device)
     packagecheck.check(job_spec, model, candidates[0], here)
     warnings += packagecheck.outside_window(here) + packagecheck.lacking(looked.attached, here)
     progress("plan")
@@ -182,7 +192,7 @@ def _check(
 
     made = _first_that_fits(candidates, fitting)
     progress("output directory")
-    output_dir = placecheck.output_dir(job_spec, layout, job_id, rights)
+    output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
     progress("disk")
     placecheck.check_disk(job_spec, made, layout, output_dir)
     adapter_path = adapter.path if adapter else None
@@ -191,18 +201,9 @@ def _check(
     )
 
 
-def _check_the_rest(
-    job_spec: JobSpec,
-    layout: Layout,
-    config: Config,
-    device: Device | None,
-    job_id: int | None,
-    jobs: Mapping[str, Path],
-    rights: Policy,
-    progress: Progress,
-    waits_for: Mapping[str, str],
-) -> Verdict:
+def _check_the_rest(job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, str]) -> Verdict:
     """Of a job that waits for another's files, or for a model from the hub: all that stands without them."""
+    layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
     model, missing = None, None
     if "base_model" not in waits_for:
         progress("base model")
@@ -217,13 +218,14 @@ def _check_the_rest(
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
-    warnings = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template).warnings
+    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, memory=asked.memory)
+    warnings = looked.warnings
     progress("packages")
     here = installed.look()
-    packagecheck.check(job_spec, model, _devices(job_spec, config, device)[0], here)
+    packagecheck.check(job_spec, model, _devices(job_spec, config, asked.device)[0], here)
     warnings += packagecheck.outside_window(here)
     progress("output directory")
-    output_dir = placecheck.output_dir(job_spec, layout, job_id, rights)
+    output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
     warnings += [
         f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
         for key, name in waits_for.items()
@@ -291,15 +293,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not pass for an answer
+    memory = datacheck.Memory()
     for line in sys.stdin.buffer:
-        _say(answers, _answer(line, layout, answers))
+        _say(answers, _answer(line, layout, answers, memory))
 
 
 def _say(answers: IO[bytes], value: dict[str, Any]) -> None:
     answers.write(json.dumps(value).encode() + b"\n")
 
 
-def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
+def _answer(line: bytes, layout: Layout, answers: IO[bytes], memory: datacheck.Memory) -> dict[str, Any]:
     request_id = None
     try:
         request = json.loads(line)
@@ -315,6 +318,7 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes]) -> dict[str, Any]:
             commit=request.get("commit"),
             uid=request.get("uid"),
             progress=lambda stage: _say(answers, {"id": request_id, "stage": stage}),
+            memory=memory,
         )
     except HonedError as error:
         return {"id": request_id, "ok": False, "error": error.as_dict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,20 @@ def _read(path: Path) -> str:
 
 
 def _compile(text: str, where: str, kind: type[HonedError]) -> None:
-    """Parse it with transformers' own `{% generation %}`; where jinja2 is missing, the packages' check tells."""
+    if fault := _fault(text):
+        raise kind(f"{where}{fault}", hint="correct it, or name another as chat_template:")
+
+
+@functools.lru_cache(maxsize=16)  # compiling takes milliseconds, and many jobs have the same base model
+def _fault(text: str) -> str | None:
+    """What is wrong with a template, parsed with transformers' own `{% generation %}`; where jinja2 is missing, the
+    packages' check tells."""
     try:
         import jinja2.ext  # noqa: PLC0415  (it belongs to the worker's packages)
         import jinja2.nodes  # noqa: PLC0415
         import jinja2.sandbox  # noqa: PLC0415
     except ImportError:
-        return
+        return None
 
     class Generation(jinja2.ext.Extension):  # type: ignore[misc]
         tags = {"generation"}  # noqa: RUF012  (jinja2's own form)
@@ -67,6 +75,5 @@ def _compile(text: str, where: str, kind: type[HonedError]) -> None:
     except (jinja2.TemplateError, ValueError, RecursionError) as error:  # a number with thousands of digits
         line = getattr(error, "lineno", None)
         at = f", line {line}" if line else ""
-        raise kind(
-            f"{where}{at}: not a Jinja template: {error}", hint="correct it, or name another as chat_template:"
-        ) from error
+        return f"{at}: not a Jinja template: {error}"
+    return None

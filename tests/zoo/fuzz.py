@@ -216,6 +216,8 @@ def _yaml_lines(value: Any) -> Iterator[str]:
                 yield from (f"  {line}" for line in more)
         case str():
             yield _quoted(value)
+        case float() if not math.isfinite(value):
+            yield ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
         case _:
             yield json.dumps(value)
 
