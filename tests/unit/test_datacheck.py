@@ -1,4 +1,4 @@
-"""Data sets that are remembered between checks: unchanged ones that raise no word, and never as a leave to read them."""
+"""Data sets that are remembered between checks: unchanged ones that raise no word; a memory is no leave to read."""
 
 from __future__ import annotations
 
