@@ -246,15 +246,13 @@ def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, s
     assert config.mail_from is not None
     message = compose(notice, address, config.mail_from)
     context = ssl.create_default_context()
-    if config.smtp_security == "tls":
-        server: smtplib.SMTP = smtplib.SMTP_SSL(
-            config.smtp_host, config.smtp_port, timeout=config.timeout_sec, context=context
-        )
-    else:
-        server = smtplib.SMTP(config.smtp_host, config.smtp_port, timeout=config.timeout_sec)
+    connection = socket.create_connection((config.smtp_host, config.smtp_port), config.timeout_sec)
+    server = _Server()
     try:
-        assert server.sock is not None
-        with _deadline(server.sock, 2 * config.timeout_sec):
+        with _deadline(connection, 2 * config.timeout_sec):
+            if config.smtp_security == "tls":
+                connection = context.wrap_socket(connection, server_hostname=config.smtp_host)
+            server.begin(connection, config.smtp_host)
             if config.smtp_security == "starttls":
                 server.starttls(context=context)
             if config.smtp_user is not None:
@@ -271,6 +269,21 @@ def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, s
         return Verdict.TAKEN, "taken"
     finally:
         server.close()
+        connection.close()
+
+
+class _Server(smtplib.SMTP):
+    """On a connection that is there already: smtplib's own reads the greeting before there could be a deadline."""
+
+    def begin(self, connection: socket.socket, host: str) -> None:
+        self._connection = connection
+        self._host = host  # whose certificate STARTTLS wants
+        code, said = self.connect(host)
+        if code != 220:
+            raise smtplib.SMTPConnectError(code, said)
+
+    def _get_socket(self, *_given: object) -> socket.socket:
+        return self._connection
 
 
 def _judge_mail(code: int, said: bytes | str) -> tuple[Verdict, str]:

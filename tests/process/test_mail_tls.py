@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import shutil
+import socket
 import ssl
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,9 @@ import pytest
 from harness import Instance, wait_for
 from postbox import PostOffice
 
-from honed import notification
+from honed import messenger, notification
+from honed.config import NotifyConfig
+from honed.notification import Notice
 
 SECURITIES = ("starttls", "tls")
 #: What anybody on the way may read before the connection is private.
@@ -131,3 +136,40 @@ def test_nothing_is_sent_in_the_clear_where_a_server_or_somebody_on_the_way_offe
         instance.stop()
         assert set(office.in_clear) <= {"EHLO", "QUIT", "RSET"}
         assert len(notification.waiting(instance.layout)) == 1
+
+
+@contextlib.contextmanager
+def dripping() -> Iterator[int]:
+    """The port of a server whose greeting has a byte more every 50 ms, and never ends."""
+    is_over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            while not is_over.wait(0.05):
+                connection.sendall(b"2")
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=[listener], daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        is_over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_server_whose_greeting_drips_in_for_ever_is_given_up() -> None:
+    payload = {"text": "job 1 (a) succeeded", "outcome": "succeeded"}
+    notice = Notice("key", {"mail": "anna@example.org"}, is_own=False, payload=payload, created_at=0.0)
+    with dripping() as port:
+        config = NotifyConfig(
+            mail_from="honed@example.org", smtp_host="127.0.0.1", smtp_port=port, smtp_security="none", timeout_sec=0.3
+        )
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="no whole answer in time"):
+            messenger.mail(notice, "anna@example.org", config)
+        assert time.monotonic() - began < 10
