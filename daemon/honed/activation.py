@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from honed import parameter, precision
 from honed.basemodel import BaseModelInfo
 from honed.device import Device
-from honed.media import NUM_FRAMES, Facts, Kind, fitted_size, num_taken
+from honed.media import NUM_FRAMES, Facts, Kind, MediaLimits, fitted_size, num_taken
 from honed.modality import NOTHING, Cost
 from honed.parameter import Parameter, Sizes
 from honed.precision import Precision
@@ -41,6 +42,7 @@ class Extent:
     media: Cost  #: of the row whose media are the most, within it
     kinds: frozenset[Kind]  #: of the media in the rows that were looked at
     num_frames: int = 0  #: that are taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame in them, as far as more of them are more to the model
 
 
 def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows: Sequence[Row] = ()) -> Extent:
@@ -50,10 +52,13 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
     """
     training = spec.training
     kinds = frozenset(each.kind for row in rows for each in row.media)
-    taken = (_num_frames(each, spec) for row in rows for each in row.media if each.kind == "video")
+    taken = (_num_frames(each, spec.media.limits) for row in rows for each in row.media if each.kind == "video")
     num_frames = max(taken, default=0)
+    seen = (each for row in rows for each in row.media if each.kind != "audio")
+    largest = max(seen, key=lambda each: each.width * each.height, default=None)
+    num_pixels = _num_pixels(largest, spec, model) if largest is not None else 0
     if training.packing and training.max_length is not None:
-        return Extent(training.max_length, NOTHING, kinds, num_frames)
+        return Extent(training.max_length, NOTHING, kinds, num_frames, num_pixels)
     costs = [(row.num_text_tokens, media_cost(row, spec, model)) for row in rows]
     cut_at = training.cut_at
     whole = [(text, cost) for text, cost in costs if cut_at is None or cost.tokens <= cut_at]  # others are left out
@@ -61,27 +66,40 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
     longest = max([*lengths, *([num_row_tokens] if num_row_tokens is not None else [])], default=None)
     limits = [limit for limit in (cut_at, longest) if limit is not None]
     media = max((cost for _, cost in whole), key=lambda cost: cost.positions, default=NOTHING)
-    return Extent(min(limits, default=UNCUT_LENGTH), media, kinds, num_frames)
+    return Extent(min(limits, default=UNCUT_LENGTH), media, kinds, num_frames, num_pixels)
 
 
 def media_cost(row: Row, spec: JobSpec, model: BaseModelInfo) -> Cost:
     """What a row's images, videos and sounds are to the model, under the job's limits."""
-    return sum((_cost(each, spec, model) for each in row.media), NOTHING)
+    return sum((_cost(each, spec.media.limits, model) for each in row.media), NOTHING)
 
 
-def _num_frames(seen: Facts, spec: JobSpec) -> int:
-    return num_taken(seen.num_frames or NUM_FRAMES, spec.media.limits, is_list=seen.is_list)
+def _num_frames(seen: Facts, limits: MediaLimits) -> int:
+    return num_taken(seen.num_frames or NUM_FRAMES, limits, is_list=seen.is_list)
 
 
-def _cost(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> Cost:
+def _num_pixels(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> int:
+    """Of an image or a frame: its pixels, halved for as long as the model's processor makes the same of it. Its own
+    where that makes no end: a processor whose images are all of one size, or one that is not known here."""
+    limits = spec.media.limits
+    own = math.prod(fitted_size(max(seen.width, 1), max(seen.height, 1), limits))
+    whole, pixels = _cost(seen, limits, model), own
+    while pixels > 1:
+        less = _cost(seen, replace(limits, max_pixels=pixels // 2), model)
+        if less.tokens < whole.tokens or less.positions < whole.positions:
+            return pixels
+        pixels //= 2
+    return own
+
+
+def _cost(seen: Facts, limits: MediaLimits, model: BaseModelInfo) -> Cost:
     senses = model.senses
     if seen.kind == "audio":
         return senses.sound(seen.duration_sec or 0.0)
-    limits = spec.media.limits
     width, height = fitted_size(max(seen.width, 1), max(seen.height, 1), limits)
     if seen.kind == "image":
         return senses.image(width, height)
-    return senses.video(_num_frames(seen, spec), width, height)
+    return senses.video(_num_frames(seen, limits), width, height)
 
 
 def num_bytes(

@@ -551,8 +551,7 @@ class Attempts:
         try:
             plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
             spec = ladder.adjusted(plan["spec"], job.adjustments)
-            seen = plan.get("memory") or {}
-            media, num_frames = tuple(seen.get("media") or ()), int(seen.get("num_frames") or 0)
+            media = ladder.Media.of(plan.get("memory") or {})
         except (OSError, ValueError, KeyError, TypeError) as fault:
             log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, fault)
             return Remedy()
@@ -561,15 +560,13 @@ class Attempts:
             return Remedy(is_last=wish == "fail")
         was_killed = not outcome.phase  # by the kernel, which may have done so for want of another's memory
         phase = outcome.phase or running.phase or running.stage
-        step = ladder.next_step(
-            spec, attempt=job.attempt.number, phase=phase, is_sure=not was_killed, media=media, num_frames=num_frames
-        )
+        step = ladder.next_step(spec, attempt=job.attempt.number, phase=phase, is_sure=not was_killed, media=media)
         if step is not None:
             return Remedy(adjustment=step)
         if was_killed and phase in ladder.WITHOUT_BATCHES:
             return Remedy()
         words = f"{problem.message}; in {phase}, {ladder.end_words(job.adjustments)}"
-        leave = ladder.leave(spec, media, num_frames) if phase not in ladder.WITHOUT_BATCHES else None
+        leave = ladder.leave(spec, media) if phase not in ladder.WITHOUT_BATCHES else None
         hint = f"{leave}; or {_NO_STEP_HINT}" if leave else _NO_STEP_HINT
         return Remedy(error=error.OutOfMemoryError(words, hint=hint), is_last=True)
 

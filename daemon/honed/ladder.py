@@ -16,6 +16,7 @@ A step is a change of the spec, kept in the job's entry and applied over plan.js
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from honed.job import Adjustment
@@ -23,8 +24,7 @@ from honed.job import Adjustment
 #: Prompts that are answered at a time where the spec does not say; the second with images, videos or sounds, of which
 #: one may be thousands of tokens.
 PREDICTION_BATCH_SIZE, MEDIA_PREDICTION_BATCH_SIZE = 16, 4
-#: Pixels that an image is taken to have where neither the spec nor the ladder has a limit yet, and the fewest that the
-#: ladder goes to.
+#: Pixels that an image is taken to have where nothing says how many, and the fewest that the ladder goes to.
 ASSUMED_PIXELS, MIN_PIXELS = 1024 * 1024, 128 * 128
 #: Stages without a batch that could be smaller.
 WITHOUT_BATCHES = frozenset({"starting", "prepare", "load", "audit", "export", "merge"})
@@ -53,29 +53,43 @@ def adjusted(spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> dict
     return changed
 
 
+@dataclass(frozen=True)
+class Media:
+    """What the rows that were looked at have beside text."""
+
+    kinds: tuple[str, ...] = ()
+    num_frames: int = 0  #: that are taken of the longest video
+    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model
+
+    @classmethod
+    def of(cls, memory: Mapping[str, Any]) -> Media:
+        """As a plan's estimate has it; those of older plans say less."""
+        return cls(
+            tuple(memory.get("media") or ()), int(memory.get("num_frames") or 0), int(memory.get("num_pixels") or 0)
+        )
+
+
 def next_step(
-    spec: Mapping[str, Any], *, attempt: int, phase: str, is_sure: bool = True, media: Sequence[str] = (),
-    num_frames: int = 0,
+    spec: Mapping[str, Any], *, attempt: int, phase: str, is_sure: bool = True, media: Media = Media(),  # noqa: B008
 ) -> Adjustment | None:  # fmt: skip
     """The next step for a job with that spec, as plan.json has it and adjusted; None where no step could help.
 
     `phase`: train, evaluate or predict, else a stage; `is_sure`: the worker itself said so, and only what is smaller
-    there can help. `media`: what the rows have beside text; `num_frames`: of the longest video.
+    there can help.
     """
     if phase in WITHOUT_BATCHES or spec.get("kind") == "merge":
         return None
     training = DEFAULTS | (spec.get("training") or {})
-    has_media = bool(media)
     rungs = {
         "train": [*_divided(training), *_recomputed(training)],
         "evaluate": list(_evaluated(spec, training)),
-        "predict": list(_predicted(spec, has_media=has_media)),
+        "predict": list(_predicted(spec, has_media=bool(media.kinds))),
     }
     place = PHASES.get(phase, phase)
     first = rungs.pop(place, [])
     rest = [] if is_sure and place in {*PHASES.values(), "data"} else [rung for each in rungs.values() for rung in each]
     allowed = (spec.get("retry") or {}).get("may_shrink_media")
-    last = _shrunk(spec.get("media") or {}, media, num_frames) if allowed else ()
+    last = _shrunk(spec.get("media") or {}, media) if allowed else ()
     for text, changes in (*first, *rest, *last):
         return Adjustment(attempt, text, changes)
     return None
@@ -120,21 +134,19 @@ def _divided(training: Mapping[str, Any]) -> Iterator[Rung]:
     )
 
 
-def _shrunk(limits: Mapping[str, Any], media: Sequence[str], num_frames: int) -> Iterator[Rung]:
-    frames = limits.get("num_frames") or num_frames
-    if "video" in media and frames > 1:
+def _shrunk(limits: Mapping[str, Any], media: Media) -> Iterator[Rung]:
+    frames = limits.get("num_frames") or media.num_frames
+    if "video" in media.kinds and frames > 1:
         yield _halved("media", "num_frames", frames)
-    pixels = limits.get("max_pixels") or ASSUMED_PIXELS
+    pixels = limits.get("max_pixels") or media.num_pixels or ASSUMED_PIXELS
     least = max(MIN_PIXELS, limits.get("min_pixels") or 0)
-    if {"image", "video"} & set(media) and pixels // 2 >= least:
+    if {"image", "video"} & set(media.kinds) and pixels // 2 >= least:
         yield _halved("media", "max_pixels", pixels)
 
 
-def leave(spec: Mapping[str, Any], media: Sequence[str], num_frames: int) -> str | None:
+def leave(spec: Mapping[str, Any], media: Media) -> str | None:
     """What its owner could allow where no step is left; None where that would bring none."""
-    if (spec.get("retry") or {}).get("may_shrink_media") or not any(
-        _shrunk(spec.get("media") or {}, media, num_frames)
-    ):
+    if (spec.get("retry") or {}).get("may_shrink_media") or not any(_shrunk(spec.get("media") or {}, media)):
         return None
     return "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
 

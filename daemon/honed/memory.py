@@ -49,6 +49,7 @@ class Memory:
     num_media_tokens: int = 0  #: of a row, what is seen or heard
     media: tuple[Kind, ...] = ()  #: what there is in the rows beside text
     num_frames: int = 0  #: that are taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame in them, as far as more of them are more to the model
     tower_bytes: int = 0  #: of the activations, those of eyes and ears
     paged_bytes: int = 0  #: of the optimizer's states, what the device may leave to the machine
 
@@ -117,6 +118,7 @@ def estimate(
         num_media_tokens=extent.media.tokens,
         media=tuple(sorted(extent.kinds)),
         num_frames=extent.num_frames,
+        num_pixels=extent.num_pixels,
         tower_bytes=tower_bytes,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )

@@ -8,20 +8,19 @@ import pytest
 
 from honed import ladder
 from honed.job import Adjustment, Job, State
+from honed.ladder import Media
 from honed.spec import RetrySpec
 from honed.training import TrainingSpec
 
 
-def steps(phase: str = "train", *, rows_with: tuple[str, ...] = (), num_frames: int = 0, is_sure: bool = True,
-          **spec: Any) -> list[str]:  # fmt: skip
+def steps(phase: str = "train", *, seen: Media = Media(), is_sure: bool = True, **spec: Any) -> list[str]:  # noqa: B008
     """All the way down."""
     taken: list[Adjustment] = []
     while (
         step := ladder.next_step(
-            ladder.adjusted(spec, taken), attempt=len(taken) + 1, phase=phase, is_sure=is_sure, media=rows_with,
-            num_frames=num_frames,
+            ladder.adjusted(spec, taken), attempt=len(taken) + 1, phase=phase, is_sure=is_sure, media=seen
         )
-    ) is not None:  # fmt: skip
+    ) is not None:
         taken.append(step)
         assert len(taken) < 50
     return [each.text for each in taken]
@@ -76,17 +75,25 @@ def test_no_step_helps_a_model_that_does_not_even_load(phase: str) -> None:
 
 def test_frames_and_pixels_are_only_touched_with_leave() -> None:
     spec: dict[str, Any] = {"training": {"per_device_train_batch_size": 1}, "media": {"max_pixels": 70_000}}
-    seen: dict[str, Any] = {"rows_with": ("image", "video"), "num_frames": 4}
-    assert steps(**spec, **seen) == []
-    assert ladder.leave(spec, ("image",), 0) == (
+    seen = Media(("image", "video"), num_frames=4)
+    assert steps(seen=seen, **spec) == []
+    assert ladder.leave(spec, Media(("image",))) == (
         "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
     )
-    assert ladder.leave(spec, (), 0) is None
-    assert ladder.leave({**spec, "retry": {"may_shrink_media": True}}, ("image",), 0) is None
-    assert steps(retry={"may_shrink_media": True}, **spec, **seen) == [
+    assert ladder.leave(spec, Media()) is None
+    assert ladder.leave({**spec, "retry": {"may_shrink_media": True}}, Media(("image",))) is None
+    assert steps(seen=seen, retry={"may_shrink_media": True}, **spec) == [
         "media.num_frames 4 → 2", "media.num_frames 2 → 1",
         "media.max_pixels 70000 → 35000", "media.max_pixels 35000 → 17500",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_pixels", "first"), [(12_000_000, 12_000_000), (150_528, 150_528), (0, 1024 * 1024)])
+def test_without_a_limit_pixels_are_halved_from_those_that_there_are(num_pixels: int, first: int) -> None:
+    seen = Media.of({"media": ["image"], "num_frames": 0, "num_pixels": num_pixels})
+    training = {"per_device_train_batch_size": 1}
+    (step, *_) = steps(seen=seen, training=training, retry={"may_shrink_media": True})
+    assert step == f"media.max_pixels {first} → {first // 2}"
 
 
 def test_what_the_ladder_takes_for_a_default_is_the_specs() -> None:

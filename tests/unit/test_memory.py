@@ -375,6 +375,24 @@ def test_fewer_frames_take_less(seeing: BaseModelInfo) -> None:
     assert numbers[0].activation_bytes > 1.8 * numbers[1].activation_bytes
 
 
+def test_the_largest_picture_counts_with_the_pixels_from_on_which_fewer_are_less(seeing: BaseModelInfo) -> None:
+    def pixels(row: Row, **media: int) -> int:
+        return estimate(seeing, H100, make(training={"max_length": 32768}, media=media), rows=[CLIP, row]).num_pixels
+
+    assert pixels(PHOTO) == 4000 * 3000
+    assert pixels(PHOTO, max_pixels=1_000_000) == pytest.approx(1_000_000, rel=0.01)
+    assert pixels(PHOTO, max_image_size=400) == 400 * 300
+    # The processor makes 12.8 million of these 50: a half is still too many for it, a quarter is not.
+    assert pixels(Row(40, (Facts("image", "JPEG", 8000, 6250),))) == 25_000_000
+    sound = Row(40, (Facts("audio", "wav", duration_sec=3.0),))
+    assert estimate(seeing, H100, make(), rows=[sound]).num_pixels == 0
+
+
+def test_where_each_image_is_one_size_to_the_model_a_picture_counts_with_its_own(seeing: BaseModelInfo) -> None:
+    (seeing.path / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 336, "width": 336}}))
+    assert estimate(seeing, H100, make(), rows=[PHOTO]).num_pixels == 4000 * 3000
+
+
 def test_a_list_of_frames_counts_whole_as_it_is_taken(seeing: BaseModelInfo) -> None:
     def seen(*, is_list: bool) -> Row:
         return Row(60, (Facts("video", "JPEG", 640, 480, num_frames=32, is_list=is_list),))

@@ -103,7 +103,7 @@ def test_the_plan_has_the_published_shape_and_is_json(model: BaseModelInfo) -> N
     assert set(made["memory"]) == {
         "weights_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "total_bytes",
         "available_bytes", "fits", "batch_size", "length", "paged_bytes", "media", "num_media_tokens", "tower_bytes",
-        "num_frames",
+        "num_frames", "num_pixels",
     }  # fmt: skip
     num_parameters = 4 * 64 + 3 * 128 + 2 * 32 * 8 + 3 * 8
     assert made["checkpoint"]["num_parameters"] == num_parameters
