@@ -11,7 +11,6 @@ so a file that was cut short or is not one shows before any weight is read. No w
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -350,7 +349,7 @@ def read_header(path: Path, *, hint: str) -> tuple[tuple[Tensor, ...], int]:
 
 def _parse_header(path: Path, header: bytes, num_data_bytes: int, hint: str) -> tuple[Tensor, ...]:
     try:
-        entries = json.loads(header)
+        entries = modality.loads(header)
         entries.pop("__metadata__", None)
         tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
         places = sorted((_offsets(entry["data_offsets"]), name) for name, entry in entries.items())
@@ -432,7 +431,7 @@ def _json(path: Path, *, hint: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
     if len(data) > max_bytes:
         raise ModelError(f"{path}: longer than {max_bytes} bytes", hint=hint)
     try:
-        value = json.loads(data)
+        value = modality.loads(data)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {_brief(error)}", hint=hint) from error
     if not isinstance(value, dict):

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 #: Each thread reserves address space, and pyarrow starts one a core: few of them, so that the limit fits any machine.
 HELPER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "2", "ARROW_IO_THREADS": "2"}
+#: Bytes of the file in which the helper says what it is at.
+STAGE_BYTES = 64
 #: Helpers that one job file may cost; after the second it is refused.
 MAX_HELPERS_PER_REQUEST = 2
 
@@ -38,7 +40,6 @@ class _Request:
     line: bytes
     timeout_sec: float
     deadline: float = 0.0  #: by the client's clock, from when it was sent
-    stage: str = "start"
     num_helpers: int = 0  #: that it was sent to
 
 
@@ -57,7 +58,10 @@ class Checker:
         clock: Callable[[], float] = time.monotonic,
         command: list[str] | None = None,
     ) -> None:
-        self._command = command or [sys.executable, "-P", "-m", "honed.preflight", "--root", str(layout.root)]
+        # What the helper is at is asked for when it dies or takes too long, and else wakes nobody: a file, and no pipe.
+        self._stage_file = os.fdopen(os.memfd_create("honed-stage"), "r+b", buffering=0)
+        module = [sys.executable, "-P", "-m", "honed.preflight"]
+        self._command = command or [*module, "--root", str(layout.root), "--stage-fd", str(self._stage_file.fileno())]
         self._helper_changed = helper_changed
         self._clock = clock
         self._waiting: deque[_Request] = deque()
@@ -118,8 +122,9 @@ class Checker:
         return answers
 
     def close(self) -> None:
-        """End the helper, whatever it is at."""
+        """End the helper, whatever it is at, for good."""
         self._drop_helper()
+        self._stage_file.close()
         for corpse in self._corpses:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 corpse.wait(timeout=1.0)
@@ -141,6 +146,7 @@ class Checker:
         assert self._helper is not None
         assert self._helper.stdin is not None
         request.num_helpers += 1
+        self._stage_file.truncate(0)
         with contextlib.suppress(BrokenPipeError):
             self._helper.stdin.write(request.line)
 
@@ -151,6 +157,7 @@ class Checker:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=[self._stage_file.fileno()],
             env=os.environ | HELPER_ENVIRONMENT,
         )
         assert self._helper.stdout is not None
@@ -194,9 +201,6 @@ class Checker:
             is_ours = False
         if not is_ours or request is None:
             return self._revive()  # a helper that talks nonsense is none
-        if "stage" in answer:
-            request.stage = answer["stage"]
-            return []
         self._current = None
         self._send_next()
         return [answer]
@@ -211,7 +215,7 @@ class Checker:
             return []
         request, self._current = self._current, None
         error = EnvironmentInvalidError(
-            f"could not be checked: the checking process died {request.num_helpers} times, at: {request.stage}",
+            f"could not be checked: the checking process died {request.num_helpers} times, at: {self._stage()}",
             hint="see the journal; a file that the job names may be damaged",
         )
         return [{"id": request.id, "ok": False, "error": error.as_dict()}]
@@ -220,7 +224,12 @@ class Checker:
         self._drop_helper()
         self._current = None
         error = EnvironmentInvalidError(
-            f"could not be checked within {request.timeout_sec:g} s: it was at: {request.stage}",
+            f"could not be checked within {request.timeout_sec:g} s: it was at: {self._stage()}",
             hint="is a file that the job names on a slow or dead file system, or a pipe?",
         )
         return {"id": request.id, "ok": False, "error": error.as_dict()}
+
+    def _stage(self) -> str:
+        """What the helper was at, in its own words."""
+        told = os.pread(self._stage_file.fileno(), STAGE_BYTES, 0).decode("ascii", errors="replace").strip()
+        return told if told.isprintable() and told else "start"

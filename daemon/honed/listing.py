@@ -128,7 +128,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
              ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
              if isinstance(value, int | float) and not (name == "loss" and loss)),
              *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
-    terminal.table(["", " "], [fact for fact in facts if fact[1] not in {None, ""}])
+    terminal.table(["", " "], [fact for fact in facts if fact[1] not in (None, "")])
     if job["error"]:
         terminal.say()
         terminal.say_error(job["error"])

@@ -46,6 +46,9 @@ MIN_SIDE = 8
 
 #: Suffixes of a directory's frames. A file that is named in a row may have any.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".jp2")
+#: Pillow's readers that are used. Its others are for files that nobody trains on, and some of them believe what a
+#: header says about its own length, or run programs.
+_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 #: Formats that may move, and are read as video by Pillow.
 _ANIMATIONS = (".gif", ".webp", ".png", ".apng", ".avif")
 
@@ -296,9 +299,7 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     """An image whose header makes sense, its pixels not decoded. A fault in the block is told as one of the file."""
     pillow = _pillow()
     try:
-        with pillow.open(_source(media)) as image:
-            if image.format == "EPS":
-                raise MediaError(f"{media.place}: PostScript, which is a program and not run", hint="convert it to PNG")
+        with pillow.open(_source(media), formats=[each for each in _IMAGE_FORMATS if each in pillow.OPEN]) as image:
             _check_size(media, *image.size)
             yield image
     except MediaError:
@@ -306,7 +307,8 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     except pillow.DecompressionBombError as error:
         raise MediaError(f"{media.place}: more than {MAX_PIXELS:,} pixels", hint="make it smaller") from error
     except pillow.UnidentifiedImageError as error:
-        raise MediaError(_unreadable(media, "an image")) from error
+        hint = f"images are read as {', '.join(_IMAGE_FORMATS)}: convert it to one of them"
+        raise MediaError(_unreadable(media, "an image"), hint=hint) from error
     except _TORN as error:
         raise MediaError(f"{media.place}: a broken image: {_said(error)}") from error
 
@@ -578,6 +580,7 @@ def _pillow() -> Any:
         raise EnvironmentInvalidError(
             "images need Pillow, which is not installed", hint="pip install pillow"
         ) from error
+    pillow.init()
     return pillow
 
 

@@ -241,10 +241,23 @@ def _tower(config: Any) -> Tower | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def loads(data: bytes) -> Any:
+    """JSON beside a model. Raises ValueError, also for a whole number that is no size of anything: arithmetic ends in
+    infinity with it, or takes hours."""
+    return json.loads(data, parse_int=_int)
+
+
+def _int(text: str) -> int:
+    value = int(text) if len(text) < 30 else 2**64
+    if abs(value) >= 2**64:
+        raise ValueError(f"the number {text[:20]}… has {len(text)} digits")
+    return value
 
 
 def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -7,11 +7,10 @@ The order is here; what is looked at lies by subject: modelcheck, templatecheck,
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
-can stall or bloat the daemon. The daemon's end of it is checker.py. One line of JSON a request, one a stage entered,
-one an answer:
+can stall or bloat the daemon. The daemon's end of it is checker.py. One line of JSON a request, one an answer; the
+stage that it is in stands in a file, `--stage-fd`, for whom it takes too long:
 
     > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
-    < {"id": 7, "stage": "datasets"}
     < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
        "needs_fetch": {"repo_id", "revision"} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint"}}
@@ -30,7 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from honed import (
     basemodel,
@@ -49,6 +48,7 @@ from honed import (
 )
 from honed import layout as layouts
 from honed.basemodel import UncachedError
+from honed.checker import STAGE_BYTES
 from honed.config import Config
 from honed.device import Device
 from honed.error import (
@@ -285,6 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="honed.preflight")
     parser.add_argument("--root", type=Path, default=Path("/"))
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
+    parser.add_argument("--stage-fd", type=int)
     options = parser.parse_args()
     layout = layouts.of(options.root)
     niceness.step_back()
@@ -294,15 +295,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     memory = datacheck.Memory()
+
+    def progress(stage: str) -> None:
+        if options.stage_fd is not None:
+            os.pwrite(options.stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
+
     for line in sys.stdin.buffer:
-        _say(answers, _answer(line, layout, answers, memory))
+        answers.write(json.dumps(_answer(line, layout, memory, progress)).encode() + b"\n")
 
 
-def _say(answers: IO[bytes], value: dict[str, Any]) -> None:
-    answers.write(json.dumps(value).encode() + b"\n")
-
-
-def _answer(line: bytes, layout: Layout, answers: IO[bytes], memory: datacheck.Memory) -> dict[str, Any]:
+def _answer(line: bytes, layout: Layout, memory: datacheck.Memory, progress: Progress) -> dict[str, Any]:
     request_id = None
     try:
         request = json.loads(line)
@@ -317,7 +319,7 @@ def _answer(line: bytes, layout: Layout, answers: IO[bytes], memory: datacheck.M
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
             commit=request.get("commit"),
             uid=request.get("uid"),
-            progress=lambda stage: _say(answers, {"id": request_id, "stage": stage}),
+            progress=progress,
             memory=memory,
         )
     except HonedError as error:

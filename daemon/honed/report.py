@@ -195,7 +195,7 @@ def _warnings(story: Story) -> list[str]:
     told = dict.fromkeys(
         [*map(str, story.shown["plan"].get("warnings") or ()),
          *(str(each.get("message")) for each in story.events
-           if each["event"] == "log" and each.get("level") in {"warning", "error"})]
+           if each["event"] == "log" and each.get("level") in ("warning", "error"))]
     )  # fmt: skip
     items = [*([f"What to do: {hint}"] if hint else []), *told]
     lines = [f'<li dir="auto">{text(each, limit=2000)}</li>' for each in items[:30]]

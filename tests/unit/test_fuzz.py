@@ -5,6 +5,8 @@ The same ones each time; `scripts/fuzz` makes others, for as long as one likes.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -13,6 +15,16 @@ from zoo.fuzz import TARGETS, Target
 
 #: Of those that take long, fewer.
 FEW = {"events": 25, "model files": 60}
+#: What long runs have found, each mended since.
+FOUND: dict[str, tuple[str, object]] = {
+    "a level that is a list": (
+        "events", b'{"time": 1800000000.0, "event": "log", "level": [], "message": "x", "code": "mask_invalid"}\n',
+    ),
+    "a size of 400 digits": (
+        "model files", ("model/config.json", fuzz.json_bytes({**fuzz.MODEL_CONFIG, "hidden_size": 10**400})),
+    ),
+    "NaN": ("spec values", {"base_model": "/m", "chat_template_kwargs": {"enable_thinking": math.nan}}),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -29,3 +41,11 @@ def test_whatever_it_is_fed_it_reads_or_refuses_in_a_sentence(target: Target) ->
             target.run(directory, example)
 
         feed()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_mended(name: str) -> None:
+    target_name, example = FOUND[name]
+    (target,) = (each for each in TARGETS if each.name == target_name)
+    with fuzz.directory() as directory:
+        target.run(directory, example)

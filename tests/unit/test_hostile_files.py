@@ -167,13 +167,19 @@ FILES: dict[str, tuple[str, Callable[[], bytes], Read, str]] = {
     ),
     "config.json: nested": ("config.json", lambda: b'{"a":' * 10**6, of_config_json, "not JSON"),
     "config.json: a huge number": ("config.json", lambda: b'{"a":' + b"9" * 5000 + b"}", of_config_json, "not JSON"),
+    "config.json: a number of 300 digits": (
+        "config.json", lambda: b'{"model_type": "llama", "hidden_size": ' + b"9" * 300 + b"}", of_config_json, "has 300 digits"
+    ),
     "config.json: a long dtype": (
         "config.json", lambda: json.dumps({"model_type": "x", "dtype": "\n" * 10**6}).encode(), of_config_json, "is not a dtype"
     ),
     "a picture of 10^9 pixels": ("x.png", lambda: png(40_000, 40_000), of_picture, "pixels"),
     "a picture of 2^62 pixels": ("x.png", lambda: png(2**31 - 1, 2**31 - 1), of_picture, "x.png: "),
     "a picture that is not there": ("x.png", lambda: png(10_000, 10_000), of_picture, "a broken image"),
-    "PostScript": ("x.eps", lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", of_picture, "PostScript"),
+    "PostScript": (
+        "x.eps", lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", of_picture, "it is text"
+    ),
+    "a brush with 4 GiB of a comment": ("x.gbr", lambda: struct.pack(">6I", 2**32 - 1, 1, 9, 9, 4, 0), of_picture, "not an image"),
     "a sound with a lie": ("x.wav", lambda: wav(data_bytes=2**32 - 1), of_sound, ""),
     "a list of other files": ("x.mp4", lambda: b"ffconcat version 1.0\nfile secret.mp4\n", of_video, "not a video"),
     "a playlist": (

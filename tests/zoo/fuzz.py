@@ -479,13 +479,13 @@ def _model_dir(directory: Path) -> Path:
     return directory
 
 
-_MODEL_CONFIG = {
+MODEL_CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 32, "dtype": "float32",
     "max_position_embeddings": 128, "head_dim": 4, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "rope_scaling": {"type": "linear"}, "tie_word_embeddings": False, "auto_map": {"AutoModel": "x.Y"},
 }  # fmt: skip
-_VISION_CONFIG = _MODEL_CONFIG | {
+_VISION_CONFIG = MODEL_CONFIG | {
     "model_type": "qwen2_5_vl", "vision_config": {"depth": 1, "hidden_size": 8, "patch_size": 14, "num_heads": 2,
     "spatial_merge_size": 2, "image_size": 28, "window_size": 112}, "image_token_id": 5,
     "image_grid_pinpoints": [[14, 28]], "text_config": {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 32},
@@ -499,7 +499,7 @@ _ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_
 _INDEX = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "model.safetensors"}}
 #: Files beside a model that are garbled, one at a time.
 _MODEL_FILES: dict[str, Any] = {
-    "model/config.json": _MODEL_CONFIG, "model/config.json+vision": _VISION_CONFIG,
+    "model/config.json": MODEL_CONFIG, "model/config.json+vision": _VISION_CONFIG,
     "model/tokenizer_config.json": _TOKENIZER, "model/processor_config.json": _PROCESSOR,
     "model/preprocessor_config.json": _PROCESSOR["image_processor"], "adapter/adapter_config.json": _ADAPTER,
     "model/model.safetensors.index.json": _INDEX, "model/generation_config.json": {"eos_token_id": [1]},
