@@ -334,10 +334,10 @@ class Torture:
         if pid is None:
             self.targets.append(self.targets.pop(0))
             return
-        self.targets.pop(0)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself: another of its kind, later
             os.kill(pid, signal.SIGKILL)
             self.tally.kills[target, phase] += 1
+            self.targets.pop(0)
         if target == "daemon" and self.hit.process is not None:
             self.hit.process.wait(DEATH_SEC)
 
