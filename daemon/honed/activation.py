@@ -42,7 +42,7 @@ class Extent:
     media: Cost  #: of the row whose media are the most, within it
     kinds: frozenset[Kind]  #: of the media in the rows that were looked at
     num_frames: int = 0  #: that are taken of the longest video in them
-    num_pixels: int = 0  #: of the largest image or frame in them, as far as more of them are more to the model
+    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
 
 
 def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows: Sequence[Row] = ()) -> Extent:
@@ -79,17 +79,17 @@ def _num_frames(seen: Facts, limits: MediaLimits) -> int:
 
 
 def _num_pixels(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> int:
-    """Of an image or a frame: its pixels, halved for as long as the model's processor makes the same of it. Its own
-    where that makes no end: a processor whose images are all of one size, or one that is not known here."""
+    """Of an image or a frame: its pixels, halved for as long as the model's processor makes the same of it. 0 where
+    that makes no end: a processor whose images are all of one size, or one that is not known here."""
     limits = spec.media.limits
-    own = math.prod(fitted_size(max(seen.width, 1), max(seen.height, 1), limits))
-    whole, pixels = _cost(seen, limits, model), own
+    pixels = math.prod(fitted_size(max(seen.width, 1), max(seen.height, 1), limits))
+    whole = _cost(seen, limits, model)
     while pixels > 1:
         less = _cost(seen, replace(limits, max_pixels=pixels // 2), model)
         if less.tokens < whole.tokens or less.positions < whole.positions:
             return pixels
         pixels //= 2
-    return own
+    return 0
 
 
 def _cost(seen: Facts, limits: MediaLimits, model: BaseModelInfo) -> Cost:

@@ -59,7 +59,7 @@ class Media:
 
     kinds: tuple[str, ...] = ()
     num_frames: int = 0  #: that are taken of the longest video
-    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model
+    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
 
     @classmethod
     def of(cls, memory: Mapping[str, Any]) -> Media:

@@ -298,8 +298,9 @@ def _source(media: Media) -> Any:
 def _opened_image(media: Media) -> Iterator[Image.Image]:
     """An image whose header makes sense, its pixels not decoded. A fault in the block is told as one of the file."""
     pillow = _pillow()
+    formats = [each for each in _IMAGE_FORMATS if each in pillow.OPEN]
     try:
-        with pillow.open(_source(media), formats=[each for each in _IMAGE_FORMATS if each in pillow.OPEN]) as image:
+        with pillow.open(_source(media), formats=formats) as image:
             _check_size(media, *image.size)
             yield image
     except MediaError:
@@ -307,7 +308,7 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     except pillow.DecompressionBombError as error:
         raise MediaError(f"{media.place}: more than {MAX_PIXELS:,} pixels", hint="make it smaller") from error
     except pillow.UnidentifiedImageError as error:
-        hint = f"images are read as {', '.join(_IMAGE_FORMATS)}: convert it to one of them"
+        hint = f"images are read as {', '.join(formats)}: convert it to one of them"
         raise MediaError(_unreadable(media, "an image"), hint=hint) from error
     except _TORN as error:
         raise MediaError(f"{media.place}: a broken image: {_said(error)}") from error

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from honed import activation, parameter
-from honed.activation import Row
+from honed.activation import Extent, Row
 from honed.basemodel import BITS, AdapterInfo, BaseModelInfo
+from honed.dataset import NUM_OPENED
 from honed.device import Device
+from honed.ladder import ASSUMED_PIXELS
 from honed.media import Kind
 from honed.parameter import Shape
 from honed.precision import Precision
@@ -49,7 +51,7 @@ class Memory:
     num_media_tokens: int = 0  #: of a row, what is seen or heard
     media: tuple[Kind, ...] = ()  #: what there is in the rows beside text
     num_frames: int = 0  #: that are taken of the longest video in them
-    num_pixels: int = 0  #: of the largest image or frame in them, as far as more of them are more to the model
+    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
     tower_bytes: int = 0  #: of the activations, those of eyes and ears
     paged_bytes: int = 0  #: of the optimizer's states, what the device may leave to the machine
 
@@ -118,10 +120,16 @@ def estimate(
         num_media_tokens=extent.media.tokens,
         media=tuple(sorted(extent.kinds)),
         num_frames=extent.num_frames,
-        num_pixels=extent.num_pixels,
+        num_pixels=_num_pixels(extent, rows, num_rows),
         tower_bytes=tower_bytes,
         paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )
+
+
+def _num_pixels(extent: Extent, rows: Sequence[Row], num_rows: int | None) -> int:
+    """Of the largest picture of all: where not every one was looked at, no fewer than one is taken to have."""
+    is_whole = num_rows is not None and sum(len(row.media) for row in rows) < NUM_OPENED
+    return extent.num_pixels if is_whole or not extent.num_pixels else max(extent.num_pixels, ASSUMED_PIXELS)
 
 
 # --- Optimizer --------------------------------------------------------------------------------------------------------

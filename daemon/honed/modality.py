@@ -195,6 +195,10 @@ class Senses:
         return next(filter(None, map(_edge, sizes)), 336)
 
 
+#: Of a whole number. transformers writes 31 of them for a tokenizer without a limit: int(1e30).
+MAX_DIGITS = 40
+
+
 def look(path: Path, config: Mapping[str, Any]) -> Senses:
     """What the files beside a config.json say; what cannot be read says nothing here, and is the loader's to refuse."""
     whole = _read(path / "processor_config.json")
@@ -248,16 +252,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def loads(data: bytes) -> Any:
-    """JSON beside a model. Raises ValueError, also for a whole number that is no size of anything: arithmetic ends in
-    infinity with it, or takes hours."""
+    """JSON beside a model. Raises ValueError, also for a whole number that is no size of anything: products of a few
+    of them are no floats any more."""
     return json.loads(data, parse_int=_int)
 
 
 def _int(text: str) -> int:
-    value = int(text) if len(text) < 30 else 2**64
-    if abs(value) >= 2**64:
+    if len(text) > MAX_DIGITS:
         raise ValueError(f"the number {text[:20]}… has {len(text)} digits")
-    return value
+    return int(text)
 
 
 def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from honed.spec import JobSpec
 
 #: Bytes of a chat template that is read.
 MAX_TEMPLATE_BYTES = 1024 * 1024
+#: Characters of one that is remembered.
+MAX_REMEMBERED = 64 * 1024
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
@@ -45,20 +47,22 @@ def _read(path: Path) -> str:
 
 
 def _compile(text: str, where: str, kind: type[HonedError]) -> None:
-    if fault := _fault(text):
+    """Where jinja2 is missing, the packages' check tells."""
+    try:
+        import jinja2  # noqa: F401, PLC0415  (it belongs to the worker's packages)
+    except ImportError:
+        return
+    look = _fault if len(text) <= MAX_REMEMBERED else _fault.__wrapped__
+    if fault := look(text):
         raise kind(f"{where}{fault}", hint="correct it, or name another as chat_template:")
 
 
 @functools.lru_cache(maxsize=16)  # compiling takes milliseconds, and many jobs have the same base model
 def _fault(text: str) -> str | None:
-    """What is wrong with a template, parsed with transformers' own `{% generation %}`; where jinja2 is missing, the
-    packages' check tells."""
-    try:
-        import jinja2.ext  # noqa: PLC0415  (it belongs to the worker's packages)
-        import jinja2.nodes  # noqa: PLC0415
-        import jinja2.sandbox  # noqa: PLC0415
-    except ImportError:
-        return None
+    """What is wrong with a template, parsed with transformers' own `{% generation %}`."""
+    import jinja2.ext  # noqa: PLC0415
+    import jinja2.nodes  # noqa: PLC0415
+    import jinja2.sandbox  # noqa: PLC0415
 
     class Generation(jinja2.ext.Extension):  # type: ignore[misc]
         tags = {"generation"}  # noqa: RUF012  (jinja2's own form)

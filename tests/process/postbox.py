@@ -71,6 +71,9 @@ class _Talk(socketserver.StreamRequestHandler):
                         return  # kept, and the sender never hears of it
                     self._say("250 kept")
                 case "QUIT":
+                    while office.drips_farewell:
+                        self.wfile.write(b"2")
+                        time.sleep(0.05)
                     self._say("221 bye")
                     return
                 case _:
@@ -110,6 +113,7 @@ class PostOffice:
         self.in_clear: list[str] = []  #: the verbs that anybody on the way could read
         self.num_hang_ups = 0
         self.is_silent = False
+        self.drips_farewell = False
         self.port = 0
         self._server: _Server | None = None
         self.up()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from honed import datacheck, dataset
@@ -125,6 +128,59 @@ def test_a_warning_is_told_of_each_time(settled: Desk) -> None:
     first = settled.check()
     assert ["rows.jsonl, line 9" in warning for warning in first.warnings] == [True]
     assert settled.check().warnings == first.warnings
+
+
+def test_a_column_that_looks_like_pictures_is_told_of_each_time(settled: Desk) -> None:
+    settled.rows.write_text('{"text": "a", "photo": "cat.png"}\n' * 3)
+    time.sleep(0.06)
+    first = settled.check()
+    assert ["`photo` seems to hold images" in warning for warning in first.warnings] == [True]
+    assert settled.check().warnings == first.warnings
+
+
+def test_a_column_that_is_nowhere_is_told_of_each_time(settled: Desk) -> None:
+    first = settled.check(columns={"instruction": "nowhere"})
+    assert ["`columns` names `nowhere`" in warning for warning in first.warnings] == [True]
+    assert settled.check(columns={"instruction": "nowhere"}).warnings == first.warnings
+
+
+def test_a_picture_that_is_gone_meanwhile_is_missed(settled: Desk) -> None:
+    PIL.Image.new("RGB", (32, 32)).save(settled.path / "cat.png")
+    parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "what?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}]
+    settled.rows.write_text(json.dumps({"messages": turns}) + "\n")
+    time.sleep(0.06)
+    assert len(settled.check().attached) == 1
+    (settled.path / "cat.png").unlink()
+    with pytest.raises(DatasetError, match=r"cat\.png"):
+        settled.check()
+
+
+def test_a_file_that_changes_while_it_is_looked_at_is_not_remembered(
+    settled: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect = dataset.inspect
+
+    def interrupted(*given: Any, **named: Any) -> dataset.Inspection:
+        found = inspect(*given, **named)
+        settled.rows.touch()
+        return found
+
+    monkeypatch.setattr(dataset, "inspect", interrupted)
+    settled.check()
+    assert not settled.memory._seen
+
+
+def test_a_directory_of_many_files_is_remembered_as_one_thing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datacheck, "SETTLED_NS", -1)
+    directory = desk.path / "many"
+    directory.mkdir()
+    for number in range(300):
+        (directory / f"{number}.jsonl").write_text('{"text": "a"}\n')
+    desk.check(path=str(directory))
+    ((key, seen),) = desk.memory._seen.items()
+    assert len(key) == 32
+    assert len(pickle.dumps(seen)) < 1000
 
 
 def test_what_was_remembered_is_no_leave_to_read_it(settled: Desk) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, memory, parameter, precision, remedy
+from honed import basemodel, ladder, memory, parameter, precision, remedy
 from honed import spec as job_spec
 from honed.activation import Row
 from honed.basemodel import BaseModelInfo, Tensor
@@ -377,7 +377,8 @@ def test_fewer_frames_take_less(seeing: BaseModelInfo) -> None:
 
 def test_the_largest_picture_counts_with_the_pixels_from_on_which_fewer_are_less(seeing: BaseModelInfo) -> None:
     def pixels(row: Row, **media: int) -> int:
-        return estimate(seeing, H100, make(training={"max_length": 32768}, media=media), rows=[CLIP, row]).num_pixels
+        spec = make(training={"max_length": 32768}, media=media)
+        return estimate(seeing, H100, spec, rows=[CLIP, row], num_rows=2).num_pixels
 
     assert pixels(PHOTO) == 4000 * 3000
     assert pixels(PHOTO, max_pixels=1_000_000) == pytest.approx(1_000_000, rel=0.01)
@@ -385,12 +386,20 @@ def test_the_largest_picture_counts_with_the_pixels_from_on_which_fewer_are_less
     # The processor makes 12.8 million of these 50: a half is still too many for it, a quarter is not.
     assert pixels(Row(40, (Facts("image", "JPEG", 8000, 6250),))) == 25_000_000
     sound = Row(40, (Facts("audio", "wav", duration_sec=3.0),))
-    assert estimate(seeing, H100, make(), rows=[sound]).num_pixels == 0
+    assert estimate(seeing, H100, make(), rows=[sound], num_rows=1).num_pixels == 0
 
 
-def test_where_each_image_is_one_size_to_the_model_a_picture_counts_with_its_own(seeing: BaseModelInfo) -> None:
+def test_small_pictures_among_the_first_rows_say_nothing_of_the_others(seeing: BaseModelInfo) -> None:
+    small = Row(40, (Facts("image", "PNG", 150, 150),))
+    assert estimate(seeing, H100, make(), rows=[small], num_rows=1).num_pixels == 150 * 150
+    assert estimate(seeing, H100, make(), rows=[small], num_rows=None).num_pixels == ladder.ASSUMED_PIXELS
+    assert estimate(seeing, H100, make(), rows=[small] * 150, num_rows=150).num_pixels == ladder.ASSUMED_PIXELS
+    assert estimate(seeing, H100, make(), rows=[PHOTO], num_rows=None).num_pixels == 4000 * 3000
+
+
+def test_where_each_image_is_one_size_to_the_model_nothing_is_said_of_pixels(seeing: BaseModelInfo) -> None:
     (seeing.path / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 336, "width": 336}}))
-    assert estimate(seeing, H100, make(), rows=[PHOTO]).num_pixels == 4000 * 3000
+    assert estimate(seeing, H100, make(), rows=[PHOTO], num_rows=1).num_pixels == 0
 
 
 def test_a_list_of_frames_counts_whole_as_it_is_taken(seeing: BaseModelInfo) -> None:

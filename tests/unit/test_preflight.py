@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from honed import installed, preflight
+from honed import datacheck, installed, preflight
 from honed.checker import STAGE_BYTES, Checker
 from honed.config import Config, PolicyConfig, SpoolConfig
 from honed.device import Device
@@ -592,6 +592,24 @@ def test_a_spec_survives_the_way_through_the_helper(desk: Desk, daemon: Daemon) 
     assert answer["spec"]["training"] == {"learning_rate": 2e-4, "num_train_epochs": 3}
 
 
+def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -> None:
+    text = "x" * 100_000
+    desk.rows.write_text(f'{{"text": "{text}"}}\n' * 200)
+    time.sleep(datacheck.SETTLED_NS / 1e9 + 0.1)
+
+    def num_read() -> int:
+        (told,) = [line for line in Path(f"/proc/{daemon.helper_pid()}/io").read_text().splitlines() if "rchar" in line]
+        return int(told.split()[1])
+
+    daemon.client.submit(1, desk.write("a.json"), Config(), CPU)
+    assert daemon.answers(1)[0]["ok"]
+    first = num_read()
+    daemon.client.submit(2, desk.write("b.json", priority=7), Config(), CPU)
+    assert daemon.answers(1)[0]["ok"]
+    assert first > 200 * len(text)
+    assert num_read() - first < 50 * len(text)
+
+
 def test_a_refusal_keeps_its_code_and_remedy(desk: Desk, daemon: Daemon) -> None:
     (desk.model / "model.safetensors").unlink()
     daemon.client.submit(1, desk.write(), Config(), CPU)
@@ -634,6 +652,8 @@ def test_pipes_and_endless_files_cost_only_their_own_job(desk: Desk, monkeypatch
 def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, daemon: Daemon) -> None:
     with (desk.path / "slow.jsonl").open("wb") as file:
         file.truncate(2**40)
+    daemon.client.submit(3, desk.write(), Config(), CPU)
+    assert daemon.answers(1)[0]["ok"]  # it has imported what it needs
     slow = desk.write("slow.json", datasets=[{"path": str(desk.path / "slow.jsonl")}])
     daemon.client.submit(1, slow, Config(spool=SpoolConfig(preflight_timeout_sec=0.7)), CPU)
     daemon.client.submit(2, desk.write(), Config(), CPU)
@@ -708,6 +728,12 @@ def test_bad_requests_do_not_end_the_helper(desk: Desk) -> None:
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer["ok"] for answer in answers] == [False, False, False, True]
     assert [answer["error"]["code"] for answer in answers[:3]] == ["error", "error", "error"]
+
+
+def test_a_tokenizer_without_a_limit_is_one_that_transformers_writes(desk: Desk) -> None:
+    written = json.loads((desk.model / "tokenizer_config.json").read_text()) | {"model_max_length": int(1e30)}
+    (desk.model / "tokenizer_config.json").write_text(json.dumps(written))
+    assert desk.check().plan is not None
 
 
 def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
