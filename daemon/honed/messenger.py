@@ -264,6 +264,7 @@ def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, s
     except smtplib.SMTPDataError as error:
         return _judge_mail(error.smtp_code, error.smtp_error)
     else:
+        assert server.sock is not None
         with contextlib.suppress(smtplib.SMTPException, OSError), _deadline(server.sock, config.timeout_sec):
             server.quit()
         return Verdict.TAKEN, "taken"
