@@ -206,6 +206,10 @@ class RetentionConfig(_Section):
     """Days after which the checkpoints of a job that has succeeded are removed; its output stays."""
     max_failed_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
     """The same of jobs that failed or were cancelled: requeued after that, they start from the beginning."""
+    max_checkpoint_jobs: Annotated[int, Field(ge=0)] | None = None
+    """Finished jobs whose checkpoints are kept, failed and cancelled ones among them; those of the oldest go."""
+    max_checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes that the checkpoints of finished jobs may take together; those of the oldest go."""
     max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
     """Days after which a refused file is removed from rejected/, with its reason."""
     max_rejected: Annotated[int, Field(ge=0)] | None = 10_000
@@ -213,6 +217,8 @@ class RetentionConfig(_Section):
     max_event_age_days: Annotated[float, Field(ge=0)] | None = None
     """Days after which what the workers of finished jobs told is removed from the table `events`, their metrics and
     predictions not. A database that is made again has them again, until then."""
+    max_events: Annotated[int, Field(ge=0)] | None = None
+    """Rows in the table `events` that are kept of finished jobs; the oldest go."""
     interval_sec: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds between looks at all that."""
 

@@ -250,15 +250,16 @@ class Database:
         """The number of the newest row in `events`."""
         return int(self._db.execute("SELECT coalesce(max(rowid), 0) FROM events").fetchone()[0])
 
-    def forget_events(self, first: int, count: int, *, before: float, of: Container[int]) -> int:
-        """Among `count` rows of `events` from a number on, remove those of these jobs that are older. Returns their
-        number."""
-        sql = "SELECT rowid, job_id FROM events WHERE rowid >= ? AND rowid < ? AND created_at < ?"
-        rows = [(rowid,) for rowid, job_id in self._db.execute(sql, (first, first + count, timestamp(before)))
-                if job_id in of]  # fmt: skip
+    def events_of(self, first: int, count: int, jobs: Container[int]) -> list[tuple[int, str]]:
+        """Among `count` rows of `events` from a number on, those of these jobs: their numbers and times."""
+        sql = "SELECT rowid, job_id, created_at FROM events WHERE rowid >= ? AND rowid < ?"
+        found = self._db.execute(sql, (first, first + count))
+        return [(rowid, created_at) for rowid, job_id, created_at in found if job_id in jobs]
+
+    def forget_events(self, numbers: Iterable[int]) -> None:
+        """Remove rows of `events`."""
         with self._transaction():
-            self._db.executemany("DELETE FROM events WHERE rowid = ?", rows)
-        return len(rows)
+            self._db.executemany("DELETE FROM events WHERE rowid = ?", [(number,) for number in numbers])
 
     def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
         data, when = event.data, timestamp(event.time)

@@ -19,12 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from honed import removal, retention
 from honed.config import Config, RetentionConfig
-from honed.database import Database
+from honed.database import Database, timestamp
 from honed.error import UsageError
 from honed.job import Job, State
 from honed.layout import Layout
@@ -292,8 +292,8 @@ class Housekeeper:
                     jobs.append(job)
                     yield
             yield from self._over_jobs(config, jobs)
-        if config.max_event_age_days is not None:
-            yield from self._over_events(config.max_event_age_days)
+        if config.max_event_age_days is not None or config.max_events is not None:
+            yield from self._over_events(config)
         yield from self._find_leftovers()
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
@@ -313,13 +313,15 @@ class Housekeeper:
                 yield
         needed = retention.needed_of(self._needs, self._spool, jobs)
         free = [job for job in jobs if retention.why_kept(job, needed) is None]
-        if config.max_job_bytes is not None:
-            for job in free:
-                if (job.id, job.revision) not in self._sizes:
-                    self._want(f"measure:{job.id}")
-            # The rest at the next look: by then their sizes are known.
-            if any((job.id, job.revision) not in self._sizes for job in free):
-                self._look_at = self._clock() + min(config.interval_sec, 1.0)
+        are_missing = config.max_job_bytes is not None and self._measure(free, self._sizes, "measure")
+        saved = []
+        for job in free:
+            saved += [job] if self._layout.job(job.id).checkpoints_dir.exists() else []
+            yield
+        if config.max_checkpoint_bytes is not None:
+            are_missing = self._measure(saved, self._weights, "weigh") or are_missing
+        if are_missing:  # the rest at the next look: by then their sizes are known
+            self._look_at = self._clock() + min(config.interval_sec, 1.0)
         yield
         items, by_id = [], {job.id: job for job in free}
         for job in free:
@@ -332,13 +334,22 @@ class Housekeeper:
             if item.key in beyond and self._may_still_go(by_id[int(item.key)]):
                 self.prune([by_id[int(item.key)]], "retention")
                 yield
+        yield from self._over_checkpoints(config, saved, [item for item in items if item.key not in beyond])
+
+    def _over_checkpoints(self, config: RetentionConfig, saved: list[Job], staying: list[Item]) -> Iterator[None]:
+        by_id = {job.id: job for job in saved}
+        items = []
+        for item in staying:
+            if (job := by_id.get(int(item.key))) is not None:
+                items.append(replace(item, num_bytes=self._weights.get((job.id, job.revision), 0)))
+        limits = retention.checkpoint_limits(config)
+        beyond = {item.key for item in retention.excess(items, limits, now=self._now())}
         for item in items:
             job = by_id[int(item.key)]
             days = config.max_checkpoint_age_days if job.state is State.SUCCEEDED else (
                 config.max_failed_checkpoint_age_days)  # fmt: skip
-            if item.key in beyond or days is None or job.are_checkpoints_pruned:
-                continue
-            if self._now() - item.changed_at > days * DAY_SEC and self._may_still_go(job):
+            is_old = days is not None and self._now() - item.changed_at > days * DAY_SEC
+            if (is_old or item.key in beyond) and self._may_still_go(job):
                 self.drop_checkpoints(job, "retention")
             yield
 
@@ -348,16 +359,25 @@ class Housekeeper:
             return False
         return not any(job.id in self._needs.of(other) for other in self._unfinished())
 
-    def _over_events(self, days: float) -> Iterator[None]:
+    def _over_events(self, config: RetentionConfig) -> Iterator[None]:
         finished = {
             job.id for state in retention.FINAL for job in self._spool.jobs(state) if not job.is_pinned
         }  # fmt: skip
         yield
-        number, total = 1, 0
-        while number <= self._database.last_event():
-            before = self._now() - days * DAY_SEC
-            total += self._database.forget_events(number, BITE_ROWS, before=before, of=finished)
-            number += BITE_ROWS
+        surplus = 0
+        if config.max_events is not None:
+            for first in range(1, self._database.last_event() + 1, BITE_ROWS):
+                surplus += len(self._database.events_of(first, BITE_ROWS, finished))
+                yield
+            surplus = max(0, surplus - config.max_events)
+        days = config.max_event_age_days
+        before = "" if days is None else timestamp(self._now() - days * DAY_SEC)
+        total = 0
+        for first in range(1, self._database.last_event() + 1, BITE_ROWS):
+            rows = self._database.events_of(first, BITE_ROWS, finished)
+            beyond = [number for rank, (number, when) in enumerate(rows) if when < before or total + rank < surplus]
+            self._database.forget_events(beyond)
+            total += len(beyond)
             yield
         if total:
             log.info("honed.db: removed %d events", total)
@@ -418,7 +438,8 @@ class Housekeeper:
 
 def _wants_jobs(config: RetentionConfig) -> bool:
     ages = (config.max_checkpoint_age_days, config.max_failed_checkpoint_age_days)
-    return bool(retention.job_limits(config)) or any(age is not None for age in ages)
+    limits = retention.job_limits(config) or retention.checkpoint_limits(config)
+    return bool(limits) or any(age is not None for age in ages)
 
 
 def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> dict[str, Any]:

@@ -267,6 +267,11 @@ def job_limits(config: RetentionConfig) -> Limits:
     return Limits(_days(config.max_job_age_days), config.max_jobs, config.max_job_bytes)
 
 
+def checkpoint_limits(config: RetentionConfig) -> Limits:
+    """Of all finished jobs; the ages, which differ by how a job ended, are not among them."""
+    return Limits(None, config.max_checkpoint_jobs, config.max_checkpoint_bytes)
+
+
 def refused_limits(config: RetentionConfig) -> Limits:
     return Limits(_days(config.max_rejected_age_days), config.max_rejected)
 

@@ -240,6 +240,35 @@ def test_retention_by_number_and_by_size(instance: Instance) -> None:
     wait_for(lambda: directories(instance) == {3}, what="the number")
 
 
+def test_checkpoints_by_size_and_by_number_and_events_by_number(instance: Instance) -> None:
+    run_jobs(instance, "succeed.a", "succeed.b", "succeed.c", "succeed.d")
+    for number in (1, 2, 3, 4):
+        age(instance, number, 10 - number)
+        (instance.layout.job(number).checkpoints_dir / "weights").write_bytes(b"x" * 1_000_000)
+    honectl(instance, "pin", "1")
+
+    def with_checkpoints() -> set[int]:
+        return {number for number in (1, 2, 3, 4) if list(instance.layout.job(number).dir.glob("*checkpoints*"))}
+
+    def num_events() -> dict[int, int]:
+        sql = "SELECT job_id, count(*) FROM events GROUP BY job_id"
+        return dict(sqlite3.connect(instance.layout.database_path).execute(sql).fetchall())
+
+    before = num_events()
+    instance.configure("[retention]\nmax_checkpoint_bytes = 2500000\ninterval_sec = 0.2\n")
+    instance.start()
+    wait_for(lambda: with_checkpoints() == {1, 3, 4}, what="the size")
+    assert instance.job("succeed.b").are_checkpoints_pruned  # type: ignore[union-attr]
+    assert num_events() == before
+    instance.stop()
+    kept = before[3] - 1 + before[4]
+    instance.configure(f"[retention]\nmax_checkpoint_jobs = 1\nmax_events = {kept}\ninterval_sec = 0.2\n")
+    instance.start()
+    wait_for(lambda: with_checkpoints() == {1, 4}, what="the number")
+    wait_for(lambda: num_events() == {1: before[1], 3: before[3] - 1, 4: before[4]}, what="the oldest events' end")
+    assert directories(instance) == {1, 2, 3, 4}
+
+
 def test_refused_files_go_after_their_time_and_beyond_their_number(instance: Instance) -> None:
     rejected = instance.layout.spool_dir / "rejected"
     instance.configure("[retention]\nmax_rejected = 2\ninterval_sec = 0.2\n")
