@@ -106,6 +106,8 @@ def test_whatever_stands_in_a_job_file_is_text_in_its_refusal_and_its_check(inst
     assert "BOLD" in checked  # it is quoted, as text
     assert max(map(len, checked.splitlines())) < 5000
     assert len(json.loads(honectl(instance, "check", "--json", *map(str, paths[:9])))) == 9
+    for path in paths[::15]:
+        check_lines(without_colours(honectl(instance, "plan", str(path), check=False)))
     for path in paths:
         path.rename(instance.incoming_dir / path.name)
     instance.start("--drain")
@@ -119,7 +121,8 @@ def test_whatever_stands_in_a_job_file_is_text_in_its_refusal_and_its_check(inst
         assert len(reason) < 20_000
     check_lines(instance.log)
     assert max(map(len, instance.log.splitlines())) < 40_000
-    for arguments in (["list"], ["list", "--json"], *(["show", str(job.id)] for job in ended[:5])):
+    shown = [[verb, str(job.id)] for job in ended[:3] for verb in ("show", "logs", "predictions", "report")]
+    for arguments in (["list"], ["list", "--json"], *shown):
         check_lines(without_colours(honectl(instance, *arguments)))
 
 
