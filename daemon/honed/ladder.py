@@ -125,7 +125,7 @@ def _num_asked(spec: Mapping[str, Any]) -> int:
     predictions = spec.get("predictions") or {}
     asked = len(predictions.get("prompts") or ()) or predictions.get("num_samples", NUM_SAMPLES)
     guarded = (spec.get("guard") or {}).get("num_samples", 0)
-    return max(0 if predictions.get("sample_frequency") == "off" else asked, guarded)
+    return int(max(0 if predictions.get("sample_frequency") == "off" else asked, guarded))
 
 
 def _divided(training: Mapping[str, Any]) -> Iterator[Rung]:
