@@ -3,7 +3,7 @@
     train      per_device_train_batch_size divided, gradient_accumulation_steps multiplied by the same
                gradient_checkpointing
     evaluate   per_device_eval_batch_size halved
-    predict    predictions.batch_size halved
+    predict    predictions.batch_size halved; as many are asked, fewer at a time
     anywhere   media.num_frames, then media.max_pixels, halved: only with retry.may_shrink_media
 
 The steps that help in the phase in which memory ran out come first; where the worker itself said which it was, no
@@ -24,6 +24,8 @@ from honed.job import Adjustment
 #: Prompts that are answered at a time where the spec does not say; the second with images, videos or sounds, of which
 #: one may be thousands of tokens.
 PREDICTION_BATCH_SIZE, MEDIA_PREDICTION_BATCH_SIZE = 16, 4
+#: Examples that are followed where the spec does not say.
+NUM_SAMPLES = 5
 #: Pixels that an image is taken to have where nothing says how many, and the fewest that the ladder goes to.
 ASSUMED_PIXELS, MIN_PIXELS = 1024 * 1024, 128 * 128
 #: Stages without a batch that could be smaller.
@@ -111,10 +113,19 @@ def _evaluated(spec: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator
 
 
 def _predicted(spec: Mapping[str, Any], *, has_media: bool) -> Iterator[Rung]:
-    predictions = spec.get("predictions") or {}
-    size = predictions.get("batch_size") or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
-    if (predictions.get("sample_frequency") != "off" or spec.get("guard")) and size > 1:
+    limit = (spec.get("predictions") or {}).get("batch_size")
+    # A limit above what a round asks could be halved without any batch being smaller.
+    size = min(limit or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE), _num_asked(spec))
+    if size > 1:
         yield _halved("predictions", "batch_size", size)
+
+
+def _num_asked(spec: Mapping[str, Any]) -> int:
+    """Prompts of the largest round of predictions, or of the guard's; 0 where there is none."""
+    predictions = spec.get("predictions") or {}
+    asked = len(predictions.get("prompts") or ()) or predictions.get("num_samples", NUM_SAMPLES)
+    guarded = (spec.get("guard") or {}).get("num_samples", 0)
+    return int(max(0 if predictions.get("sample_frequency") == "off" else asked, guarded))
 
 
 def _divided(training: Mapping[str, Any]) -> Iterator[Rung]:

@@ -70,6 +70,7 @@ def real(tmp_path: Path) -> Iterator[RealInstance]:
     made.end()
 
 
+@pytest.mark.timeout(450)
 def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_same_run(
     real: RealInstance, tmp_path: Path
 ) -> None:
@@ -77,12 +78,14 @@ def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_sam
     real.model = build_checkpoint(tmp_path / "tiny", "qwen3")
     real.dataset = write_facts(tmp_path / "facts.jsonl")
     keys: dict[str, Any] = {
-        "lora": {"r": 4}, "dtype": "float32", "backend": "transformers", "predictions": {"sample_frequency": "off"},
+        "lora": {"r": 4, "lora_dropout": 0.1}, "dtype": "float32", "backend": "transformers",
+        "predictions": {"sample_frequency": "off"},
         "training": {"max_steps": 60, "save_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
     }  # fmt: skip
     real.drop("hung", **keys)
     real.start("--bytes", str(64 * 2**30), "--drain")
     job = real.wait_state("hung", State.RUNNING)
+    real.drop("calm", **keys)
     attempt = real.layout.job(job.id).attempt(1)
 
     def learned() -> bool:
@@ -93,12 +96,16 @@ def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_sam
 
     wait_for(lambda: learned() and (real.show("hung")["progress"]["step"] or 0) >= 12, what="steps", deadline_sec=120.0)
     os.kill(json.loads((attempt.dir / "lock").read_text())["worker_pid"], signal.SIGSTOP)
-    assert real.wait(deadline_sec=200.0) == 0
+    assert real.wait(deadline_sec=300.0) == 0
     done = real.job("hung")
     assert done is not None
     assert [each.outcome for each in done.attempts] == ["stalled", "succeeded"], real.log
     assert "most recent call first" in attempt.log_path.read_text(errors="replace")
     resumed = [item["step"] for item in real.show("hung")["events"] if item["event"] == "resumed"]
     assert resumed[0] >= 10
-    steps = {step for step, _ in query.losses(real.spool, real.layout, "hung")}
-    assert steps == set(range(1, 61))
+    undisturbed = dict(query.losses(real.spool, real.layout, "calm"))
+    assert sorted(undisturbed) == list(range(1, 61))
+    told = query.losses(real.spool, real.layout, "hung")
+    assert {step for step, _ in told} == set(undisturbed)
+    for step, loss in told:  # those after its last checkpoint twice
+        assert loss == undisturbed[step], step

@@ -9,7 +9,7 @@ import pytest
 from honed import ladder
 from honed.job import Adjustment, Job, State
 from honed.ladder import Media
-from honed.spec import RetrySpec
+from honed.spec import JobSpec, PredictionSpec, RetrySpec
 from honed.training import TrainingSpec
 
 
@@ -60,6 +60,31 @@ def test_what_is_smaller_in_the_phase_where_memory_ran_out_comes_first() -> None
     assert steps("train", **spec) == ["per_device_train_batch_size 2 → 1, gradient_accumulation_steps 1 → 2"]
 
 
+@pytest.mark.parametrize(
+    ("predictions", "guard", "first"),
+    [
+        ({}, None, 5),
+        ({"num_samples": 40}, None, 16),
+        ({"num_samples": 40, "batch_size": 32}, None, 32),
+        ({"prompts": ["a", "b"]}, None, 2),
+        ({"num_samples": 3}, {"metric": "exact_match", "num_samples": 9}, 9),
+        ({"sample_frequency": "off"}, {"metric": "exact_match", "num_samples": 9}, 9),
+        ({"num_samples": 1}, None, None),
+        ({"sample_frequency": "off"}, None, None),
+    ],
+)
+def test_predictions_are_halved_from_as_many_as_are_asked_at_a_time(
+    predictions: dict[str, Any], guard: dict[str, Any] | None, first: int | None
+) -> None:
+    """A step that makes no batch smaller would be a restart for nothing."""
+    spec = JobSpec.model_validate(
+        {"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "predictions": predictions, "guard": guard}
+    ).model_dump(mode="json")
+    found = steps("predict", **spec)
+    assert found[:1] == ([] if first is None else [f"predictions.batch_size {first} → {first // 2}"])
+    assert first is None or found[-1].endswith(" → 1")
+
+
 def test_where_nobody_said_what_it_was_at_everything_is_tried() -> None:
     spec = {"eval_split": 0.1, "training": {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}}
     found = steps("evaluate", is_sure=False, predictions={"batch_size": 2}, **spec)
@@ -99,6 +124,7 @@ def test_without_a_limit_pixels_are_halved_from_those_that_there_are(num_pixels:
 def test_what_the_ladder_takes_for_a_default_is_the_specs() -> None:
     assert {name: getattr(TrainingSpec(), name) for name in ladder.DEFAULTS} == ladder.DEFAULTS
     assert RetrySpec().on_out_of_memory == "adjust"
+    assert PredictionSpec().num_samples == ladder.NUM_SAMPLES
 
 
 def test_an_entry_keeps_its_steps_and_an_old_one_has_none() -> None:

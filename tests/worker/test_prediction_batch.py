@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from honed.precision import Precision
 from honed.worker import prediction
 from honed.worker.prediction import Predictor
 from honed.worker.stop import Stop
+from worker.test_prediction_state import predictor_of
 
 #: Of very different lengths, so that most are padded.
 PROMPTS = [f"{'Say it again. ' * (number % 5)}What is number {number}?" for number in range(16)]
@@ -46,3 +48,50 @@ def test_a_batch_writes_what_each_prompt_gets_alone(
     num_different = sum(a != b for a, b in zip(texts[16], texts[1], strict=True))
     print(f"{family}, {dtype}: {num_different} of 16 differ")
     assert num_different <= MAX_DIFFERENT[dtype], list(zip(texts[16], texts[1], strict=True))
+
+
+@pytest.fixture
+def narrow(checkpoint_of: Callable[..., Path]) -> Callable[[int], tuple[Any, ChatFormat]]:
+    """A model that has memory for so many prompts at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def make(size: int) -> tuple[Any, ChatFormat]:
+        path = checkpoint_of("qwen3")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+        def look(_module: Any, inputs: tuple[Any, ...]) -> None:
+            if inputs[0].shape[0] > size:
+                torch.empty(1 << 60)
+
+        model.get_input_embeddings().register_forward_pre_hook(look)
+        return model, ChatFormat(AutoTokenizer.from_pretrained(path))
+
+    return make
+
+
+@pytest.mark.parametrize("has_ladder", [True, False])
+def test_memory_that_runs_out_in_a_batch_is_for_the_ladder_where_the_job_has_one(
+    narrow: Callable[[int], tuple[Any, ChatFormat]], has_ladder: bool
+) -> None:
+    model, chat = narrow(1)
+    told: list[str] = []
+    predictor = predictor_of(chat, told, has_ladder=has_ladder)
+    questions = prediction.from_prompts(PROMPTS[:3], chat)
+    if has_ladder:
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            predictor.ask(model, questions)
+        assert told == []
+    else:
+        assert all(predictor.ask(model, questions).texts), "one by one"
+        assert len(told) == 1
+
+
+def test_a_prompt_for_which_alone_there_is_no_memory_fails_by_itself(
+    narrow: Callable[[int], tuple[Any, ChatFormat]],
+) -> None:
+    model, chat = narrow(0)
+    told: list[str] = []
+    predictor = predictor_of(chat, told, has_ladder=True, batch_size=1)
+    assert predictor.ask(model, prediction.from_prompts(PROMPTS[:2], chat)).texts == [None, None]
+    assert "can't allocate memory" in told[0]

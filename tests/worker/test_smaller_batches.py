@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from honed import ladder
 from honed.job import Adjustment
@@ -15,6 +16,8 @@ from worker.conftest import MakeJob, WorkerJob
 
 #: How far a loss may be from the undisturbed run's: sums of floats in another order.
 TOLERANCE = 1e-4
+#: Of the model that the jobs train.
+NUM_LAYERS = 2
 TRAINING = {"max_steps": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
 KEYS: dict[str, Any] = {
     "lora": {"r": 4}, "dtype": "float32", "num_rows": 14, "predictions": {"sample_frequency": "off"},
@@ -91,6 +94,32 @@ def test_an_accumulation_that_the_job_has_already_is_multiplied(make_job: MakeJo
     assert seen == expected[3:]
     assert second.losses == pytest.approx(
         {step: loss for step, loss in undisturbed.losses.items() if step > 3}, rel=TOLERANCE
+    )
+
+
+def test_a_batch_of_one_goes_on_with_activations_that_are_computed_again_and_has_the_same_losses(
+    make_job: MakeJob,
+) -> None:
+    keys = KEYS | {"training": TRAINING | {"per_device_train_batch_size": 1, "gradient_checkpointing": False}}
+    undisturbed = make_job(**keys).run()
+    job = make_job(**keys)
+    assert job.stopped_at(2).status == 75
+    assert step_down(job).text == "gradient_checkpointing off → on"
+    forwards: list[str] = []
+
+    def look(module: Any, _inputs: Any) -> None:
+        if module.training and type(module).__name__ == "Qwen3MLP":
+            forwards.append(type(module).__name__)
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        second = job.run(2)
+    finally:
+        handle.remove()
+    assert second.status == 0, second.result
+    assert len(forwards) == 6 * NUM_LAYERS * 2, "once more for the backward pass"
+    assert second.losses == pytest.approx(
+        {step: loss for step, loss in undisturbed.losses.items() if step > 2}, rel=TOLERANCE
     )
 
 

@@ -19,6 +19,7 @@ from honed.media import Media
 from honed.precision import Precision
 from honed.row import Example
 from honed.spec import SampleSpec
+from honed.worker.load import is_out_of_memory
 from honed.worker.processor import Processor
 from honed.worker.stop import Stop
 
@@ -87,8 +88,11 @@ class Predictor:
         sample: SampleSpec | None = None,
         matches_autocast: bool = False,
         batch_size: int | None = None,
+        has_ladder: bool = False,
     ) -> None:
         self._batch_size = batch_size
+        #: The next attempt takes smaller batches where memory runs out in one.
+        self._has_ladder = has_ladder
         self._processor = processor
         self._sample = sample
         #: The dtype of the trainer's autocast, where predictions are to have it too.
@@ -104,7 +108,9 @@ class Predictor:
         self._has_warned = False
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
-        """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop."""
+        """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop, and
+        what says that memory ran out in a batch of several where the job's ladder goes on from there.
+        """
         import torch
 
         texts: list[str | None] = []
@@ -139,7 +145,10 @@ class Predictor:
     def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
         try:
             return self._generate(model, questions)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the run
+        except Exception as error:  # whatever it is, it must not cost the run
+            # Each alone would do, too, but after a failure of the same batch in each round of the run.
+            if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
+                raise
             self._tell(model, error)
         if len(questions) == 1:
             return [None]

@@ -207,6 +207,7 @@ class _Story:
             sample=spec.predictions.sample,
             matches_autocast=spec.predictions.autocast == "match",
             batch_size=spec.predictions.batch_size,
+            has_ladder=spec.retry.on_out_of_memory == "adjust" and not job.is_trial,
         )
         exam = examiner.Examiner(job, data, chat, predictor, progress=progress, events=events, log=self._log)
         trainer = WatchedTrainer(
