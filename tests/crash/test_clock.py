@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from honed.job import State
-from process.harness import Instance
+from process.harness import Instance, wait_for
 
 HERE = Path(__file__).parent
 DAY_SEC = 86_400.0
@@ -56,7 +57,7 @@ def instance(tmp_path: Path) -> Iterator[Jumping]:
 @pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
 def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, jump_sec: float) -> None:
     instance.start()
-    instance.drop("slow-40", name="slow-40")
+    instance.drop("slow-40", name="slow-40", time_limit_sec=600)
     instance.wait_state("slow-40", State.RUNNING)
     for number, name in enumerate(("c", "a", "b")):  # of equal priority: as they came
         instance.set_clock(jump_sec * (number % 2))
@@ -66,7 +67,7 @@ def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, j
     for name, offset_sec in (("later", DAY_SEC), ("earlier", -DAY_SEC)):
         path = instance.drop(f"succeed-{name}", name=f"succeed-1.{name}")
         os.utime(path, (path.stat().st_mtime + offset_sec,) * 2)
-    instance.drop("killer", name="killer", retry={"max_attempts": 3}, backend="transformers")
+    instance.drop("killer", name="killer", retry={"max_attempts": 3}, backend="transformers", time_limit_sec=600)
     instance.set_clock(jump_sec)
     instance.wait_state("slow-40", State.SUCCEEDED)  # it would be stalled, or cancelled, by the clock on the wall
     for name in ("c", "a", "b", "later", "earlier"):
@@ -77,6 +78,48 @@ def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, j
     names = [line.partition("(")[2].partition(")")[0] for line in started]
     assert [name for name in names if name[-1] in "abc"] == ["succeed-1.c", "succeed-1.a", "succeed-1.b"]
     assert "hangs" not in instance.log
+
+
+@pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
+def test_a_time_limit_counts_what_attempts_took_whatever_the_clock_says(instance: Jumping, jump_sec: float) -> None:
+    """The worker of the first attempt dies, honed is killed, and it is another day each time."""
+    instance.configure("[jobs]\nretry_delay_sec = 0.5\ntime_limit_grace_sec = 0\n")
+    instance.drop("a", name="slow-9999", time_limit_sec=600)
+    instance.start()
+    steps_path = instance.layout.job(1).checkpoints_dir / "step"
+
+    def go_on() -> None:
+        """Wait until the worker has taken a step more: it is there, and honed has had its turns."""
+        before = steps_path.read_text() if steps_path.exists() else ""
+        wait_for(lambda: steps_path.exists() and steps_path.read_text() not in {"", before}, what="a step")
+
+    def worker() -> int:
+        attempt = instance.layout.job(1).attempt(instance.wait_state("slow-9999", State.RUNNING).attempt.number)
+        return int(json.loads((attempt.dir / "lock").read_text())["worker_pid"])
+
+    go_on()
+    instance.set_clock(jump_sec)
+    os.kill(worker(), signal.SIGKILL)
+    wait_for(lambda: "attempt 2 starts" in instance.log, what="the second attempt")
+    go_on()
+    pid = worker()
+    instance.kill(signal.SIGKILL)
+    instance.set_clock(2 * jump_sec)
+    instance.start()
+    go_on()
+    instance.set_clock(4 * jump_sec)  # it ends while honed is down
+    instance.kill(signal.SIGKILL)
+    attempt = instance.layout.job(1).attempt(2)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(attempt.exit_path.exists, what="its end")
+    instance.set_clock(8 * jump_sec)
+    instance.start()
+    wait_for(lambda: "attempt 3 starts" in instance.log, what="the third attempt")
+    go_on()
+    job = instance.wait_state("slow-9999", State.RUNNING)
+    assert [each.outcome for each in job.attempts] == ["killed", "killed", None]
+    assert sum(each.spent_sec for each in job.attempts) < DAY_SEC / 2
+    assert "time limit" not in instance.log
 
 
 def test_files_seen_in_one_order_are_taken_in_it_whatever_their_times_say(instance: Jumping) -> None:
