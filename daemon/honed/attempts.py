@@ -218,8 +218,8 @@ class Attempts:
         return spent >= job.time_limit_sec + self.config.jobs.time_limit_grace_sec
 
     def _took_sec(self, job: Job, ended: Exit | None) -> float:
-        """Seconds that the latest attempt has taken: until somebody saw its worker end, else until now. Where the machine
-        went down meanwhile, that is no time of its: then until its last sign of life."""
+        """Seconds that the latest attempt has taken: until somebody saw its worker end, else until now, or where the
+        machine went down meanwhile, until its last sign of life: the time off is none of the job's."""
         began, until = job.attempt.began, Moment.now()
         if ended is not None and ended.ended is not None:
             until = ended.ended

@@ -107,16 +107,17 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
 
 
 def _ended(record: Mapping[str, Any]) -> Moment | None:
-    wall, monotonic, boot = record.get("ended_at"), record.get("ended_monotonic"), record.get("boot_id")
-    if not _is_time(wall):
+    wall, monotonic, boot = _seconds(record, "ended_at"), _seconds(record, "ended_monotonic"), record.get("boot_id")
+    if wall is None:
         return None
-    if not _is_time(monotonic) or not isinstance(boot, str):
+    if monotonic is None or not isinstance(boot, str):
         return Moment(wall)  # an older shim's
     return Moment(wall, monotonic, boot)
 
 
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_TIME
+def _seconds(record: Mapping[str, Any], key: str) -> float | None:
+    value = record.get(key)
+    return value if isinstance(value, int | float) and 0 <= value <= MAX_TIME else None
 
 
 def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:

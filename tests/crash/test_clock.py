@@ -49,7 +49,9 @@ class Jumping(Instance):
 @pytest.fixture
 def instance(tmp_path: Path) -> Iterator[Jumping]:
     made = Jumping(tmp_path)
-    made.configure("[spool]\nsettle_sec = 0.5\n[jobs]\nretry_delay_sec = 0.5\nstall_timeout_sec = 120\n")
+    made.configure(
+        "[spool]\nsettle_sec = 0.5\n[jobs]\nretry_delay_sec = 0.5\nstall_timeout_sec = 120\ntime_limit_grace_sec = 0\n"
+    )
     yield made
     made.end()
 
@@ -83,7 +85,6 @@ def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, j
 @pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
 def test_a_time_limit_counts_what_attempts_took_whatever_the_clock_says(instance: Jumping, jump_sec: float) -> None:
     """The worker of the first attempt dies, honed is killed, and it is another day each time."""
-    instance.configure("[jobs]\nretry_delay_sec = 0.5\ntime_limit_grace_sec = 0\n")
     instance.drop("a", name="slow-9999", time_limit_sec=600)
     instance.start()
     steps_path = instance.layout.job(1).checkpoints_dir / "step"
@@ -119,6 +120,27 @@ def test_a_time_limit_counts_what_attempts_took_whatever_the_clock_says(instance
     job = instance.wait_state("slow-9999", State.RUNNING)
     assert [each.outcome for each in job.attempts] == ["killed", "killed", None]
     assert sum(each.spent_sec for each in job.attempts) < DAY_SEC / 2
+    assert "time limit" not in instance.log
+
+
+def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping) -> None:
+    instance.drop("a", name="slow-9999", time_limit_sec=600)
+    instance.start()
+    wait_for(lambda: "step 1" in instance.log, what="a step")
+    instance.kill(signal.SIGKILL)
+    (job,) = instance.spool.jobs(State.RUNNING)
+    attempt = instance.layout.job(1).attempt(1)
+    os.kill(json.loads((attempt.dir / "lock").read_text())["shim_pid"], signal.SIGKILL)  # as a power cut does
+    # Its files, as if all that had been in an earlier boot, three days ago.
+    entry_path = instance.layout.spool_dir / "running/1.json"
+    entry = json.loads(entry_path.read_text())
+    entry["attempts"][0] |= {"started_at": job.attempt.started_at - 3 * DAY_SEC, "boot_id": "an earlier one"}
+    entry_path.write_text(json.dumps(entry))
+    os.utime(attempt.pulse_path, (attempt.pulse_path.stat().st_mtime - 3 * DAY_SEC,) * 2)
+    instance.start()
+    wait_for(lambda: "attempt 2 starts" in instance.log, what="the second attempt")
+    assert instance.wait_state("slow-9999", State.RUNNING).attempts[0].spent_sec < DAY_SEC
+    wait_for(lambda: "goes on from" in instance.log, what="the worker again")
     assert "time limit" not in instance.log
 
 
