@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -44,3 +45,45 @@ class Moment:
         if self.is_of_boot(earlier) and self.monotonic is not None and earlier.monotonic is not None:
             return max(0.0, self.monotonic - earlier.monotonic)
         return max(0.0, self.wall - earlier.wall)
+
+
+#: Seconds by which the clock on the wall has to be off between two looks to count as set: less is no matter to days.
+MAX_DRIFT_SEC = 3600.0
+
+
+class Calendar:
+    """Dates, while we run: nothing becomes old because somebody sets the clock forward.
+
+    What is dated before the clock was set forward is younger than it looks, by as much. What the clock said when we
+    started is believed: across a reboot no clock goes on that nobody sets. `clock` is monotonic seconds, `now` those
+    since the epoch.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._now = now
+        self._jumps: tuple[tuple[float, float], ...] = ()  # from which date, and by how many seconds forward
+        self._looked = (clock(), now())
+
+    def look(self) -> float:
+        """Seconds by which the clock was set since the last look, 0.0 where it was not. To be called now and then."""
+        (clock, wall), self._looked = self._looked, (self._clock(), self._now())
+        expected = wall + self._looked[0] - clock
+        jump = self._looked[1] - expected
+        if abs(jump) <= MAX_DRIFT_SEC:
+            return 0.0
+        left, jumps = jump, list(self._jumps)
+        while left < 0 and jumps:  # set back: so much of it never was
+            date, by_sec = jumps.pop()
+            left += by_sec
+            if left > 0:
+                jumps.append((date, left))
+        self._jumps = (*jumps, (expected, jump)) if jump > 0 else tuple(jumps)
+        return jump
+
+    def date(self, date: float) -> float:
+        """What would stand in the place of a date, had the clock been then as it is now; seconds since the epoch."""
+        for until, by_sec in self._jumps:
+            if date <= until:
+                date += by_sec
+        return date

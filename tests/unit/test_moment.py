@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from honed.clock import Moment, boot_id
+from honed.clock import Calendar, Moment, boot_id
 from honed.job import Attempt, Job, State
 from honed.runner import exit_of
 
@@ -50,6 +50,55 @@ def test_an_entry_of_an_older_honed_tells_what_its_attempts_took() -> None:
     read = Job.from_json(json.dumps(entry).encode(), State.QUEUED)
     assert [each.spent_sec for each in read.attempts] == [60, 0]
     assert [each.spent_sec for each in (dataclasses.replace(each, took_sec=7.0) for each in attempts)] == [7, 7]
+
+
+class Wall:
+    """A clock on the wall beside one that nobody sets; `dates` what it says, and a calendar that looks at it."""
+
+    def __init__(self, says: float) -> None:
+        self.ticks, self.says = 0.0, says
+        self.calendar = Calendar(clock=lambda: self.ticks, now=lambda: self.says)
+
+    def go_on(self, seconds: float, *, jump: float = 0.0) -> float:
+        """Returns by how much it was set, as the calendar sees it."""
+        self.ticks += seconds
+        self.says += seconds + jump
+        return self.calendar.look()
+
+    def age(self, date: float) -> float:
+        return self.says - self.calendar.date(date)
+
+
+def test_what_is_dated_before_the_clock_was_set_forward_is_as_old_as_it_is() -> None:
+    wall = Wall(1000 * HOUR_SEC)
+    assert wall.go_on(60) == 0
+    made = wall.says
+    assert wall.go_on(60, jump=24 * HOUR_SEC) == 24 * HOUR_SEC
+    later = wall.says
+    assert wall.go_on(60) == 0
+    assert wall.go_on(60, jump=48 * HOUR_SEC) == 48 * HOUR_SEC
+    assert (wall.age(made), wall.age(later), wall.age(0)) == (180, 120, 1000 * HOUR_SEC + 240)
+
+
+def test_what_is_older_than_a_clock_that_was_behind_until_it_was_set_right_is_old() -> None:
+    """A machine boots in 1970; its files are of its last boot."""
+    wall = Wall(10.0)
+    wall.go_on(60, jump=1.8e9)
+    assert (wall.age(1.7e9), wall.age(30.0)) == (1e8 + 70, 40)
+
+
+@pytest.mark.parametrize("back_sec", [24 * HOUR_SEC, 10 * HOUR_SEC, 1000 * HOUR_SEC])
+def test_a_clock_that_was_set_forward_and_back_makes_nothing_older(back_sec: float) -> None:
+    wall = Wall(1e4 * HOUR_SEC)
+    made = wall.says
+    wall.go_on(60, jump=24 * HOUR_SEC)
+    assert wall.go_on(60, jump=-back_sec) == -back_sec
+    assert wall.age(made) == min(120, 120 + 24 * HOUR_SEC - back_sec)
+
+
+def test_a_clock_that_is_put_right_bit_by_bit_is_not_set() -> None:
+    wall = Wall(1e4 * HOUR_SEC)
+    assert [wall.go_on(60, jump=jump) for jump in (-1.0, 0.5, HOUR_SEC / 2)] == [0, 0, 0]
 
 
 SHIMS = {"ended_at": 1.8e9, "ended_monotonic": 7.0, "boot_id": "b"}
