@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from honed import notification
 from honed.job import State
 from process.harness import Instance, wait_for
+from process.listener import Listener, Quiet
 
 HERE = Path(__file__).parent
 DAY_SEC = 86_400.0
@@ -142,6 +144,41 @@ def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping)
     assert instance.wait_state("slow-9999", State.RUNNING).attempts[0].spent_sec < DAY_SEC
     wait_for(lambda: "goes on from" in instance.log, what="the worker again")
     assert "time limit" not in instance.log
+
+
+class _Refuse(Quiet):
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.owner.replies.append(500 if len(self.server.owner.replies) < 6 else 200)  # type: ignore[attr-defined]
+        self.send_response(self.server.owner.replies[-1])  # type: ignore[attr-defined]
+        self.end_headers()
+
+
+class Busy(Listener):
+    """Takes nothing at first."""
+
+    request_class = _Refuse
+
+    def __init__(self) -> None:
+        self.replies: list[int] = []
+        super().__init__()
+
+
+def test_a_notice_that_waits_is_not_given_up_because_the_clock_is_set(instance: Jumping) -> None:
+    hook = Busy()
+    url = f"http://127.0.0.1:{hook.port}/"
+    instance.configure(
+        f'[notify]\nallowed_webhooks = ["{url}"]\ngive_up_days = 0.5\n'
+        "retry_delay_sec = 0.2\nmax_retry_delay_sec = 0.2\n"
+    )
+    instance.drop("a", name="succeed.a", notify={"webhook": url})
+    instance.start()
+    wait_for(lambda: hook.replies, what="the first try")
+    instance.set_clock(DAY_SEC)
+    wait_for(lambda: 200 in hook.replies, what="the last try")
+    instance.stop()
+    hook.down()
+    assert not list(notification.refused_dir(instance.layout).glob("*"))
 
 
 def test_files_seen_in_one_order_are_taken_in_it_whatever_their_times_say(instance: Jumping) -> None:
