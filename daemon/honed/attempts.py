@@ -224,9 +224,11 @@ class Attempts:
         if ended is not None and ended.ended is not None:
             until = ended.ended
         elif not until.is_of_boot(began):
-            with contextlib.suppress(OSError):
-                pulse_path = self._layout.job(job.id).attempt(job.attempt.number).pulse_path
+            pulse_path = self._layout.job(job.id).attempt(job.attempt.number).pulse_path
+            try:
                 until = Moment(pulse_path.lstat().st_mtime)
+            except OSError:
+                until = began  # it never gave one
         return until.since(began)
 
     def is_left(self, job_id: int) -> bool:

@@ -125,7 +125,8 @@ def test_a_time_limit_counts_what_attempts_took_whatever_the_clock_says(instance
     assert "time limit" not in instance.log
 
 
-def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping) -> None:
+@pytest.mark.parametrize("has_pulse", [True, False])
+def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping, has_pulse: bool) -> None:
     instance.drop("a", name="slow-9999", time_limit_sec=600)
     instance.start()
     wait_for(lambda: "step 1" in instance.log, what="a step")
@@ -139,6 +140,8 @@ def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping)
     entry["attempts"][0] |= {"started_at": job.attempt.started_at - 3 * DAY_SEC, "boot_id": "an earlier one"}
     entry_path.write_text(json.dumps(entry))
     os.utime(attempt.pulse_path, (attempt.pulse_path.stat().st_mtime - 3 * DAY_SEC,) * 2)
+    if not has_pulse:  # it had given no sign of life yet
+        attempt.pulse_path.unlink()
     instance.start()
     wait_for(lambda: "attempt 2 starts" in instance.log, what="the second attempt")
     assert instance.wait_state("slow-9999", State.RUNNING).attempts[0].spent_sec < DAY_SEC
