@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from honed import durable, error, event, foreign, ladder, message, rebuild
+from honed.clock import Moment
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
@@ -106,7 +107,9 @@ class Attempts:
     def start(self, job: Job, device: Device, backend: str) -> None:
         """Start a job's next attempt. It lies in running/ first: a crash after that is an attempt that vanished."""
         number = job.attempts[-1].number + 1 if job.attempts else 1
-        attempt = Attempt(number, backend, time.time(), device=device.uuid or device.kind)
+        now = Moment.now()
+        attempt = Attempt(number, backend, now.wall, device=device.uuid or device.kind,
+                          started_monotonic=now.monotonic, boot_id=now.boot_id)  # fmt: skip
         offset = self._database.offset(job.id, number)  # what fails here or in the move leaves the job in the queue
         job = self._spool.move(
             job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None, needs_bytes=0
@@ -161,7 +164,8 @@ class Attempts:
         """Put back a job whose worker was not started; the attempt is forgotten."""
         attempts = job.attempts[:-1]
         if job.attempt.num_starts > 1:  # its first start was one
-            attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted").attempts
+            took_sec = self._took_sec(job, None)
+            attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted", took_sec=took_sec).attempts
         if job.stop is Stop.CANCEL:
             job = self._spool.move(job, State.CANCELLED, attempts=attempts, outcome="cancelled", stop=None)
         else:
@@ -200,19 +204,32 @@ class Attempts:
         """When an attempt that has just begun, or is taken over, has had the job's time and the grace."""
         if job.time_limit_sec is None:
             return None
-        # The clock may have been set meanwhile: no attempt took less than nothing, nor this one more than its limit.
-        spent = _spent_before(job) + min(max(0.0, time.time() - job.attempt.started_at), job.time_limit_sec)
+        spent = _spent_before(job) + Moment.now().since(job.attempt.began)
         return self._clock() + max(0.0, job.time_limit_sec - spent) + self.config.jobs.time_limit_grace_sec
 
     def _was_overdue(self, job: Job, ended: Exit) -> bool:
         """Whether a worker that was asked to end, while honed was down or by one that was killed since, had had its
         time: `is_overdue`, from what is durable."""
-        if job.time_limit_sec is None or ended.ended_at is None or not ended.was_asked:
+        if job.time_limit_sec is None or ended.ended is None or not ended.was_asked:
             return False
         if ended.is_machine_going_down:
             return False
-        spent = _spent_before(job) + ended.ended_at - job.attempt.started_at
+        spent = _spent_before(job) + self._took_sec(job, ended)
         return spent >= job.time_limit_sec + self.config.jobs.time_limit_grace_sec
+
+    def _took_sec(self, job: Job, ended: Exit | None) -> float:
+        """Seconds that the latest attempt has taken: until somebody saw its worker end, else until now, or where the
+        machine went down meanwhile, until its last sign of life: the time off is none of the job's."""
+        began, until = job.attempt.began, Moment.now()
+        if ended is not None and ended.ended is not None:
+            until = ended.ended
+        elif not until.is_of_boot(began):
+            pulse_path = self._layout.job(job.id).attempt(job.attempt.number).pulse_path
+            try:
+                until = Moment(pulse_path.lstat().st_mtime)
+            except OSError:
+                until = began  # it never gave one
+        return until.since(began)
 
     def is_left(self, job_id: int) -> bool:
         """Whether a running job goes on while honed does not."""
@@ -509,7 +526,8 @@ class Attempts:
         """Write down how the attempt ended and move the job on."""
         told = running.progress.get("step")
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
-        job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step)
+        took_sec = self._took_sec(running.job, running.ended)
+        job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step, took_sec=took_sec)
         remedy = self._remedy(running, job, outcome)
         if remedy.error is not None:
             outcome = replace(outcome, error=remedy.error)
@@ -580,8 +598,8 @@ class Attempts:
 
 
 def _spent_before(job: Job) -> float:
-    """Seconds that the attempts before the latest one took; none took less than nothing, whatever was set meanwhile."""
-    return sum(max(0.0, (each.ended_at or each.started_at) - each.started_at) for each in job.attempts[:-1])
+    """Seconds that the attempts before the latest one took."""
+    return sum(each.spent_sec for each in job.attempts[:-1])
 
 
 _NO_STEP_HINT = (

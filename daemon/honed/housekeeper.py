@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from honed import removal, retention
+from honed.clock import Calendar
 from honed.config import Config, RetentionConfig
 from honed.database import Database, timestamp
 from honed.error import UsageError
@@ -44,8 +45,6 @@ BITE_ROWS = 2000
 MAX_ITEMS = 2000
 #: Seconds before what could not be removed is tried again.
 RETRY_SEC = 600.0
-#: Seconds by which the clock may have been set between two looks. Beyond them ages mean nothing for the moment.
-MAX_CLOCK_JUMP_SEC = 3600.0
 #: Last entries of pruned jobs that are remembered, for the sake of who asks after them.
 MAX_REMEMBERED = 10_000
 
@@ -99,7 +98,7 @@ class Housekeeper:
         self._retry: dict[str, float] = {}
         self._look: Iterator[None] | None = self._find_leftovers()
         self._look_at = clock() + config.retention.interval_sec
-        self._looked = (clock(), now())
+        self._calendar = Calendar(clock=clock, now=now)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -278,10 +277,8 @@ class Housekeeper:
 
     def _look_over(self) -> Iterator[None]:
         """What the configuration has us remove, a piece at a time."""
-        config, looked = self.config.retention, self._looked
-        self._looked = (self._clock(), self._now())
-        jump = (self._looked[1] - looked[1]) - (self._looked[0] - looked[0])
-        if abs(jump) > MAX_CLOCK_JUMP_SEC:
+        config = self.config.retention
+        if jump := self._calendar.look():
             log.warning("the clock was set by %.0f s: nothing is removed for its age this time", jump)
             return
         yield from self._refused(config)
@@ -298,7 +295,8 @@ class Housekeeper:
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
         limits = retention.refused_limits(config)
-        beyond = retention.excess(retention.refused_files(self._spool), limits, now=self._now()) if limits else []
+        files = [self._as_of_now(item) for item in retention.refused_files(self._spool)] if limits else []
+        beyond = retention.excess(files, limits, now=self._now())
         yield
         for item in beyond:
             retention.remove_refused(self._spool, str(item.key))
@@ -327,7 +325,7 @@ class Housekeeper:
         for job in free:
             with contextlib.suppress(FileNotFoundError):
                 size = self._sizes.get((job.id, job.revision), 0)
-                items.append(Item(job.id, self._spool.changed_at(job), size))
+                items.append(self._as_of_now(Item(job.id, self._spool.changed_at(job), size)))
             yield
         beyond = {item.key for item in retention.excess(items, retention.job_limits(config), now=self._now())}
         for item in items:
@@ -352,6 +350,9 @@ class Housekeeper:
             if (is_old or item.key in beyond) and self._may_still_go(job):
                 self.drop_checkpoints(job, "retention")
             yield
+
+    def _as_of_now(self, item: Item) -> Item:
+        return replace(item, changed_at=self._calendar.date(item.changed_at))
 
     def _may_still_go(self, job: Job) -> bool:
         """Whether a job is as it was when it was looked at, and still nobody's need: turns have passed since."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from honed.clock import Moment
+
 
 class State(StrEnum):
     """Where a job's entry lies."""
@@ -69,6 +71,20 @@ class Attempt:
     step: int = 0  #: the last step that it told of
     device: str | None = None  #: what it ran on: a GPU's uuid, or cpu
     fallback: Fallback | None = None  #: between its two starts
+    started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None of an older honed
+    boot_id: str | None = None  #: the boot that those belong to
+    took_sec: float | None = None  #: to its worker's end, whoever set the clock; None while it runs
+
+    @property
+    def began(self) -> Moment:
+        return Moment(self.started_at, self.started_monotonic, self.boot_id)
+
+    @property
+    def spent_sec(self) -> float:
+        """What one that is over took; of an older honed, by the clock on the wall."""
+        if self.took_sec is not None:
+            return self.took_sec
+        return max(0.0, (self.ended_at or self.started_at) - self.started_at)
 
 
 @dataclass(frozen=True, slots=True)

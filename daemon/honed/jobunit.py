@@ -20,13 +20,13 @@ import os
 import signal
 import stat
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from honed import durable
+from honed.clock import Moment
 from honed.layout import JobLayout, Layout
 from honed.runner import read_exit_record, read_lock_record
 
@@ -105,12 +105,14 @@ def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "
         return record  # somebody started the unit by hand, after its end: the shim has done nothing
     how, what = environment.get("EXIT_CODE", ""), environment.get("EXIT_STATUS", "")
     if record is None:
-        lock = read_lock_record(attempt, wanted.start)
+        lock, ended = read_lock_record(attempt, wanted.start), Moment.now()
         record = {
             "start": wanted.start,
             "status": int(what) if how == "exited" and what.isdecimal() else None,
             "signal": _signal_number(what) if how in {"killed", "dumped"} else None,
-            "ended_at": time.time(),
+            "ended_at": ended.wall,
+            "ended_monotonic": ended.monotonic,
+            "boot_id": ended.boot_id,
             "was_asked": lock.get("was_asked", False),
             "ran": bool(lock),
         }

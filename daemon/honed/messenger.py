@@ -33,6 +33,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from honed import __version__, durable, notification, receiver
+from honed.clock import Calendar
 from honed.config import NotifyConfig
 from honed.error import EnvironmentInvalidError
 from honed.layout import Layout
@@ -77,6 +78,8 @@ class Messenger:
     def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
         self._clock = clock
+        self._calendar = Calendar(clock=clock)
+        self._calendar_lock = threading.Lock()
         self._config = NotifyConfig()
         self._is_loaded = False
         self._lines: dict[str, _Line] = {}
@@ -120,6 +123,8 @@ class Messenger:
 
     def _look(self) -> None:
         """Have a thread for each receiver that something waits for, and that may be tried again."""
+        with self._calendar_lock:
+            self._calendar.look()
         by_receiver: dict[str, list[Path]] = {}
         waiting = notification.waiting(self._layout)
         # Read once: a notice's key, and so its file's name, is made from its receiver, and thousands may wait for days.
@@ -156,7 +161,7 @@ class Messenger:
             if self._stop.is_set() or (notice := self._read(path)) is None:
                 continue
             verdict, said = self._deliver(notice)
-            if verdict is Verdict.LATER and time.time() - notice.created_at > self._config.give_up_days * DAY_SEC:
+            if verdict is Verdict.LATER and self._is_too_old(notice):
                 verdict, said = Verdict.REFUSED, f"given up after {self._config.give_up_days:g} days: {said}"
             match verdict:
                 case Verdict.TAKEN:
@@ -167,6 +172,11 @@ class Messenger:
                 case Verdict.LATER:
                     self._wait(line, notice, said)
                     return
+
+    def _is_too_old(self, notice: Notice) -> bool:
+        with self._calendar_lock:  # each receiver has its thread
+            self._calendar.look()
+            return time.time() - self._calendar.date(notice.created_at) > self._config.give_up_days * DAY_SEC
 
     def _wait(self, line: _Line, notice: Notice, said: str) -> None:
         config, now = self._config, self._clock()

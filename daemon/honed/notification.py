@@ -12,9 +12,11 @@ killed when, and a notice that is written again has the same key and so the same
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -97,6 +99,7 @@ class Notices:
         self._now = now
         self._words: list[tuple[str, str, float]] = []
         self._has_complained = False
+        self._dated_ns = 0
         self.reload(config)
 
     def reload(self, config: NotifyConfig) -> None:
@@ -153,7 +156,12 @@ class Notices:
             self._has_complained = True
             return
         self._has_complained = False
-        durable.write_json(directory / f"{notice.key}.json", notice.to_json(), mode=0o640)
+        path = directory / f"{notice.key}.json"
+        durable.write_json(path, notice.to_json(), mode=0o640)
+        # Its date is its place among those that wait: the clock ticks slowly, and may have been set back.
+        self._dated_ns = max(int(self._now() * 1e9), self._dated_ns + 1)
+        with contextlib.suppress(FileNotFoundError):  # delivered already
+            os.utime(path, ns=(self._dated_ns, self._dated_ns))
 
 
 def _own(config: NotifyConfig) -> list[dict[str, str]]:

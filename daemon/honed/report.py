@@ -171,7 +171,7 @@ def _ends(story: Story) -> str:
 
 def _overview(story: Story, *, now: float) -> Iterable[tuple[str, str]]:
     job, plan, spec = story.job, story.shown["plan"], story.shown["spec"]
-    seconds = sum((each.ended_at or now) - each.started_at for each in job.attempts)
+    seconds = sum(each.spent_sec if each.ended_at else now - each.started_at for each in job.attempts)
     progress, metrics = story.shown["progress"], story.shown["metrics"]
     num_steps = progress.get("num_steps")
     yield "state", text(job.state)
@@ -451,7 +451,7 @@ def _event_words(event: Mapping[str, Any]) -> str:
 def _attempts(story: Story) -> str:
     rows = [
         [text(each.number), text(each.backend), text(timestamp(each.started_at)[:19].replace("T", " ")),
-         text(duration(each.ended_at - each.started_at) if each.ended_at else "goes on"), text(each.step),
+         text(duration(each.spent_sec) if each.ended_at else "goes on"), text(each.step),
          text(each.outcome)]
         for each in story.job.attempts
     ]  # fmt: skip

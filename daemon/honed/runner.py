@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from honed import foreign
+from honed.clock import Moment, boot_id, boot_time
 from honed.event import MAX_TIME
 from honed.layout import AttemptLayout
 
@@ -36,7 +37,7 @@ class Exit:
     was_asked: bool = False  #: it had been asked to stop, by whomever
     is_machine_going_down: bool = False  #: its unit ended in a shutdown
     ran: bool = True  #: False where its unit failed before the worker's own process began
-    ended_at: float | None = None  #: seconds since the epoch
+    ended: Moment | None = None  #: when; None where nobody saw it
 
 
 class NotNowError(OSError):
@@ -91,7 +92,7 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         value = record.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    ended_at, result = record.get("ended_at"), record.get("service_result")
+    result = record.get("service_result")
     return Exit(
         status=number("status"),
         signal=number("signal"),
@@ -101,16 +102,32 @@ def exit_of(record: Mapping[str, Any] | None) -> Exit:
         was_asked=record.get("was_asked") is True,
         is_machine_going_down=_ended_in_shutdown(record),
         ran=record.get("ran") is not False,
-        ended_at=ended_at if isinstance(ended_at, int | float) and 0 <= ended_at <= MAX_TIME else None,
+        ended=_ended(record),
     )
+
+
+def _ended(record: Mapping[str, Any]) -> Moment | None:
+    wall, monotonic, boot = _seconds(record, "ended_at"), _seconds(record, "ended_monotonic"), record.get("boot_id")
+    if wall is None:
+        return None
+    if monotonic is None or not isinstance(boot, str):
+        return Moment(wall)  # an older shim's
+    return Moment(wall, monotonic, boot)
+
+
+def _seconds(record: Mapping[str, Any], key: str) -> float | None:
+    value = record.get(key)
+    return value if isinstance(value, int | float) and 0 <= value <= MAX_TIME else None
 
 
 def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:
     """Whether a unit ended as the machine went down: it was told so, or had nobody to ask and this is another boot."""
-    state, ended_at = record.get("system_state"), record.get("ended_at")
-    if state != "" or not isinstance(ended_at, int | float):
+    state, ended = record.get("system_state"), _ended(record)
+    if state != "" or ended is None:
         return bool(state == "stopping")
-    return ended_at < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    if ended.boot_id is not None and boot_id() is not None:
+        return ended.boot_id != boot_id()
+    return ended.wall < time.time() - boot_time()
 
 
 def _read_record(path: Path, start: int) -> dict[str, Any] | None:

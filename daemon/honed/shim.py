@@ -275,6 +275,8 @@ def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: 
         "status": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
         "ended_at": time.time(),
+        "ended_monotonic": time.clock_gettime(time.CLOCK_MONOTONIC),
+        "boot_id": boot_id(),
         "max_resident_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         "was_out_of_memory": was_out_of_memory,
         "was_asked": was_asked,
@@ -288,6 +290,13 @@ def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: 
     fd = os.open(attempt_dir, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(fd)
     os.close(fd)
+
+
+def boot_id() -> str | None:
+    """What CLOCK_MONOTONIC belongs to; as clock.py has it."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+        return file.read().strip() or None
+    return None
 
 
 def end_as(status: int) -> int:

@@ -39,10 +39,14 @@ class _Sighting:
 class Watcher:
     """One directory, watched. `wake` is called from another thread: it may only write to a pipe."""
 
-    def __init__(self, directory: Path, *, settle_sec: float, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, directory: Path, *, settle_sec: float, wake: Callable[[], None], now: Callable[[], float] = time.time
+    ) -> None:
         self._directory = directory
         self.settle_sec = settle_sec
         self._wake = wake
+        self._now = now
+        self._made_at = (time.monotonic(), now())
         self._lock = threading.Lock()
         self._closed: set[str] = set()
         self._moved: set[str] = set()
@@ -153,7 +157,9 @@ class Watcher:
         if seen is None or seen.key != key:
             seen = self._sightings[path.name] = _Sighting(key, now)
         wanted = CLOSED_SETTLE_SEC if was_closed else self.settle_sec
-        lies_still = now - seen.since >= wanted or time.time() - info.st_mtime >= max(wanted, self.settle_sec)
+        # What lay here before us need not wait. A clock that is set forward since makes nothing older.
+        wall = min(self._now(), self._made_at[1] + now - self._made_at[0])
+        lies_still = now - seen.since >= wanted or wall - info.st_mtime >= max(wanted, self.settle_sec)
         return lies_still and not _has_writer(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from honed import notification
 from honed.job import State
-from process.harness import Instance
+from process.harness import Instance, wait_for
+from process.listener import Listener, Quiet
 
 HERE = Path(__file__).parent
 DAY_SEC = 86_400.0
@@ -48,7 +51,9 @@ class Jumping(Instance):
 @pytest.fixture
 def instance(tmp_path: Path) -> Iterator[Jumping]:
     made = Jumping(tmp_path)
-    made.configure("[spool]\nsettle_sec = 0.5\n[jobs]\nretry_delay_sec = 0.5\nstall_timeout_sec = 120\n")
+    made.configure(
+        "[spool]\nsettle_sec = 0.5\n[jobs]\nretry_delay_sec = 0.5\nstall_timeout_sec = 120\ntime_limit_grace_sec = 0\n"
+    )
     yield made
     made.end()
 
@@ -56,7 +61,7 @@ def instance(tmp_path: Path) -> Iterator[Jumping]:
 @pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
 def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, jump_sec: float) -> None:
     instance.start()
-    instance.drop("slow-40", name="slow-40")
+    instance.drop("slow-40", name="slow-40", time_limit_sec=600)
     instance.wait_state("slow-40", State.RUNNING)
     for number, name in enumerate(("c", "a", "b")):  # of equal priority: as they came
         instance.set_clock(jump_sec * (number % 2))
@@ -66,7 +71,7 @@ def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, j
     for name, offset_sec in (("later", DAY_SEC), ("earlier", -DAY_SEC)):
         path = instance.drop(f"succeed-{name}", name=f"succeed-1.{name}")
         os.utime(path, (path.stat().st_mtime + offset_sec,) * 2)
-    instance.drop("killer", name="killer", retry={"max_attempts": 3}, backend="transformers")
+    instance.drop("killer", name="killer", retry={"max_attempts": 3}, backend="transformers", time_limit_sec=600)
     instance.set_clock(jump_sec)
     instance.wait_state("slow-40", State.SUCCEEDED)  # it would be stalled, or cancelled, by the clock on the wall
     for name in ("c", "a", "b", "later", "earlier"):
@@ -77,6 +82,106 @@ def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, j
     names = [line.partition("(")[2].partition(")")[0] for line in started]
     assert [name for name in names if name[-1] in "abc"] == ["succeed-1.c", "succeed-1.a", "succeed-1.b"]
     assert "hangs" not in instance.log
+
+
+@pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
+def test_a_time_limit_counts_what_attempts_took_whatever_the_clock_says(instance: Jumping, jump_sec: float) -> None:
+    """The worker of the first attempt dies, honed is killed, and it is another day each time."""
+    instance.drop("a", name="slow-9999", time_limit_sec=600)
+    instance.start()
+    steps_path = instance.layout.job(1).checkpoints_dir / "step"
+
+    def go_on() -> None:
+        """Wait until the worker has taken a step more: it is there, and honed has had its turns."""
+        before = steps_path.read_text() if steps_path.exists() else ""
+        wait_for(lambda: steps_path.exists() and steps_path.read_text() not in {"", before}, what="a step")
+
+    def worker() -> int:
+        attempt = instance.layout.job(1).attempt(instance.wait_state("slow-9999", State.RUNNING).attempt.number)
+        return int(json.loads((attempt.dir / "lock").read_text())["worker_pid"])
+
+    go_on()
+    instance.set_clock(jump_sec)
+    os.kill(worker(), signal.SIGKILL)
+    wait_for(lambda: "attempt 2 starts" in instance.log, what="the second attempt")
+    go_on()
+    pid = worker()
+    instance.kill(signal.SIGKILL)
+    instance.set_clock(2 * jump_sec)
+    instance.start()
+    go_on()
+    instance.set_clock(4 * jump_sec)  # it ends while honed is down
+    instance.kill(signal.SIGKILL)
+    attempt = instance.layout.job(1).attempt(2)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(attempt.exit_path.exists, what="its end")
+    instance.set_clock(8 * jump_sec)
+    instance.start()
+    wait_for(lambda: "attempt 3 starts" in instance.log, what="the third attempt")
+    go_on()
+    job = instance.wait_state("slow-9999", State.RUNNING)
+    assert [each.outcome for each in job.attempts] == ["killed", "killed", None]
+    assert sum(each.spent_sec for each in job.attempts) < DAY_SEC / 2
+    assert "time limit" not in instance.log
+
+
+@pytest.mark.parametrize("has_pulse", [True, False])
+def test_the_days_that_a_machine_is_off_are_no_time_of_a_jobs(instance: Jumping, has_pulse: bool) -> None:
+    instance.drop("a", name="slow-9999", time_limit_sec=600)
+    instance.start()
+    wait_for(lambda: "step 1" in instance.log, what="a step")
+    instance.kill(signal.SIGKILL)
+    (job,) = instance.spool.jobs(State.RUNNING)
+    attempt = instance.layout.job(1).attempt(1)
+    os.kill(json.loads((attempt.dir / "lock").read_text())["shim_pid"], signal.SIGKILL)  # as a power cut does
+    # Its files, as if all that had been in an earlier boot, three days ago.
+    entry_path = instance.layout.spool_dir / "running/1.json"
+    entry = json.loads(entry_path.read_text())
+    entry["attempts"][0] |= {"started_at": job.attempt.started_at - 3 * DAY_SEC, "boot_id": "an earlier one"}
+    entry_path.write_text(json.dumps(entry))
+    os.utime(attempt.pulse_path, (attempt.pulse_path.stat().st_mtime - 3 * DAY_SEC,) * 2)
+    if not has_pulse:  # it had given no sign of life yet
+        attempt.pulse_path.unlink()
+    instance.start()
+    wait_for(lambda: "attempt 2 starts" in instance.log, what="the second attempt")
+    assert instance.wait_state("slow-9999", State.RUNNING).attempts[0].spent_sec < DAY_SEC
+    wait_for(lambda: "goes on from" in instance.log, what="the worker again")
+    assert "time limit" not in instance.log
+
+
+class _Refuse(Quiet):
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.owner.replies.append(500 if len(self.server.owner.replies) < 6 else 200)  # type: ignore[attr-defined]
+        self.send_response(self.server.owner.replies[-1])  # type: ignore[attr-defined]
+        self.end_headers()
+
+
+class Busy(Listener):
+    """Takes nothing at first."""
+
+    request_class = _Refuse
+
+    def __init__(self) -> None:
+        self.replies: list[int] = []
+        super().__init__()
+
+
+def test_a_notice_that_waits_is_not_given_up_because_the_clock_is_set(instance: Jumping) -> None:
+    hook = Busy()
+    url = f"http://127.0.0.1:{hook.port}/"
+    instance.configure(
+        f'[notify]\nallowed_webhooks = ["{url}"]\ngive_up_days = 0.5\n'
+        "retry_delay_sec = 0.2\nmax_retry_delay_sec = 0.2\n"
+    )
+    instance.drop("a", name="succeed.a", notify={"webhook": url})
+    instance.start()
+    wait_for(lambda: hook.replies, what="the first try")
+    instance.set_clock(DAY_SEC)
+    wait_for(lambda: 200 in hook.replies, what="the last try")
+    instance.stop()
+    hook.down()
+    assert not list(notification.refused_dir(instance.layout).glob("*"))
 
 
 def test_files_seen_in_one_order_are_taken_in_it_whatever_their_times_say(instance: Jumping) -> None:

@@ -3,6 +3,7 @@ server, whatever is down, slow or killed meanwhile."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,19 @@ def test_the_administrator_is_told_of_everybodys_failures_by_a_webhook_whose_add
     assert hook.paths == ["/hooks/s3cret"]
     assert len(office.mails) == len(office.logins) == 1
     assert "s3cret" not in instance.log
+
+
+def test_notices_wait_in_the_order_in_which_they_were_made_whatever_the_clock_says(instance: Instance) -> None:
+    instance.configure('[notify]\nadmin_webhook = "http://127.0.0.1:1/"\n')
+    spool, dates = Spool(instance.layout), [1.8e9 - 86_400 * number for number in range(20)]
+    notices = Notices(instance.layout, config.load(instance.layout).notify, spool, now=lambda: dates[0])
+    for number in range(20):
+        notices.tell_of_machine(f"fault {number}")
+        notices.tend()
+        dates.pop(0)
+    spool.close()
+    told = [json.loads(path.read_bytes())["payload"]["text"].split()[-1] for path in files(instance)]
+    assert told == [str(number) for number in range(20)]
 
 
 def test_the_administrator_is_told_when_honed_cannot_work_and_when_it_can_again(

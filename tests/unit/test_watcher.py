@@ -55,6 +55,20 @@ def test_a_file_moved_in_from_elsewhere_is_whole_if_it_is_old(watcher: Watcher, 
     assert becomes(lambda: watcher.is_whole(path))
 
 
+@pytest.mark.parametrize("jump_sec", [86400.0, -86400.0])
+def test_a_clock_that_is_set_makes_no_file_whole(tmp_path: Path, jump_sec: float) -> None:
+    jumps = [0.0]
+    blind = Watcher(tmp_path, settle_sec=1000, wake=lambda: None, now=lambda: time.time() + jumps[0])
+    path, old = tmp_path / "a.json", tmp_path / "old.json"
+    for each in (path, old):
+        each.write_text("{}")
+    os.utime(old, (1e9, 1e9))
+    jumps[0] = jump_sec
+    assert (blind.is_whole(path), blind.is_whole(old)) == (False, True)
+    os.utime(path, (time.time() + jump_sec,) * 2)  # it goes on being written
+    assert not blind.is_whole(path)
+
+
 def test_a_copied_file_is_whole_soon_after_it_is_closed(watcher: Watcher, tmp_path: Path) -> None:
     path = tmp_path / "incoming/a.json"
     path.write_text("{}")

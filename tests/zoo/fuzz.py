@@ -712,7 +712,8 @@ def check_shown(text: str) -> None:
 _RESULT = {"outcome": "failed", "step": 3, "metrics": {"train_loss": 0.5}, "artifacts": {"output_dir": "/x", "merged": None},
            "error": {"code": "mask_invalid", "message": "m", "hint": "h"}}  # fmt: skip
 _EXIT = {"start": 1, "status": 0, "signal": None, "ended_at": 1.8e9, "max_resident_bytes": 5, "was_out_of_memory": False,
-         "was_asked": False, "service_result": "success", "system_state": "running", "ran": True}  # fmt: skip
+         "was_asked": False, "service_result": "success", "system_state": "running", "ran": True,
+         "ended_monotonic": 7.5, "boot_id": "b"}  # fmt: skip
 
 
 def _files(*seeds: Any) -> st.SearchStrategy[bytes]:
