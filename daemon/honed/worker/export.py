@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -23,6 +24,9 @@ from honed.worker.assignment import Assignment
 from honed.worker.load import load_config
 
 MANIFEST = "honed.json"
+
+#: Linux's, for renameat2.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def export(
@@ -131,10 +135,17 @@ def _open_up(made: Path) -> None:
 
 
 def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
-    """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there."""
+    """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there.
+
+    At every moment one of the two lies there, whole, where the file system can exchange names (ext4, xfs, btrfs can).
+    """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if _owner(target) == owner:
+        if _exchange(beside, target):
+            durable.sync_dir(target.parent)
+            shutil.rmtree(beside, ignore_errors=True)
+            return
         target.rename(old)
     try:
         beside.rename(target)
@@ -148,6 +159,15 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
         ) from error
     durable.sync_dir(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step. False where that was not done: NFS and FUSE know no such step, and what
+    else is wrong a plain rename meets again, and says."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def sync(directory: Path) -> None:
