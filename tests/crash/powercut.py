@@ -86,7 +86,7 @@ class Saves:
         saves.prepare(root)
 
     def points(self, directory: Path, *, mutant: str | None) -> list[Point]:
-        return [*(point for point in saves.points_of(directory) if point.call in self.CALLS), self.END]
+        return [*(point for point in saves.points_of(directory, mutant=mutant) if point.call in self.CALLS), self.END]
 
     def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
         before = () if hit.point == self.END else saves.hit_arguments(root, hit)

@@ -210,13 +210,13 @@ def hit_arguments(root: Path, hit: Hit) -> tuple[str, ...]:
             "-e", f"trace={hit.point.call}", "-e", injection)  # fmt: skip
 
 
-def points_of(directory: Path) -> list[Point]:
+def points_of(directory: Path, *, mutant: str | None = None) -> list[Point]:
     """What an undisturbed process calls on files of its own, in order: the n-th call of a kind on one path each."""
     root = directory / "undisturbed"
     prepare(root)
     trace_path = directory / "undisturbed.trace"
     arguments = ("strace", "-f", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
-    assert run(root, before=arguments) == len(STORY)
+    assert run(root, before=arguments, mutant=mutant) == len(STORY)
     counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
     found: dict[tuple[str, int, str], Point] = {}
     for line in trace_path.read_text(errors="replace").splitlines():

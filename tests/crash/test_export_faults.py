@@ -23,6 +23,8 @@ from honed.worker import assignment
 OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "chmod", "sendfile")
 KILLED = 9
 FAULTS = {"KILL": None, **{name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EACCES", "EROFS")}}
+CASES = [(over, fault) for over in ("nothing", "an earlier one") for fault in FAULTS]
+CASES += [("an earlier one, where names cannot be exchanged", fault) for fault in ("KILL", "ENOSPC")]
 
 
 class Hits:
@@ -90,10 +92,9 @@ def make_hit(root: Path, word: str, *, at: int, fault: int | None, can_exchange:
     return os.waitstatus_to_exitcode(status) == KILLED
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("over", ["nothing", "an earlier one", "an earlier one, where names cannot be exchanged"])
+@pytest.mark.parametrize(("over", "fault"), CASES)
 def test_an_export_hit_at_any_operation_leaves_a_whole_output_and_the_next_one_the_new(
-    tmp_path: Path, fault: str, over: str
+    tmp_path: Path, over: str, fault: str
 ) -> None:
     can_exchange = "cannot" not in over
     # Killed between two renames an earlier attempt's output waits beside for the next attempt, which replaces it.
