@@ -212,23 +212,70 @@ def hit_arguments(root: Path, hit: Hit) -> tuple[str, ...]:
 
 def points_of(directory: Path, *, mutant: str | None = None) -> list[Point]:
     """What an undisturbed process calls on files of its own, in order: the n-th call of a kind on one path each."""
+    counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    found: dict[tuple[str, int, str], Point] = {}
+    for each in traced(directory, mutant=mutant):
+        if each.paths:
+            key = each.thread, each.call, each.paths[0]
+            counts[key] += 1
+            point = Point(each.call, counts[key], each.paths[0])
+            found.setdefault((point.call, point.number, point.path), point)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call that came to its end, or began."""
+
+    thread: str
+    call: str
+    paths: tuple[str, ...]  #: those below the root, relative to it
+    text: str
+
+
+def traced(directory: Path, *, mutant: str | None = None) -> list[Call]:
+    """All calls of an undisturbed process, in order."""
     root = directory / "undisturbed"
     prepare(root)
     trace_path = directory / "undisturbed.trace"
     arguments = ("strace", "-f", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
     assert run(root, before=arguments, mutant=mutant) == len(STORY)
-    counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    found: dict[tuple[str, int, str], Point] = {}
-    for line in trace_path.read_text(errors="replace").splitlines():
-        match = re.match(rf"(\d+) +(\w+)\(.*?{re.escape(str(root))}/([^\"<>]*)", line)
-        if match is not None:
-            thread, call, path = match.groups()
-            counts[thread, call, path] += 1
-            point = Point(call, counts[thread, call, path], path)
-            found.setdefault((call, point.number, path), point)
     assert violations(root, len(STORY)) == []
     shutil.rmtree(root)
-    return list(found.values())
+    found = []
+    for line in trace_path.read_text(errors="replace").splitlines():
+        if (match := re.match(r"(\d+) +(\w+)\((.*)", line)) is not None:
+            paths = re.findall(rf"[\"<]{re.escape(str(root))}(?:/([^\"<>]*))?[\">]", match[3])
+            found.append(Call(match[1], match[2], tuple(paths), match[3]))
+    return found
+
+
+def unsynced(calls: Sequence[Call]) -> set[str]:
+    """What was changed and not synced when it was renamed into a place, or when a save was said to be done. So it is by
+    the book; what a file system does unasked does not count. That something goes need not be durable."""
+    dirty: set[str] = set()
+    found: set[str] = set()
+    for each in calls:
+        path = each.paths[0] if each.paths else ""
+        match each.call:
+            case "fsync":
+                dirty.discard(path)
+            case "write" if "<pipe:" in each.text.partition(",")[0]:
+                found |= dirty
+            case "write" | "sendfile" | "chmod" if each.paths:
+                dirty.add(path)
+            case "openat" if each.paths and "O_CREAT" in each.text:
+                dirty |= {path, os.path.dirname(path)}  # noqa: PTH120 - text
+            case "mkdir" if each.paths and each.text.endswith("= 0"):
+                dirty |= {path, os.path.dirname(path)}  # noqa: PTH120
+            case "rmdir":
+                dirty.discard(path)
+            case "rename" | "renameat2" if not each.paths[1].endswith(".old"):
+                moved = {other for other in dirty if f"{other}/".startswith(f"{path}/")}
+                found |= moved
+                dirty -= moved
+                dirty |= {os.path.dirname(other) for other in each.paths}  # noqa: PTH120
+    return found
 
 
 def try_hit(directory: Path, hit: Hit, *, mutant: str | None = None) -> list[str]:

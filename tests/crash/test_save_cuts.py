@@ -9,8 +9,8 @@ import pytest
 
 from crash.test_power_cuts import FILE_SYSTEMS, cut
 
-#: What is not synced, by its path. All three file systems show each. Those of the directories in an output or a
-#: checkpoint are left out of this: none of the three shows them, since they log a new file's name with the file.
+#: What is not synced, by its path. All three file systems show each. None of them shows the syncs of the directories
+#: within an output or a checkpoint, for they make a new file's name durable with the file: see test_save_faults.py.
 MUTANTS = {
     "the files of an output": r"no_fsync_of:\.output\.tmp/.*\.(safetensors|json|md)$",
     "an output's name": r"no_fsync_of:/out$",

@@ -1,6 +1,10 @@
 """Every system call of a worker that saves checkpoints and outputs is the last one, or fails: what was said to be saved
 is there, whole, or what came after it; and a new worker leaves nothing but the newest. By default a few calls of each
-kind are hit; all with --all."""
+kind are hit; all with --all.
+
+And what is renamed into its place has been synced before, by the order of the calls: file systems forgive much of what
+is left out there, so that no power cut shows it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,37 @@ from crash.scene import ERRORS, KILL, Hit, Point, spread
 FAULTS = (KILL, *ERRORS)
 #: What only reads, or lets go.
 QUIET = ("openat", "close")
+#: What is not synced any more, and what is then found.
+UNSYNCED = {
+    r"/undisturbed$": "",
+    r"/out$": "out",
+    r"/\.output\.tmp$": "out/.output.tmp",
+    r"/\.output\.tmp/merged$": "out/.output.tmp/merged",
+    r"/\.output\.tmp/.*/model\.safetensors$": "out/.output.tmp/merged/model.safetensors",
+    r"/\.output\.tmp/honed\.json$": "out/.output.tmp/honed.json",
+    r"/checkpoints$": "checkpoints",
+    r"/\.new/checkpoint-1$": "checkpoints/.new/checkpoint-1",
+    r"/checkpoint-1/random$": "checkpoints/.new/checkpoint-1/random",
+    r"/checkpoint-1/random/state\.pth$": "checkpoints/.new/checkpoint-1/random/state.pth",
+    r"/checkpoint-1/\.MANIFEST\.json\.tmp$": "checkpoints/.new/checkpoint-1/.MANIFEST.json.tmp",
+}
 
 
 @pytest.fixture(scope="module")
 def points(strace: None, tmp_path_factory: pytest.TempPathFactory) -> list[Point]:
     return saves.points_of(tmp_path_factory.mktemp("points"))
+
+
+def test_what_is_renamed_into_its_place_was_synced_before_and_its_name_when_it_is_said(
+    strace: None, tmp_path: Path
+) -> None:
+    assert saves.unsynced(saves.traced(tmp_path)) == set()
+
+
+@pytest.mark.parametrize("pattern", UNSYNCED)
+def test_a_sync_that_is_left_out_is_seen(strace: None, tmp_path: Path, pattern: str) -> None:
+    found = saves.unsynced(saves.traced(tmp_path, mutant=f"no_fsync_of:{pattern}"))
+    assert {path.removeprefix("var/lib/honed/jobs/1/") for path in found} == {UNSYNCED[pattern]}
 
 
 @pytest.mark.timeout(20_000)
