@@ -129,7 +129,7 @@ def _open_up(made: Path) -> None:
     neither the daemon nor who dropped the job could read what was trained."""
     umask = os.umask(0o077)
     os.umask(umask)
-    for path in made.rglob("*"):
+    for path in durable.below(made):
         if path.is_file() and not path.is_symlink():
             path.chmod(0o666 & ~umask)
 
@@ -172,7 +172,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def sync(directory: Path) -> None:
     """Make a directory and all that is in it durable."""
-    for path in directory.rglob("*"):
+    for path in durable.below(directory):
         if path.is_dir():
             durable.sync_dir(path)
         else:
