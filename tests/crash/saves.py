@@ -125,7 +125,7 @@ def save_checkpoint(checkpoints_dir: Path, save: Save) -> None:
 
 def write(directory: Path, names: Sequence[str], save: Save) -> None:
     for name in names:
-        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(save.data(name))
 
 

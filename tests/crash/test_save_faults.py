@@ -8,12 +8,16 @@ is left out there, so that no power cut shows it.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from crash import saves
 from crash.scene import ERRORS, KILL, Hit, Point, spread
+from honed.worker import checkpoint, export
 
 FAULTS = (KILL, *ERRORS)
 #: What only reads, or lets go.
@@ -37,6 +41,26 @@ UNSYNCED = {
 @pytest.fixture(scope="module")
 def points(strace: None, tmp_path_factory: pytest.TempPathFactory) -> list[Point]:
     return saves.points_of(tmp_path_factory.mktemp("points"))
+
+
+def test_what_cannot_be_looked_into_is_neither_sealed_nor_said_to_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "checkpoint-1"
+    saves.write(made, saves.CHECKPOINT_FILES, saves.STORY[0])
+    real = os.scandir
+
+    def scandir(path: Path) -> Any:
+        if str(path).endswith("random"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError):
+        export.sync(made)
+    with pytest.raises(PermissionError):
+        checkpoint.seal(made, checkpoint.Progress())
+    assert not (made / checkpoint.MANIFEST).exists()
 
 
 def test_what_is_renamed_into_its_place_was_synced_before_and_its_name_when_it_is_said(
