@@ -94,8 +94,9 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
 
 def _copy_processor(base: Path, made: Path) -> None:
     """What a model that sees or hears needs beside its weights and tokenizer, unchanged by the training."""
-    for path in [*base.glob("*processor_config.json"), *base.glob("chat_template.json")]:
-        shutil.copyfile(path, made / path.name)
+    for path in base.iterdir():  # not glob, which passes over what may not be read
+        if path.name.endswith("processor_config.json") or path.name == "chat_template.json":
+            shutil.copyfile(path, made / path.name)
 
 
 @contextlib.contextmanager
