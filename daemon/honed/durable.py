@@ -50,6 +50,17 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def below(directory: Path) -> Iterator[Path]:
+    """All that lies below a directory. Raises OSError for what cannot be looked into: Path.rglob passes it over, and
+    what is meant to be made durable then is not."""
+    for place, directories, files in os.walk(directory, onerror=_raise):
+        yield from (Path(place, name) for name in (*directories, *files))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
     """A hidden file beside `path` that holds `data`, not synced yet, and its descriptor."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -1,11 +1,14 @@
-"""Power cuts: `unshare --mount python powercut.py FILESYSTEM DIRECTORY [--points N] [--mutant NAME]`, as root.
+"""Power cuts: `unshare --mount python powercut.py FILESYSTEM DIRECTORY [--of WHOM] [--points N] [--mutant NAME …]`, as
+root.
 
-An instance lies on a file system in a loop file. honed is killed at one of its system calls, with all that it started;
-the loop file is copied as it is, which is what a disk has when the power goes, and the copy is mounted: what was never
-synced is not in it. Then honed is started on the copy, and looked at. An unrelated file that is synced before the copy
-makes the file system write its journal, as any other program may: names can then be there without what they hold.
+An instance lies on a file system in a loop file. honed, or what saves checkpoints and outputs, is killed at one of its
+system calls, with all that it started; the loop file is copied as it is, which is what a disk has when the power goes,
+and the copy is mounted: what was never synced is not in it. Then honed is started on the copy, or everything saved
+again, and looked at. An unrelated file that is synced before the copy makes the file system write its journal, as any
+other program may: names can then be there without what they hold.
 
-Each cut is made with that and without. Prints a line of JSON: points, and what was wrong at which.
+Each cut is made with that and without. Prints a line of JSON for each mutant, or one for none: points, and what was
+wrong at which.
 """
 
 from __future__ import annotations
@@ -13,10 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from crash import saves
 from crash.scene import KILL, Hit, Point, Scene, points_of, spread
 
 #: MiB, and options that put off what a kernel would write by itself.
@@ -27,6 +35,68 @@ FILE_SYSTEMS = {
 }
 #: What says that something is durable; between two of these nothing is promised.
 CALLS = ("fsync", "rename", "unlink", "fdatasync")
+
+
+class Victim(Protocol):
+    """Whom the power cut meets, below `root`."""
+
+    def prepare(self, root: Path) -> None: ...
+
+    def points(self, directory: Path, *, mutant: str | None) -> list[Point]:
+        """Where it is cut; the last one may be none of its calls: its end."""
+
+    def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None: ...
+
+    def violations(self, root: Path) -> list[str]:
+        """What is wrong with what the cut left of the run before, once it has been started again."""
+
+
+class Daemon:
+    """honed, with its shims and its workers."""
+
+    def prepare(self, root: Path) -> None:
+        Scene(root).prepare()
+
+    def points(self, directory: Path, *, mutant: str | None) -> list[Point]:
+        return [point for point in points_of(directory, mutant=mutant) if point.call in CALLS]
+
+    def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
+        # A pid namespace: with its first process all others go, as they do with the power.
+        before = ("unshare", "--pid", "--fork", "--kill-child", "strace", *hit.arguments)
+        Scene(root, mutant=mutant).honed(before=before)
+
+    def violations(self, root: Path) -> list[str]:
+        scene = Scene(root)
+        status = scene.honed()
+        found = [f"started again it ends with {status}"] if status != 0 else []
+        return found + scene.violations()
+
+
+class Saves:
+    """What a worker does with checkpoints and outputs."""
+
+    #: What changes something; and the end, when everything was said to be done.
+    CALLS = ("write", "sendfile", "fsync", "rename", "renameat2", "unlinkat", "mkdir", "rmdir")
+    END = Point("end", 1)
+
+    def __init__(self) -> None:
+        self._num_done = 0
+
+    def prepare(self, root: Path) -> None:
+        saves.prepare(root)
+
+    def points(self, directory: Path, *, mutant: str | None) -> list[Point]:
+        return [*(point for point in saves.points_of(directory, mutant=mutant) if point.call in self.CALLS), self.END]
+
+    def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
+        before = () if hit.point == self.END else saves.hit_arguments(root, hit)
+        self._num_done = saves.run(root, before=before, mutant=mutant)
+
+    def violations(self, root: Path) -> list[str]:
+        return saves.violations(root, self._num_done)
+
+
+VICTIMS: dict[str, type[Daemon] | type[Saves]] = {"honed": Daemon, "saves": Saves}
 
 
 def run(*command: str) -> None:
@@ -43,12 +113,12 @@ class Disk:
         self.place.mkdir(exist_ok=True)
         self.size, self.options = FILE_SYSTEMS[kind]
 
-    def make(self) -> None:
+    def make(self, victim: Victim) -> None:
         with self.base.open("wb") as file:
             file.truncate(self.size << 20)
         run(f"mkfs.{self.kind}", "-q", "-F" if self.kind == "ext4" else "-f", str(self.base))
         self.mount(self.base)
-        Scene(self.place / "root").prepare()
+        victim.prepare(self.place / "root")
         run("sync", "-f", str(self.place))
         self.unmount()
 
@@ -62,14 +132,12 @@ class Disk:
         run("cp", "--sparse=always", str(source), str(target))
 
 
-def cut(disk: Disk, hit: Hit, *, syncs_other: bool, mutant: str | None) -> list[str]:
+def cut(disk: Disk, victim: Victim, hit: Hit, *, syncs_other: bool, mutant: str | None) -> list[str]:
     """One power cut; what is wrong after it."""
     disk.copy(disk.base, disk.image)
     disk.mount(disk.image)
     try:
-        scene = Scene(disk.place / "root", mutant=mutant)
-        # A pid namespace: with its first process all others go, as they do with the power.
-        scene.honed(before=("unshare", "--pid", "--fork", "--kill-child", "strace", *hit.arguments))
+        victim.run(disk.place / "root", hit, mutant=mutant)
         if syncs_other:
             fd = os.open(disk.place / "other", os.O_CREAT | os.O_WRONLY)
             os.write(fd, b"x")
@@ -83,41 +151,58 @@ def cut(disk: Disk, hit: Hit, *, syncs_other: bool, mutant: str | None) -> list[
     except subprocess.CalledProcessError as error:
         return [f"cannot be mounted: {error.stderr.decode()}"]
     try:
-        scene = Scene(disk.place / "root")
-        status = scene.honed()
-        found = [f"started again it ends with {status}"] if status != 0 else []
-        return found + scene.violations()
+        return victim.violations(disk.place / "root")
     except Exception as error:  # noqa: BLE001 - what cannot even be read is the gravest violation
         return [f"cannot be looked at: {error!r}"]
     finally:
         disk.unmount()
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a matrix of cuts has shown."""
+
+    num_cuts: int
+    broken: dict[str, list[str]]
+
+
+def cut_at(disk: Disk, victim: Victim, points: Sequence[Point], *, mutant: str | None, is_whole: bool,
+           until_seen: bool) -> Found:  # fmt: skip
+    broken: dict[str, list[str]] = {}
+    num_cuts = 0
+    for index, point in enumerate(points):
+        for syncs_other in (True, False) if is_whole else (index % 3 != 2,):
+            num_cuts += 1
+            if found := cut(disk, victim, Hit(point, KILL), syncs_other=syncs_other, mutant=mutant):
+                broken[f"{point}{', journal' if syncs_other else ''}"] = found
+                if until_seen:
+                    return Found(num_cuts, broken)
+    return Found(num_cuts, broken)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=FILE_SYSTEMS)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--of", choices=VICTIMS, default="honed")
     parser.add_argument("--points", type=int, default=10**6, help="so many, evenly spread")
-    parser.add_argument("--mutant")
+    parser.add_argument("--at", default="", help="only points like this regular expression")
+    parser.add_argument("--mutant", nargs="+", default=[None])
     parser.add_argument("--until-seen", action="store_true", help="end with the first violation")
     options = parser.parse_args()
     run("mount", "--make-rprivate", "/")
+    victim: Victim = VICTIMS[options.of]()
     disk = Disk(options.kind, options.directory)
-    disk.make()
-    points: list[Point] = [each for each in points_of(options.directory, mutant=options.mutant) if each.call in CALLS]
-    broken: dict[str, list[str]] = {}
-    num_cuts = 0
-    for index, point in enumerate(spread(points, options.points)):
-        both = (True, False) if options.points >= len(points) else (index % 3 != 2,)
-        for syncs_other in both:
-            num_cuts += 1
-            if found := cut(disk, Hit(point, KILL), syncs_other=syncs_other, mutant=options.mutant):
-                broken[f"{point}{', journal' if syncs_other else ''}"] = found
-                if options.until_seen:
-                    break
-        if broken and options.until_seen:
-            break
-    print(json.dumps({"file_system": options.kind, "num_cuts": num_cuts, "broken": broken}))
+    disk.make(victim)
+    for mutant in options.mutant:
+        points = [
+            point for point in victim.points(options.directory, mutant=mutant) if re.search(options.at, str(point))
+        ]
+        is_whole = options.points >= len(points)
+        chosen = spread(points, options.points)
+        found = cut_at(disk, victim, chosen, mutant=mutant, is_whole=is_whole, until_seen=options.until_seen)
+        print(json.dumps({"file_system": options.kind, "mutant": mutant, "num_points": len(points),
+                          "num_cuts": found.num_cuts, "broken": found.broken}), flush=True)  # fmt: skip
     return 0
 
 

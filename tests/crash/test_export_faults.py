@@ -3,95 +3,117 @@ whole; and the next attempt leaves the new one and nothing else."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import json
+import io
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from honed.worker import export
+from crash import saves
+from crash.saves import OUTPUT, Save
+from honed.error import HonedError
+from honed.worker import assignment
 
-OPERATIONS = ("open", "fsync", "rename", "unlink", "mkdir", "rmdir")
-FILES = ("adapter_model.safetensors", "tokenizer.json", "merged/model.safetensors")
-OWNER = (1, "/i")
+#: All that changes something, and what opens it. Python's own files write by themselves: see `Hits.open`.
+OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "chmod", "sendfile")
 KILLED = 9
 FAULTS = {"KILL": None, **{name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EACCES", "EROFS")}}
+CASES = [(over, fault) for over in ("nothing", "an earlier one") for fault in FAULTS]
+CASES += [("an earlier one, where names cannot be exchanged", fault) for fault in ("KILL", "ENOSPC")]
 
 
-def make(target: Path, content: str) -> None:
-    """What export.export does, but for the model."""
-    with export.beside(target) as made:
-        for name in FILES:
-            (made / name).parent.mkdir(exist_ok=True)
-            fd = os.open(made / name, os.O_CREAT | os.O_WRONLY)
-            os.write(fd, content.encode())
-            os.close(fd)
-        (made / export.MANIFEST).write_text(json.dumps({"job": {"id": 1, "instance": "/i"}}))
-        export.sync(made)
-        export.place(made, target, owner=OWNER)
+class Hits:
+    """In this process the n-th operation is the last one, or fails."""
+
+    def __init__(self, at: int, fault: int | None) -> None:
+        self.num_seen = 0
+        self._at, self._fault = at, fault
+
+    def count(self) -> None:
+        self.num_seen += 1
+        if self.num_seen == self._at:
+            if self._fault is None:
+                os._exit(KILLED)
+            raise OSError(self._fault, os.strerror(self._fault))
+
+    def plant(self) -> None:
+        for name in OPERATIONS:
+            setattr(os, name, self._wrap(getattr(os, name)))
+        io.open = shutil.open = self.open  # type: ignore[assignment,attr-defined]
+        ctypes.CDLL = self._wrap(ctypes.CDLL)  # type: ignore[assignment,misc]  # for what Python has no name for
+
+    def _wrap(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*arguments: Any, **keys: Any) -> Any:
+            self.count()
+            return operation(*arguments, **keys)
+
+        return faulty
+
+    def open(self, path: Path, mode: str = "r", _size: int = -1, *how: Any, **named: Any) -> Any:
+        """As Python's, but that what it writes is counted, too."""
+        hits = self
+
+        class File(io.FileIO):
+            def write(self, data: Any) -> int:
+                hits.count()
+                return super().write(data)
+
+        self.count()
+        raw = File(path, mode.replace("b", "").replace("t", ""))
+        buffered = io.BufferedReader(raw) if "r" in mode else io.BufferedWriter(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, *how, **named)
 
 
-def make_hit(target: Path, content: str, *, at: int, fault: int | None) -> bool:
+def make(root: Path, word: str) -> None:
+    saves.save_output(assignment.read(saves.job_layout(root).dir, 1), Save(OUTPUT, word))
+
+
+def make_hit(root: Path, word: str, *, at: int, fault: int | None, can_exchange: bool) -> bool:
     """The same in a process of its own, hit at the n-th operation. Returns whether there was an n-th."""
     pid = os.fork()
     if pid == 0:
-        num_seen = 0
-
-        def wrap(operation: Callable[..., Any]) -> Callable[..., Any]:
-            def faulty(*arguments: Any, **keys: Any) -> Any:
-                nonlocal num_seen
-                num_seen += 1
-                if num_seen == at:
-                    if fault is None:
-                        os._exit(KILLED)
-                    raise OSError(fault, os.strerror(fault))
-                return operation(*arguments, **keys)
-
-            return faulty
-
-        for name in OPERATIONS:
-            setattr(os, name, wrap(getattr(os, name)))
+        if not can_exchange:
+            ctypes.CDLL = lambda _name: object()  # type: ignore[assignment,misc]  # a C library without renameat2
+        hits = Hits(at, fault)
+        job = assignment.read(saves.job_layout(root).dir, 1)
+        hits.plant()
         try:
-            make(target, content)
-        except OSError:
+            saves.save_output(job, Save(OUTPUT, word))
+        except (OSError, HonedError):
             pass
         finally:
-            os._exit(0 if num_seen < at else KILLED)
+            os._exit(0 if hits.num_seen < at else KILLED)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status) == KILLED
 
 
-def state(target: Path) -> str:
-    """What lies there: nothing, or the content that all files have; anything else is torn."""
-    if not target.exists():
-        return "nothing"
-    names = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
-    contents = {(target / name).read_text() for name in FILES if (target / name).exists()}
-    return contents.pop() if names == {*FILES, export.MANIFEST} and len(contents) == 1 else f"torn: {names}"
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("is_again", [False, True], ids=["the first", "over an earlier one"])
+@pytest.mark.parametrize(("over", "fault"), CASES)
 def test_an_export_hit_at_any_operation_leaves_a_whole_output_and_the_next_one_the_new(
-    tmp_path: Path, fault: str, is_again: bool
+    tmp_path: Path, over: str, fault: str
 ) -> None:
+    can_exchange = "cannot" not in over
+    # Killed between two renames an earlier attempt's output waits beside for the next attempt, which replaces it.
+    before = {None if over == "nothing" else "before", *([None] if fault == "KILL" and not can_exchange else [])}
     at = 0
     while True:
         at += 1
-        target = tmp_path / str(at) / "output"
-        if is_again:
-            make(target, "before")
-        was_hit = make_hit(target, "after", at=at, fault=FAULTS[fault])
-        found = state(target)
-        # Killed between two renames an earlier attempt's output waits beside for the next attempt, which replaces it.
-        before = {"before"} if is_again and fault != "KILL" else {"nothing", "before"}
+        root = tmp_path / str(at)
+        saves.prepare(root)
+        output_dir = root / "out" / OUTPUT
+        if over != "nothing":
+            make(root, "before")
+        was_hit = make_hit(root, "after", at=at, fault=FAULTS[fault], can_exchange=can_exchange)
+        found = saves.output_word(output_dir)
         assert found == "after" or (was_hit and found in before), f"{fault} at operation {at}: {found}"
-        make(target, "again")
-        assert state(target) == "again"
-        assert [path.name for path in target.parent.iterdir()] == ["output"]
+        make(root, "again")
+        assert saves.output_word(output_dir) == "again"
+        assert [path.name for path in output_dir.parent.iterdir()] == [OUTPUT]
         if not was_hit:
             break
-    assert at > 20, "the faults were really met"
+    print(f"{fault} over {over}: {at - 1} operations")
+    assert at > 40, "the faults were really met"

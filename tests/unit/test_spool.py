@@ -261,7 +261,11 @@ def life(spool: Spool, *, names: list[str]) -> None:
     claims = arrivals.claims()
     claims += [claim for path in arrivals.dropped() if (claim := arrivals.claim(path)) is not None]
     for claim in claims:
-        arrivals.copy(claim, max_bytes=MAX_BYTES)
+        try:
+            arrivals.copy(claim, max_bytes=MAX_BYTES)
+        except SpecError as error:
+            arrivals.reject(claim, error.message)
+            continue
         if claim.name.startswith("bad"):
             arrivals.reject(claim, "no")
         else:
@@ -286,7 +290,12 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
 
     arrivals = recovered(spool)
     claims = arrivals.claims() + good(arrivals.claim_all(arrivals.dropped()))
-    good(arrivals.copy_all(claims, max_bytes=MAX_BYTES))
+    copies = dict(zip(claims, arrivals.copy_all(claims, max_bytes=MAX_BYTES), strict=True))
+    for claim, copy in copies.items():
+        if isinstance(copy, SpecError):
+            claims.remove(claim)
+            arrivals.reject(claim, copy.message)
+    good([copies[claim] for claim in claims])
     good(arrivals.admit_all([(job_of(claim), claim, {}) for claim in claims if not claim.name.startswith("bad")]))
     for claim in arrivals.claims():
         arrivals.reject(claim, "no")
@@ -295,11 +304,15 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
 
 def verify(spool: Spool, names: list[str]) -> None:
     """Each dropped file became exactly one job or one refusal, and nothing else lies about."""
-    done = sorted(job.source for job in spool.jobs(State.SUCCEEDED))
-    refused = sorted(p.name for p in spool.rejected_dir.iterdir() if p.suffix != ".reason")
-    assert done + refused == sorted(name for name in names if not name.startswith("bad")) + sorted(
-        name for name in names if name.startswith("bad")
-    )
+    done = [job.source for job in spool.jobs(State.SUCCEEDED)]
+    refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
+    assert sorted(done + refused) == sorted(names)
+    assert not [name for name in done if name.startswith("bad")]
+    unreadable = {
+        name for name in refused if not name.startswith("bad")
+    }  # to honed, for one EACCES, its dropper's doing
+    assert all("may not read" in (spool.rejected_dir / f"{name}.reason").read_text() for name in unreadable)
+    assert len(unreadable) <= 1
     for state in set(State) - {State.SUCCEEDED}:
         assert list(spool.state_dir(state).iterdir()) == [], state
     assert list(spool.incoming_dir.iterdir()) == []
@@ -307,7 +320,7 @@ def verify(spool: Spool, names: list[str]) -> None:
     assert not list(spool.dir.rglob(".*"))
 
 
-@pytest.mark.parametrize("errno", [None, 28, 5, 30])  # a crash; ENOSPC, EIO, EROFS
+@pytest.mark.parametrize("errno", [None, 28, 5, 13, 30])  # a crash; ENOSPC, EIO, EACCES, EROFS
 @pytest.mark.parametrize("life", [life, life_together])
 def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None, life: Callable[..., None]

@@ -98,12 +98,12 @@ def new_dir(checkpoints_dir: Path) -> Path:
 
 def seal(path: Path, progress: Progress, *, beat: Callable[[], None] = _no_beat) -> None:
     """Make all that lies in `path` durable, and say in a manifest what it is."""
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
+    files = sorted(file for file in durable.below(path) if file.is_file() and file.name != MANIFEST)
     for file in files:
         # safetensors writes files of mode 0600, which shuts out honed and, by the ACL's mask, who dropped the job.
         file.chmod(file.stat().st_mode | (path.stat().st_mode & 0o044))
     entries = digest.take(path, [str(file.relative_to(path)) for file in files], beat=beat)
-    for directory in (entry for entry in path.rglob("*") if entry.is_dir()):
+    for directory in (entry for entry in durable.below(path) if entry.is_dir()):
         durable.sync_dir(directory)
     match = _NAME.fullmatch(path.name)
     manifest = {"step": int(match[1]) if match else None, "files": entries, "progress": asdict(progress)}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -23,6 +24,9 @@ from honed.worker.assignment import Assignment
 from honed.worker.load import load_config
 
 MANIFEST = "honed.json"
+
+#: Linux's, for renameat2.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def export(
@@ -90,8 +94,9 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
 
 def _copy_processor(base: Path, made: Path) -> None:
     """What a model that sees or hears needs beside its weights and tokenizer, unchanged by the training."""
-    for path in [*base.glob("*processor_config.json"), *base.glob("chat_template.json")]:
-        shutil.copyfile(path, made / path.name)
+    for path in base.iterdir():  # not glob, which passes over what may not be read
+        if path.name.endswith("processor_config.json") or path.name == "chat_template.json":
+            shutil.copyfile(path, made / path.name)
 
 
 @contextlib.contextmanager
@@ -125,16 +130,23 @@ def _open_up(made: Path) -> None:
     neither the daemon nor who dropped the job could read what was trained."""
     umask = os.umask(0o077)
     os.umask(umask)
-    for path in made.rglob("*"):
+    for path in durable.below(made):
         if path.is_file() and not path.is_symlink():
             path.chmod(0o666 & ~umask)
 
 
 def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
-    """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there."""
+    """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there.
+
+    At every moment one of the two lies there, whole, where the file system can exchange names (ext4, xfs, btrfs can).
+    """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if _owner(target) == owner:
+        if _exchange(beside, target):
+            durable.sync_dir(target.parent)
+            shutil.rmtree(beside, ignore_errors=True)
+            return
         target.rename(old)
     try:
         beside.rename(target)
@@ -150,9 +162,18 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step. False where that was not done: NFS and FUSE know no such step, and what
+    else is wrong a plain rename meets again, and says."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
 def sync(directory: Path) -> None:
     """Make a directory and all that is in it durable."""
-    for path in directory.rglob("*"):
+    for path in durable.below(directory):
         if path.is_dir():
             durable.sync_dir(path)
         else:

@@ -6,7 +6,9 @@ The tests of this directory must see each of them; else they would not see that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ def _fsync_files_only(fd: int) -> None:
         _fsync(fd)
 
 
+def _fsync_but(pattern: re.Pattern[str], fd: int) -> None:
+    if not pattern.search(str(Path(f"/proc/self/fd/{fd}").readlink())):
+        _fsync(fd)
+
+
 def _move_after_removal(self: Any, job: Any, to: Any, **changes: Any) -> Any:
     from honed import durable
 
@@ -46,9 +53,12 @@ def plant(name: str) -> None:
     """One bug."""
     from honed import durable, spool
 
-    match name:
+    kind, _, pattern = name.partition(":")
+    match kind:
         case "no_fsync":
             os.fsync = lambda _fd: None
+        case "no_fsync_of":
+            os.fsync = functools.partial(_fsync_but, re.compile(pattern))
         case "no_directory_fsync":
             os.fsync = _fsync_files_only
         case "write_in_place":
