@@ -270,7 +270,7 @@ def unsynced(calls: Sequence[Call]) -> set[str]:
                 dirty |= {path, os.path.dirname(path)}  # noqa: PTH120
             case "rmdir":
                 dirty.discard(path)
-            case "rename" | "renameat2" if not each.paths[1].endswith(".old"):
+            case "rename" | "renameat2" if each.paths and not each.paths[1].endswith(".old"):
                 moved = {other for other in dirty if f"{other}/".startswith(f"{path}/")}
                 found |= moved
                 dirty -= moved

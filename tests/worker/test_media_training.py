@@ -204,8 +204,10 @@ def test_a_picture_that_changes_is_named_by_a_loader_in_another_process(
     )  # fmt: skip
     process = job.start()
     job.wait_for(lambda events: any(event.kind == "step" for event in events), process)
-    for file in (tmp_path / "images").iterdir():
-        Image.new("RGB", (112, 112)).save(file)
+    other = tmp_path / "other.png"
+    for file in list((tmp_path / "images").iterdir()):
+        Image.new("RGB", (112, 112)).save(other)
+        other.replace(file)  # in one step: half a file would be another fault
     ended = job.wait(process)
     assert ended.result["error"]["code"] == "dataset_invalid", job.log()[-2000:]
     message = ended.result["error"]["message"]
