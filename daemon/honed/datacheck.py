@@ -53,7 +53,7 @@ class _Seen:
     has_conversations: bool  #: so that a chat template must render them
 
 
-class Memory:
+class Cache:
     """What was found in data sets whose files have not changed since: each job of a sweep names the same one.
 
     Only where there is nothing to tell of, and no media, whose files lie elsewhere: what is kept is a digest and a few
@@ -96,10 +96,10 @@ def check(
     rights: Policy,
     *,
     has_chat_template: bool,
-    memory: Memory | None = None,
+    cache: Cache | None = None,
 ) -> Looked:
     """Raises DatasetError, which names the key of the data set."""
-    memory = memory or Memory()
+    cache = cache or Cache()
     warnings: list[str] = []
     lengths: list[int] = []
     attached: list[Row] = []
@@ -108,7 +108,7 @@ def check(
         for number, each in enumerate(datasets):
             name = f"{key}.{number}"
             try:
-                seen = _check_dataset(each, rights, memory, has_chat_template=has_chat_template)
+                seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
                 found = seen.found
                 warnings += [f"{name}: {told}" for told in _overlooked(model, found)]
                 warnings += _check_attached(job_spec, model, each, found)
@@ -134,11 +134,11 @@ def _num_tokens(row: Any) -> int:
             return 0
 
 
-def _check_dataset(each: DatasetSpec, rights: Policy, memory: Memory, *, has_chat_template: bool) -> _Seen:
+def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
     paths = dataset.files(Path(each.path), split=each.split)
     for path in paths:  # one of them may be a link to elsewhere
         rights.check_read(Named("path", path, DatasetError))
-    seen = memory.look(each, paths, rights)
+    seen = cache.look(each, paths, rights)
     if not has_chat_template and seen.has_conversations:
         raise DatasetError(
             f"{each.path}: rows of {seen.found.format} are rendered by a chat template, and the base model has none",

@@ -22,6 +22,8 @@ Part = Literal["language", "vision", "audio", "projector"]
 
 #: Pixels of an image between which the Qwen family resizes where its files do not say.
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+#: Digits of a whole number. transformers writes 31 for a tokenizer without a limit: int(1e30).
+MAX_DIGITS = 40
 #: Pixels above which a video's limit is meant for all of its frames together, as in Qwen3-VL's and GLM's files.
 MAX_FRAME_PIXELS = 20_000_000
 #: Frames of the spectrum for a second of sound, how many of them a position in the tower and a token stand for, and the
@@ -193,10 +195,6 @@ class Senses:
         vision = _section(self.config, "vision_config")
         sizes = (vision.get("image_size"), self.images.get("crop_size"), self.images.get("size"))
         return next(filter(None, map(_edge, sizes)), 336)
-
-
-#: Of a whole number. transformers writes 31 of them for a tokenizer without a limit: int(1e30).
-MAX_DIGITS = 40
 
 
 def look(path: Path, config: Mapping[str, Any]) -> Senses:

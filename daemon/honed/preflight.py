@@ -98,7 +98,7 @@ class _Asked:
     commit: str | None
     uid: int | None
     progress: Progress
-    memory: datacheck.Memory | None
+    cache: datacheck.Cache | None
 
     @property
     def rights(self) -> Policy:
@@ -116,18 +116,18 @@ def check(
     commit: str | None = None,
     uid: int | None = None,
     progress: Progress = lambda _stage: None,
-    memory: datacheck.Memory | None = None,
+    cache: datacheck.Cache | None = None,
 ) -> Verdict:
     """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
     as where the base model has yet to be fetched. `commit` is what a hub id's branch meant when the job was accepted.
-    `uid` is who dropped it, by default whoever asks. `memory` is for who checks many: data sets are looked at once.
+    `uid` is who dropped it, by default whoever asks. `cache` is for who checks many: data sets are looked at once.
     An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
-        asked = _Asked(layout, config, device, job_id, jobs or {}, commit, uid, progress, memory)
+        asked = _Asked(layout, config, device, job_id, jobs or {}, commit, uid, progress, cache)
         progress("spec")
         return _check(spec.load(spec_path, max_bytes=config.spool.max_spec_bytes), asked)
     except HonedError:
@@ -169,7 +169,7 @@ def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
-    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, memory=asked.memory)
+    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
     warnings = looked.warnings
     progress("packages")
     here = installed.look()
@@ -218,7 +218,7 @@ def _check_the_rest(job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, st
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
-    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, memory=asked.memory)
+    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
     warnings = looked.warnings
     progress("packages")
     here = installed.look()
@@ -294,17 +294,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not pass for an answer
-    memory = datacheck.Memory()
+    cache = datacheck.Cache()
 
     def progress(stage: str) -> None:
         if options.stage_fd is not None:
             os.pwrite(options.stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
 
     for line in sys.stdin.buffer:
-        answers.write(json.dumps(_answer(line, layout, memory, progress)).encode() + b"\n")
+        answers.write(json.dumps(_answer(line, layout, cache, progress)).encode() + b"\n")
 
 
-def _answer(line: bytes, layout: Layout, memory: datacheck.Memory, progress: Progress) -> dict[str, Any]:
+def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress) -> dict[str, Any]:
     request_id = None
     try:
         request = json.loads(line)
@@ -320,7 +320,7 @@ def _answer(line: bytes, layout: Layout, memory: datacheck.Memory, progress: Pro
             commit=request.get("commit"),
             uid=request.get("uid"),
             progress=progress,
-            memory=memory,
+            cache=cache,
         )
     except HonedError as error:
         return {"id": request_id, "ok": False, "error": error.as_dict()}

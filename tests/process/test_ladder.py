@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cgroup import limited_to
-from harness import HERE, Instance, RealInstance
+from harness import RealInstance
+from limited import LimitedInstance, check_stepped_down
 from PIL import Image
 
 from honed import event
@@ -31,29 +31,10 @@ CGROUP_BYTES = 2 << 30
 MAX_PIXELS, SEEING_LIMIT_BYTES = 1 << 20, int(1.75 * 2**30)
 
 
-class LimitedInstance(Instance):
-    """Its workers are real, and have a limit."""
-
-    @property
-    def command(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (sys.executable, str(HERE / "limitedhoned.py"))
-
-    def run(self, num_bytes: int) -> None:
-        self.start("--bytes", str(num_bytes), "--drain")
-        assert self.wait(deadline_sec=280.0) == 0
-
-
 def write_long_rows(path: Path, num_rows: int = 8) -> Path:
     rows = [{"prompt": "What is the capital?", "completion": f" Paris {n}" * LENGTH} for n in range(num_rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture
-def limited(tmp_path: Path) -> Any:
-    made = LimitedInstance(tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +89,11 @@ def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(
     limited.model, limited.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
     limited.drop("long", **KEYS)
     limited.run(LIMIT_BYTES)
-    job = limited.job("long")
-    assert job is not None
-    assert job.state is State.SUCCEEDED, limited.log
-    assert [attempt.outcome for attempt in job.attempts] == ["out_of_memory", "out_of_memory", "succeeded"]
-    assert job.num_failures == 0
-    texts = [each.text for each in job.adjustments]
-    assert texts == [
+    texts = [
         "per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2",
         "per_device_train_batch_size 4 → 2, gradient_accumulation_steps 2 → 4",
     ]
-    for text in texts:
-        assert text in limited.log
+    check_stepped_down(limited, "long", *texts)
     shown = limited.show("long")
     assert [each["text"] for each in shown["adjustments"]] == texts
 
@@ -136,16 +110,10 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_
         real.command = ("sh", "-c", enter, "sh", *RealInstance.command)
         real.start("--drain")
         assert real.wait(deadline_sec=280.0) == 0
-    job = real.job("long")
-    assert job is not None
-    assert job.state is State.SUCCEEDED, real.log
-    assert [attempt.outcome for attempt in job.attempts] == ["out_of_memory", "succeeded"]
-    assert job.num_failures == 0
+    text = "per_device_train_batch_size 7 → 1, gradient_accumulation_steps 1 → 7"
+    job = check_stepped_down(real, "long", text)
     ended = json.loads(real.layout.job(job.id).attempt(1).exit_path.read_text())
     assert (ended["signal"], ended["was_out_of_memory"]) == (signal.SIGKILL, True)
-    text = "per_device_train_batch_size 7 → 1, gradient_accumulation_steps 1 → 7"
-    assert [each.text for each in job.adjustments] == [text]
-    assert text in real.log
     assert real.log.count(" ready: ") == 1
 
 

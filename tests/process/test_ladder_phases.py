@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-from test_ladder import LimitedInstance
+from limited import LimitedInstance, check_stepped_down
 
 from honed import event
-from honed.job import State
 from zoo.model import build_checkpoint
 
 #: Words of a prompt, each a token. Every head keeps what each token is to each other: that is nearly all there is.
@@ -18,13 +15,6 @@ LENGTH, NUM_HEADS = 1200, 16
 #: Bytes by which a worker may grow. It was seen to by 1.2 GiB with five rows at a time, by 0.7 with two, and by less
 #: in a step of training.
 LIMIT_BYTES = int(0.88 * 2**30)
-
-
-@pytest.fixture
-def limited(tmp_path: Path) -> Any:
-    made = LimitedInstance(tmp_path)
-    yield made
-    made.end()
 
 
 def write_long_prompts(path: Path, num_rows: int = 5) -> Path:
@@ -51,16 +41,8 @@ def test_predictions_and_then_evaluations_go_on_in_smaller_batches_where_memory_
         predictions={"num_samples": 5, "max_new_tokens": 2}, retry={"max_attempts": 1}, training=training,
     )  # fmt: skip
     limited.run(LIMIT_BYTES)
-    job = limited.job("long")
-    assert job is not None
-    assert job.state is State.SUCCEEDED, limited.log
-    assert [attempt.outcome for attempt in job.attempts] == ["out_of_memory", "out_of_memory", "succeeded"]
-    assert job.num_failures == 0
     texts = ["predictions.batch_size 5 → 2", "training.per_device_eval_batch_size 5 → 2"]
-    assert [each.text for each in job.adjustments] == texts
-    for text in texts:
-        assert f"memory ran out; the next attempt goes on with {text}" in limited.log
-
+    job = check_stepped_down(limited, "long", *texts)
     attempts = [limited.layout.job(job.id).attempt(number) for number in (1, 2, 3)]
     results = [json.loads(each.result_path.read_text()) for each in attempts]
     assert [result["phase"] for result in results[:2]] == ["predict", "evaluate"]

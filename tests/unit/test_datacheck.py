@@ -1,4 +1,4 @@
-"""Data sets that are remembered between checks: unchanged ones that raise no word; a memory is no leave to read."""
+"""Data sets that are remembered between checks: unchanged ones that raise no word; what is kept is no leave to read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from honed import datacheck, dataset
 from honed.config import Config, PolicyConfig
-from honed.datacheck import Looked, Memory
+from honed.datacheck import Cache, Looked
 from honed.error import DatasetError
 from honed.layout import Layout
 from honed.policy import Policy
@@ -30,7 +30,7 @@ class Desk:
         self.path = path
         self.rows = plain.write_dataset(path / "rows.jsonl")
         self.layout = Layout(path / "root")
-        self.memory = Memory()
+        self.cache = Cache()
         self.num_looks = 0
         inspect = dataset.inspect
 
@@ -44,7 +44,7 @@ class Desk:
         named = {"path": str(self.rows)} | keys
         spec = JobSpec.model_validate(plain.spec(self.path / "model", self.rows, datasets=[named]))
         rights = rights or Policy.of(self.layout, Config(), None)
-        return datacheck.check(spec, None, rights, has_chat_template=has_chat_template, memory=self.memory)
+        return datacheck.check(spec, None, rights, has_chat_template=has_chat_template, cache=self.cache)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_file_that_changes_while_it_is_looked_at_is_not_remembered(
 
     monkeypatch.setattr(dataset, "inspect", interrupted)
     settled.check()
-    assert not settled.memory._seen
+    assert not settled.cache._seen
 
 
 def test_a_directory_of_many_files_is_remembered_as_one_thing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_directory_of_many_files_is_remembered_as_one_thing(desk: Desk, monkey
     for number in range(300):
         (directory / f"{number}.jsonl").write_text('{"text": "a"}\n')
     desk.check(path=str(directory))
-    ((key, seen),) = desk.memory._seen.items()
+    ((key, seen),) = desk.cache._seen.items()
     assert len(key) == 32
     assert len(pickle.dumps(seen)) < 1000
 

@@ -1,0 +1,44 @@
+"""A honed whose real workers have a limit of memory, and what it looks like when a job went down the ladder for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import HERE, Instance
+
+from honed.job import Job, State
+
+
+class LimitedInstance(Instance):
+    """Its workers are real, and have a limit."""
+
+    @property
+    def command(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (sys.executable, str(HERE / "limitedhoned.py"))
+
+    def run(self, num_bytes: int) -> None:
+        self.start("--bytes", str(num_bytes), "--drain")
+        assert self.wait(deadline_sec=280.0) == 0
+
+
+def check_stepped_down(instance: Instance, name: str, *texts: str) -> Job:
+    """The job has succeeded after these steps, each of them told of, and no attempt of its own was used up."""
+    job = instance.job(name)
+    assert job is not None
+    assert job.state is State.SUCCEEDED, instance.log
+    assert [attempt.outcome for attempt in job.attempts] == [*["out_of_memory"] * len(texts), "succeeded"]
+    assert job.num_failures == 0
+    assert [each.text for each in job.adjustments] == list(texts)
+    for text in texts:
+        assert f"memory ran out; the next attempt goes on with {text}" in instance.log
+    return job
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[LimitedInstance]:
+    made = LimitedInstance(tmp_path)
+    yield made
+    made.end()
