@@ -1,4 +1,4 @@
-"""What this machine lacks is skipped with the reason; what takes long runs with --all."""
+"""What this machine lacks is skipped with the reason; what takes long runs with --all; the slow folders begin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+#: The slow folders first: what is left at the end is short, so that no test process is long alone.
+ORDER = ("system", "crash", "process", "worker", "unit")
 for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
     os.environ.pop(name, None)
 
@@ -36,4 +38,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if is_left_out else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = chosen
+    items[:] = sorted(chosen, key=lambda item: ORDER.index(item.path.parent.name))
