@@ -16,7 +16,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from honed import durable, error, event, foreign, ladder, message, rebuild
@@ -28,16 +28,14 @@ from honed.job import Adjustment, Attempt, Fallback, Job, State, Stop
 from honed.layout import Layout
 from honed.log import about
 from honed.message import of_error
+from honed.narrator import Narrator
 from honed.outbox import Outbox
 from honed.outcome import Outcome, judge
-from honed.progress import figure, progress_text
 from honed.runner import Exit, NotNowError, Runner
 from honed.spool import Spool
 
 log = logging.getLogger(__name__)
 
-#: Seconds between progress lines of one job in the log.
-PROGRESS_LOG_INTERVAL_SEC = 30.0
 #: Seconds that a cancelled worker has to end by itself.
 CANCEL_TIMEOUT_SEC = 30.0
 #: Seconds between the dump of a hanging worker's stacks and its end.
@@ -48,7 +46,6 @@ MAX_REST_BYTES = 512 * 2**20
 MAX_UNREAD = 60
 #: Why a worker may not be started although its job and its program are as they should be.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 
 
 @dataclass
@@ -57,10 +54,8 @@ class Running:
 
     job: Job
     offset: int
+    narrator: Narrator
     heard_at: float  #: monotonic seconds
-    progress: dict[str, Any] = field(default_factory=dict)
-    stage: str = "starting"
-    logged_at: float = 0.0
     kill_at: float | None = None
     was_killed: bool = False
     ended: Exit | None = None
@@ -197,7 +192,9 @@ class Attempts:
 
     def _follow(self, job: Job, offset: int) -> None:
         self._database.put_job(job)
-        self.running[job.id] = Running(job, offset, heard_at=self._clock(), overdue_at=self._overdue_at(job))
+        self.running[job.id] = Running(
+            job, offset, Narrator(log, self._clock), heard_at=self._clock(), overdue_at=self._overdue_at(job)
+        )
         self.running[job.id].are_earlier_counted = len(job.attempts) == 1
 
     def _overdue_at(self, job: Job) -> float | None:
@@ -278,7 +275,7 @@ class Attempts:
                 running.kill_at = now + self.config.jobs.stop_timeout_sec
             elif running.kill_at is None and self._is_stalled(running, now):
                 log.warning("job %d (%s): no sign of life for %.0f s in %s; it hangs", running.job.id, running.job.name,
-                            now - running.heard_at, running.phase or running.stage)  # fmt: skip
+                            now - running.heard_at, running.phase or running.narrator.stage)  # fmt: skip
                 running.is_stalled = True
                 running.kill_at = now + DUMP_SEC
                 self._runner.dump(running.job.id)
@@ -348,52 +345,8 @@ class Attempts:
         num_bytes, running.offset = reading.offset - running.offset, reading.offset
         running.heard_at = self._clock()
         for item in reading.events:
-            self._tell(running, item)
+            running.narrator.tell(running.job, item)
         return num_bytes
-
-    def _tell(self, running: Running, item: event.Event) -> None:
-        """Put one event into words for the log."""
-        job, data = running.job, item.data
-        match item.kind:
-            case "step":
-                running.progress = {key: data.get(key) for key in ("step", "num_steps", "epoch", "loss", "eta_sec")}
-                if self._clock() - running.logged_at >= PROGRESS_LOG_INTERVAL_SEC:
-                    running.logged_at = self._clock()
-                    log.info("job %d (%s): %s", job.id, job.name, progress_text(running.progress),
-                             extra=about(job, stage="train", step=data.get("step"), loss=data.get("loss")))  # fmt: skip
-            case "stage":
-                running.stage = str(data.get("stage"))
-                log.debug("job %d (%s): stage %s", job.id, job.name, running.stage,
-                          extra=about(job, stage=running.stage))  # fmt: skip
-            case "evaluation":
-                metrics = data.get("metrics")
-                figures = metrics.items() if isinstance(metrics, dict) else ()
-                shown = ", ".join(f"{name} {figure(value)}" for name, value in figures if name.startswith("eval_loss"))
-                log.info("job %d (%s): step %s evaluated: %s", job.id, job.name, data.get("step"), shown or "no loss",
-                         extra=about(job, stage="evaluate", step=data.get("step")))  # fmt: skip
-            case "log":
-                level = LEVELS.get(str(data.get("level")), logging.INFO)
-                kind = of_error(str(data["code"])) if data.get("code") else None
-                log.log(level, "job %d (%s): %s", job.id, job.name, data.get("message"),
-                        extra=about(job, kind, stage=running.stage, code=data.get("code")))  # fmt: skip
-            case "checkpoint" | "resumed":
-                word = "checkpoint at" if item.kind == "checkpoint" else "goes on from"
-                kind = message.CHECKPOINT if item.kind == "checkpoint" else None
-                log.info("job %d (%s): %s step %s", job.id, job.name, word, data.get("step"),
-                         extra=about(job, kind, step=data.get("step")))  # fmt: skip
-            case "data":
-                counts = ", ".join(
-                    f"{key[4:].replace('_', ' ')} {value}" for key, value in data.items() if key[:4] == "num_"
-                )
-                log.info("job %d (%s): rows: %s", job.id, job.name, counts, extra=about(job, stage="data"))
-            case "predictions":
-                num_rows = len(rows) if isinstance(rows := data.get("rows"), list) else 0
-                level = logging.WARNING if data.get("num_failed") else logging.INFO
-                log.log(level, "job %d (%s): step %s: %d predictions, %s failed",
-                        job.id, job.name, data.get("step"), num_rows, data.get("num_failed", 0),
-                        extra=about(job, step=data.get("step")))  # fmt: skip
-            case _:
-                log.debug("job %d (%s): %s", job.id, job.name, item.kind)
 
     # -- reap ---------------------------------------------------------------------------------------------------------
 
@@ -446,7 +399,7 @@ class Attempts:
                 outcome,
                 code="stalled",
                 error=error.StalledError(
-                    f"no sign of life in {running.phase or running.stage}", hint="its stacks are in its log"
+                    f"no sign of life in {running.phase or running.narrator.stage}", hint="its stacks are in its log"
                 ),
             )
         is_overdue = running.is_overdue or self._was_overdue(running.job, ended)
@@ -524,7 +477,7 @@ class Attempts:
 
     def _settle(self, running: Running, outcome: Outcome, *, is_counted: bool = True) -> Job:
         """Write down how the attempt ended and move the job on."""
-        told = running.progress.get("step")
+        told = running.narrator.progress.get("step")
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         took_sec = self._took_sec(running.job, running.ended)
         job = running.job.with_attempt(ended_at=time.time(), outcome=outcome.code, step=step, took_sec=took_sec)
@@ -577,7 +530,7 @@ class Attempts:
         if wish != "adjust":
             return Remedy(is_last=wish == "fail")
         was_killed = not outcome.phase  # by the kernel, which may have done so for want of another's memory
-        phase = outcome.phase or running.phase or running.stage
+        phase = outcome.phase or running.phase or running.narrator.stage
         step = ladder.next_step(spec, attempt=job.attempt.number, phase=phase, is_sure=not was_killed, media=media)
         if step is not None:
             return Remedy(adjustment=step)

@@ -47,7 +47,6 @@ from honed.log import about
 from honed.notification import Notices
 from honed.notify import Notifier
 from honed.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
-from honed.progress import progress_text
 from honed.publishing import Publishing
 from honed.rebuild import catch_up, rebuild
 from honed.runner import Runner
@@ -418,7 +417,7 @@ class Daemon:
     def _status(self, asker: query.Asker = query.ANYBODY) -> str:
         """One line that a person wants to read; without the names of jobs that are not the asker's to read."""
         running = [
-            f"{item.job.name} ({item.job.id}) {progress_text(item.progress) if item.progress else item.stage}"
+            f"{item.job.name} ({item.job.id}) {item.narrator.words()}"
             if asker.may_read(item.job)
             else f"job {item.job.id}"
             for item in self._attempts.running.values()

@@ -7,7 +7,8 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     log          level (error warning info debug), message, code?      for the journal
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,
                  counts [{role, dtype, device, num_parameters}], mended [text]    what the model really is
-    data         num_train, num_eval, num_truncated, num_dropped, lengths {width, counts}, …    what became of the rows
+    data         num_train, num_eval, num_truncated, num_dropped, num_unusable, lengths {width, counts},
+                 datasets [{num_rows, num_taken, num_bad}], eval_datasets, …     what became of the rows
     example      segments [{text, trained}]                            the first example, masked
     memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?, of the tensors
                  really held; device_peak_bytes?, resident_peak_bytes?

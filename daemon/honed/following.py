@@ -18,8 +18,8 @@ INTERVAL_SEC = 0.3
 def watch(instance: Instance, options: argparse.Namespace) -> int:
     from honed.watch import watch
 
-    status = watch(instance.read, options.id)
-    if options.id:
+    status = watch(instance.read, options.id, as_json=options.json)
+    if options.id and not options.json:
         say_end(instance.read("show", options.id))
     return status
 

@@ -178,12 +178,14 @@ def _add_jobs(add: Add) -> None:
     verb.add_argument("--limit", type=int, metavar="N", help="at most so many of all")
     verb.add_argument("--after", type=int, metavar="ID", help="those that stand behind this job in the list of all")
     add("show", listing.show, "all that is known of one job").add_argument("id", metavar="ID")
-    verb = add("logs", joblog.logs, "what a job's attempts told", as_json=False)
+    verb = add("logs", joblog.logs, "what a job's attempts told; with --json a line of JSON for each event")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
     verb.add_argument("--raw", action="store_true", help="the worker's own output, its libraries' chatter included")
     verb.add_argument("-x", "--explain", action="store_true", help="with the journal's explanations of what happened")
-    verb = add("watch", following.watch, "live progress of all jobs, or of one", as_json=False)
+    verb = add(
+        "watch", following.watch, "live progress of all jobs, or of one; with --json a line of JSON for each change"
+    )
     verb.add_argument("id", metavar="ID", nargs="?")
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from honed import event, foreign, terminal
-from honed.error import EnvironmentInvalidError
+from honed.error import EnvironmentInvalidError, UsageError
 from honed.following import FINAL_STATES, INTERVAL_SEC
 from honed.instance import Instance
+from honed.narrator import example_text
 
 
 def logs(instance: Instance, options: argparse.Namespace) -> int:
     """The journal's entries of a job, where there is a journal and we may read it; else its attempts' own words."""
+    if options.json and (options.raw or options.explain):
+        raise UsageError("--json prints what the attempts told, and takes neither --raw nor --explain")
     job = instance.read("show", options.id)
-    if _has_journal(instance):
+    if not options.json and _has_journal(instance):
         return _follow_journal(instance, job, options)
     if options.explain:
         raise EnvironmentInvalidError(
@@ -31,9 +36,9 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
     while True:
         for attempt in job["attempts"]:
             number = attempt["number"]
-            if number not in offsets:
+            if number not in offsets and not options.json:
                 print(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}")
-            read = _read_raw if options.raw else _read_told
+            read = partial(_read_json, number) if options.json else _read_raw if options.raw else _read_told
             offsets[number] = read(files.attempt(number), offsets.get(number, 0))
         sys.stdout.flush()
         if not job["attempts"] and not options.follow:
@@ -109,6 +114,17 @@ def _read_told(attempt: Any, offset: int) -> int:
     return offset
 
 
+def _read_json(number: int, attempt: Any, offset: int) -> int:
+    """Each event on a line, as the attempt told it, with the attempt's number."""
+    reading = event.read(attempt.events_path, offset)
+    while reading.offset != offset:
+        for item in reading.events:
+            print(json.dumps({"event": item.kind, "time": item.time} | item.data | {"attempt": number}))
+        offset = reading.offset
+        reading = event.read(attempt.events_path, offset)
+    return offset
+
+
 def _told(item: event.Event) -> str:
     match item.kind:
         case "log":
@@ -116,10 +132,7 @@ def _told(item: event.Event) -> str:
         case "predictions":
             return f"predictions: step {item.data.get('step')}, {item.data.get('num_failed', 0)} failed"
         case "example":
-            parts = [part for part in event.items(item.data, "segments") if isinstance(part, dict)]
-            return "example: " + "".join(
-                f"⟦{part.get('text')}⟧" if part.get("trained") else str(part.get("text")) for part in parts
-            )
+            return f"example: {example_text(item.data)}"
         case "stage":
             return f"stage: {item.data.get('stage')}"
         case _:

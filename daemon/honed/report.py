@@ -391,14 +391,15 @@ def _data(story: Story) -> list[str]:
         if isinstance(bins, list) and all(isinstance(each, int) for each in bins) and isinstance(width, int | float):
             drawn = plot.histogram("Tokens of a row, as trained on", bins, width, x_label="tokens")
             parts.append(f'<div class="plots">{drawn}</div>' if drawn else "")
-    named = story.shown["spec"].get("datasets") or []
+    spec = story.shown["spec"]
     mixture = [
         [
             f'<span class="path">{text(each.get("path"))}</span>',
-            text(each.get("fraction")),
-            *(text(found.get(f"num_{key}")) for key in _ROWS),
+            "held out" if key == "eval_datasets" else text(each.get("fraction")),
+            *(text(found.get(f"num_{name}")) for name in _ROWS),
         ]
-        for each, found in zip(_dicts(named), _dicts(counts.get("datasets")), strict=False)
+        for key in ("datasets", "eval_datasets")
+        for each, found in zip(_dicts(spec.get(key) or []), _dicts(counts.get(key)), strict=False)
     ]
     parts.append(table(("data set", "fraction", *_ROWS), mixture, numbers=frozenset({1, 2, 3, 4})) if mixture else "")
     return [each for each in parts if each]

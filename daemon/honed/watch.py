@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,10 +28,12 @@ MAX_TEXT = 160
 _AT_REST = {"succeeded", "failed", "cancelled", "held"}
 
 
-def watch(read: Read, reference: str | None) -> int:
+def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
     """Until what is watched is at rest; a terminal on all jobs until ^C. Returns 1 for one job that did not succeed."""
+    if as_json:
+        return _lines(read, reference, _say_json)
     if not terminal.console.is_terminal:
-        return _lines(read, reference)
+        return _lines(read, reference, _Teller().say)
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
@@ -101,10 +104,8 @@ def _load_words(load: Load) -> str:
 # -- a pipe -----------------------------------------------------------------------------------------------------------
 
 
-def _lines(read: Read, reference: str | None) -> int:
+def _lines(read: Read, reference: str | None, say: Callable[[dict[str, Any], dict[str, Any]], None]) -> int:
     seen: dict[int, tuple[Any, ...]] = {}
-    told: dict[int, int] = {}  # the step whose predictions were printed last
-    meter = Meter()
     while True:
         began = time.monotonic()
         jobs = _jobs(read, reference)
@@ -114,13 +115,28 @@ def _lines(read: Read, reference: str | None) -> int:
             if seen.get(job["id"]) == now:
                 continue
             seen[job["id"]] = now
-            glance = job if reference is not None else _glance(read, job)
-            terminal.say(terminal.job_line(job) + (f"  {taken}" if (taken := meter.words(glance)) else ""))
-            for line in _told(glance, told):
-                terminal.say(line)
+            say(job, job if reference is not None else _glance(read, job))
         if jobs and all(job["state"] in _AT_REST for job in jobs):
             return _status(jobs) if reference is not None else 0
         time.sleep(rest_sec)
+
+
+def _say_json(job: dict[str, Any], glance: dict[str, Any]) -> None:
+    print(json.dumps(glance or job), flush=True)
+
+
+class _Teller:
+    """A line for each change of a job, and its predictions where they are new."""
+
+    def __init__(self) -> None:
+        self._meter = Meter()
+        self._told: dict[int, int] = {}  # of each job, the step whose predictions were printed last
+
+    def say(self, job: dict[str, Any], glance: dict[str, Any]) -> None:
+        taken = self._meter.words(glance)
+        terminal.say(terminal.job_line(job) + (f"  {taken}" if taken else ""))
+        for line in _told(glance, self._told):
+            terminal.say(line)
 
 
 def _glance(read: Read, job: dict[str, Any]) -> dict[str, Any]:

@@ -163,6 +163,23 @@ def test_watch_in_a_pipe_prints_lines_until_all_is_over(instance: Instance) -> N
     assert "job 1 (succeed): succeeded" in done.stdout
 
 
+def test_logs_and_watch_print_json_lines(instance: Instance) -> None:
+    instance.drop("die-3")
+    assert instance.drain() == 0
+    told = [json.loads(line) for line in honectl(instance, "logs", "--json", "die-3").stdout.splitlines()]
+    assert {each["attempt"] for each in told} == {1, 2}
+    assert {"started", "step", "resumed"} <= {each["event"] for each in told}
+    assert all(isinstance(each["time"], float) for each in told)
+    instance.drop("succeed")
+    instance.start()
+    instance.wait_state("succeed", *State)
+    watched = [json.loads(line) for line in honectl(instance, "watch", "--json", "succeed").stdout.splitlines()]
+    assert (watched[-1]["name"], watched[-1]["state"]) == ("succeed", "succeeded")
+    refused = honectl(instance, "logs", "--json", "--raw", "succeed")
+    assert refused.returncode == 2
+    assert "neither --raw nor --explain" in refused.stderr
+
+
 def test_text_from_a_job_file_cannot_paint_the_terminal(instance: Instance) -> None:
     instance.drop("succeed", name="succeed.\x1b[31mred\x1b]0;title\x07 [bold]x[/bold]")
     assert instance.drain() == 0

@@ -91,6 +91,26 @@ def test_rows_that_are_cut_or_dropped_are_counted(make_job: MakeJob) -> None:
     assert "1 rows are left out" in " ".join(ended.messages("warning"))
 
 
+def test_rows_that_cannot_be_used_are_counted_and_named_those_held_out_too(make_job: MakeJob, tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]}
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(json.dumps(row) for row in [*[good] * 8, *[{"else": n} for n in range(7)]]) + "\n")
+    ended = make_job(
+        rows=[good, {"messages": []}, good], lora=LORA, eval_datasets=[{"path": str(held_out)}],
+        training={"max_steps": 1},
+    ).run()  # fmt: skip
+    assert ended.status == 0, ended.result
+    [data] = ended.of("data")
+    assert data["num_unusable"] == 8
+    assert [each["num_bad"] for each in (*data["datasets"], *data["eval_datasets"])] == [1, 7]
+    of_train, of_eval = [text for text in ended.messages("warning") if "rows cannot be used" in text]
+    assert "1 of 3 rows" in of_train
+    assert "line 2: " in of_train
+    assert "held_out.jsonl: 7 of 15 rows" in of_eval
+    assert "line 9: " in of_eval
+    assert of_eval.endswith("and 2 more")
+
+
 def test_a_job_whose_rows_are_all_cut_away_is_refused_before_training(make_job: MakeJob) -> None:
     ended = make_job(lora=LORA, training={"max_length": 4}).run()
     assert ended.status == 65

@@ -82,13 +82,22 @@ class Data:
     counts: dict[str, Any]
     hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
     media: MediaRows | None  #: None where all rows are text
+    read: tuple[dataset.Counts, ...]  #: of each data set, those held out too
+    num_dropped: int  #: of the rows to train on and of those held out
+    first_dropped: str
 
     def told(self) -> list[str]:
-        """What became of rows whose images, videos or sounds cannot be used, for their owner."""
+        """What became of rows that cannot be used or are left out, for their owner."""
         both = [rows for rows in (self.train, self.held_out) if rows is not None]
         broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
         too_long, num_too_long = [text for rows in both for text in rows.too_long], sum(r.num_too_long for r in both)
-        told = []
+        told = [
+            f"{each.path}: {each.num_bad} of {each.num_rows} rows cannot be used: {_listed(each.bad, each.num_bad)}"
+            for each in self.read
+            if each.num_bad
+        ]
+        if self.num_dropped:
+            told.append(f"{self.num_dropped} rows are left out; the first: {self.first_dropped}")
         if num_broken:
             told.append(f"{num_broken} rows have a file that cannot be used: {_listed(broken, num_broken)}")
         if num_too_long:
@@ -124,8 +133,10 @@ def build(
 
     mixture = load(spec.datasets)
     examples, held_out = list(mixture.examples), []
+    eval_counts: list[dataset.Counts] = []
     if spec.eval_datasets:
-        held_out = list(load(spec.eval_datasets).examples)
+        eval_mixture = load(spec.eval_datasets)
+        held_out, eval_counts = list(eval_mixture.examples), eval_mixture.counts
     elif spec.eval_split:
         examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed)
     max_length = spec.training.cut_at
@@ -146,18 +157,23 @@ def build(
             f"no row is left to evaluate on, of {len(held_out)}; the first: {evaluated.first_dropped}",
             hint=_hint(evaluated),
         )
+    both = [rows for rows in (train, evaluated) if rows is not None]
+    read = (*mixture.counts, *eval_counts)
+    num_dropped = sum(rows.num_dropped for rows in both)
+    first_dropped = next((rows.first_dropped for rows in both if rows.num_dropped), "")
     counts = {
         "num_train": len(train.examples),
         "num_eval": len(evaluated.examples) if evaluated else 0,
-        "num_truncated": train.num_truncated + (evaluated.num_truncated if evaluated else 0),
-        "num_dropped": train.num_dropped + (evaluated.num_dropped if evaluated else 0),
+        "num_truncated": sum(rows.num_truncated for rows in both),
+        "num_dropped": num_dropped,
+        "num_unusable": sum(count.num_bad for count in read),
         "num_tokens": train.num_tokens,
         "num_trained_tokens": train.num_trained_tokens,
         "lengths": lengths(map(len, train.dataset["input_ids"])),
         "datasets": [_counts(count) for count in mixture.counts],
+        "eval_datasets": [_counts(count) for count in eval_counts],
     }
     if media is not None:
-        both = [rows for rows in (train, evaluated) if rows is not None]
         counts["num_media"] = sum(len(source.media) for source in media.sources)
         counts["num_broken"] = sum(rows.num_broken for rows in both)
         counts["num_too_long"] = sum(rows.num_too_long for rows in both)
@@ -166,7 +182,8 @@ def build(
         train = few(train, size=size, seed=assignment.seed, num_tokens=size * packed if packed else None)
         evaluated = None
         counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
-    return Data(train, evaluated if evaluated and evaluated.examples else None, counts, hashes, media)
+    held_rows = evaluated if evaluated and evaluated.examples else None
+    return Data(train, held_rows, counts, hashes, media, read, num_dropped, first_dropped)
 
 
 def _hint(rows: Rows) -> str:
@@ -352,8 +369,8 @@ def _compact(columns: dict[str, list[Any]]) -> Any:
     return Dataset.from_dict(columns | numbers, features=kinds)
 
 
-def _counts(count: Any) -> dict[str, Any]:
-    return {name: getattr(count, name) for name in ("num_rows", "num_taken", "num_bad") if hasattr(count, name)}
+def _counts(count: dataset.Counts) -> dict[str, int]:
+    return {"num_rows": count.num_rows, "num_taken": count.num_taken, "num_bad": count.num_bad}
 
 
 def _files(each: Any) -> list[Path]:

@@ -84,7 +84,6 @@ def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> Non
         events.emit(
             "log",
             level="warning",
-            code="mask_share",
             message=f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, "
             "suspicious otherwise; see honectl preview",
         )

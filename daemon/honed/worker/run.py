@@ -193,8 +193,6 @@ class _Story:
             )
         progress.data_hashes = data.hashes
         events.emit("data", **data.counts)
-        if data.train.num_dropped:
-            self._log("warning", f"{data.train.num_dropped} rows are left out; the first: {data.train.first_dropped}")
         for text in data.told():
             self._log("warning", text)
         predictor = prediction.Predictor(
