@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from honed import durable, foreign, message, query
+from honed import durable, foreign, message, problem, query
 from honed.arrival import Arrivals, Claim, Copy, refusal
 from honed.checker import Checker
 from honed.config import Config
@@ -338,6 +338,7 @@ class Acceptance:
             try:
                 self._check_against_others(job)
             except HonedError as error:
+                _locate(error, answer)
                 self._refuse(pending.claim, error)
             else:
                 self._spool.catalog.reserve(job)
@@ -464,14 +465,15 @@ class Acceptance:
             missing = next((name for name, other in found.items() if other is None), None)
             if missing is not None and self._may_still_come(waiting, now):
                 continue
-            problem = self._unknown(missing, job) if missing is not None else None
+            unknown = self._unknown(missing, job, _key_of(missing, waiting.answer)) if missing is not None else None
             del self._waiting[number]
             self._names.forget(job)
             try:
-                if problem is not None:
-                    raise problem
+                if unknown is not None:
+                    raise unknown
                 job = self._with_inputs(job, waiting.answer, {name: other for name, other in found.items() if other})
             except HonedError as error:
+                _locate(error, waiting.answer)
                 self._refuse(waiting.pending.claim, error)
             else:
                 ready.append((waiting.pending, waiting.answer, job))
@@ -508,21 +510,24 @@ class Acceptance:
         named = self._spool.named(name)
         return [*named, numbered] if numbered is not None else named
 
-    def _unknown(self, name: str, job: Job) -> SpecError:
+    def _unknown(self, name: str, job: Job, key: str) -> SpecError:
         if self._names.newest(name, job):
             if not self._named_by([name], job.uid).isdisjoint({job.name, str(job.id)}):
-                return SpecError(f"{name!r} and this job wait for each other", hint="one of them has to come first")
+                return SpecError(
+                    f"{key}: {name!r} and this job wait for each other", hint="one of them has to come first"
+                )
             return SpecError(
-                f"{name!r}, which this one names, waits itself for a job that is not there",
+                f"{key}: {name!r}, which this one names, waits itself for a job that is not there",
                 hint="see why it is refused, and drop them all again",
             )
         if (pruned := self._spool.pruned(name)) is not None and self._is_seen_by(pruned, job):
             return SpecError(
-                f"job {pruned.id} ({pruned.name}), which this one names, {query.words_of_pruned(pruned)}",
+                f"{key}: job {pruned.id} ({pruned.name}), which this one names, {query.words_of_pruned(pruned)}",
                 hint="drop its job file again, before this one or together with it",
             )
         return SpecError(
-            f"there is no job {name!r}, which this one names", hint="drop it first, or both together; honectl list"
+            f"{key}: there is no job {name!r}, which this one names",
+            hint="drop it first, or both together; honectl list",
         )
 
     def _is_seen_by(self, other: Job, job: Job) -> bool:
@@ -640,6 +645,16 @@ class Acceptance:
 def _names(answer: dict[str, Any]) -> list[str]:
     """The jobs that a spec names, each once: those it depends on, and those whose outputs it starts from."""
     return list(dict.fromkeys([*map(str, answer["spec"].get("depends_on") or ()), *answer["references"].values()]))
+
+
+def _key_of(name: str, answer: dict[str, Any]) -> str:
+    """The key with which a spec names a job."""
+    return next((key for key, maker in answer["references"].items() if maker == name), "depends_on")
+
+
+def _locate(error: HonedError, answer: dict[str, Any]) -> None:
+    """Give a refusal the line of its key: what stands in the entry of a job that waits from before has none."""
+    problem.locate(error, answer["spec"], {(key,): line for key, line in answer.get("lines", {}).items()})
 
 
 def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:

@@ -334,7 +334,7 @@ def refusal(name: str, error: HonedError, *, when: str) -> str:
     lines += [f"  {line}" for line in error.message.splitlines()]
     if error.hint:
         lines += ["", f"What to do: {error.hint}"]
-    return "\n".join([*lines, "", "Correct the file and drop it into incoming/ again.", ""])
+    return "\n".join([*lines, "", "Then drop the job file into incoming/ again.", ""])
 
 
 def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:

@@ -101,7 +101,8 @@ class JobsConfig(_Section):
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
     """Seconds between looks at the events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """Jobs at a time; by default one per GPU, or one on a machine without."""
+    """Jobs at a time in all; by default as many as there are devices: one on each GPU, and one on the processor, for
+    merges and jobs without a GPU."""
     runner: Literal["auto", "process", "systemd"] = "auto"
     """How workers are started: as units honed-job@ID.service, or as processes of honed's own. By default as units where
     that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log says which

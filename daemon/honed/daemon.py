@@ -437,7 +437,7 @@ class Daemon:
 def parser() -> argparse.ArgumentParser:
     """The command line; the man page is made from it."""
     made = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
-    made.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")),
+    made.add_argument("--root", type=Path, default=layouts.default_root(),
                         help="put the whole instance below this directory (default: $HONED_ROOT or /)")  # fmt: skip
     made.add_argument("--user", action="store_const", dest="root", const=layouts.user_root(),
                         help="one's own instance, where XDG says; for systemctl --user")  # fmt: skip

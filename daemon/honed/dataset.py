@@ -101,7 +101,10 @@ def files(path: Path, *, split: str | None = None) -> list[Path]:
                 f"{path}: not a kind of data file that is read here", hint=f"one of {' '.join(SUFFIXES)}"
             )
         if split is not None:
-            raise DatasetError(f"{path}: `split` is for a directory with several, and this is a file")
+            raise DatasetError(
+                f"{path}: `split` is for a directory with several, and this is a file",
+                hint="leave `split` out, or name the directory",
+            )
         return [path]
     if not path.is_dir():
         raise DatasetError(f"{path}: no such file or directory", hint="paths are absolute, on the machine that trains")
@@ -126,7 +129,10 @@ def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
         if limit is not None and n >= limit:
             return
         if not isinstance(row, dict):
-            raise DatasetError(f"{path}: {place}: a row is an object with columns, this is {kind_of(row)}")
+            raise DatasetError(
+                f"{path}: {place}: a row is an object with columns, this is {kind_of(row)}",
+                hint='as in {"prompt": "…", "completion": "…"}',
+            )
         yield row
 
 
@@ -149,7 +155,9 @@ def _read_any(path: Path) -> Iterator[tuple[Any, str]]:
             f"{path}: not UTF-8 at byte {error.start}", hint="convert it, for example with iconv"
         ) from error
     except OSError as error:
-        raise DatasetError(f"{path}: {error.strerror or error}") from error
+        raise DatasetError(
+            f"{path}: {error.strerror or error}", hint="can honed's user and the group honed-job read it?"
+        ) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
@@ -161,7 +169,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
             try:
                 row = json.loads(line.decode().rstrip())
             except UnicodeDecodeError as error:
-                raise DatasetError(f"{path}: line {number}: not UTF-8 at byte {error.start + 1} of the line") from error
+                raise DatasetError(
+                    f"{path}: line {number}: not UTF-8 at byte {error.start + 1} of the line",
+                    hint="convert the file, for example with iconv",
+                ) from error
             except (ValueError, RecursionError) as error:
                 raise DatasetError(
                     f"{path}: line {number}{_column(error)}: not JSON: {_json_words(error)}",
@@ -194,7 +205,10 @@ def _read_json(path: Path) -> Iterator[tuple[Any, str]]:
         ) from error
     rows = data.get("data") if isinstance(data, dict) else data
     if not isinstance(rows, list):
-        raise DatasetError(f"{path}: a .json file holds a list of rows, or an object with such a list as `data`")
+        raise DatasetError(
+            f"{path}: a .json file holds a list of rows, or an object with such a list as `data`",
+            hint="rows on lines of their own are a .jsonl file",
+        )
     yield from ((row, f"row {number}") for number, row in enumerate(rows, start=1))
 
 
@@ -213,7 +227,10 @@ def _read_csv(path: Path) -> Iterator[tuple[Any, str]]:
                     )
                 yield row, f"line {reader.line_num}"
         except csv.Error as error:
-            raise DatasetError(f"{path}: line {reader.line_num}: not CSV: {error}") from error
+            raise DatasetError(
+                f"{path}: line {reader.line_num}: not CSV: {error}",
+                hint="text with commas, quotes or line breaks stands in double quotes",
+            ) from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[Any, str]]:
@@ -232,10 +249,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[Any, str]]:
                     number += 1
                     yield _without_nulls(row), f"row {number}"
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path}: row {number + 1} or one after it has text that is not UTF-8") from error
+        raise DatasetError(
+            f"{path}: row {number + 1} or one after it has text that is not UTF-8",
+            hint="write the file again with its text in UTF-8",
+        ) from error
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
         # The last ones come of values that Python has no word for, such as a date before the year 1.
-        raise DatasetError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from error
+        raise DatasetError(
+            f"{path}: not a readable .parquet file: {' '.join(str(error).split())}",
+            hint="copy it again from where it came from, or write it anew",
+        ) from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -432,7 +455,9 @@ class _Collector:
     def check(self) -> None:
         """Raises DatasetError where no row is good, or more than half are bad."""
         if not self.num_rows:
-            raise DatasetError(f"{self._dataset.path}: there is no row in it")
+            raise DatasetError(
+                f"{self._dataset.path}: there is no row in it", hint="was it written to its end? Or name another file"
+            )
         if self.num_bad * 2 > self.num_rows or not self.examples:
             raise DatasetError(
                 f"{self._dataset.path}: {self.num_bad} of {self.num_rows} rows cannot be used"

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from honed import config, terminal
-from honed.error import HonedError, ModelError, UsageError
+from honed.error import HonedError, InternalError, ModelError, UsageError, from_dict
 from honed.instance import Instance
 
 
@@ -22,7 +24,19 @@ def check_one(instance: Instance, path: Path) -> Any:
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     jobs = _made(instance, path)
-    return preflight.check(path, layout=instance.layout, config=config.load(instance.layout), jobs=jobs)
+    verdict = preflight.check(path, layout=instance.layout, config=config.load(instance.layout), jobs=jobs)
+    return replace(verdict, warnings=[*verdict.warnings, *_not_there(instance, verdict.spec)])
+
+
+def _not_there(instance: Instance, job_spec: Any) -> Iterator[str]:
+    """A word for each job that the file names and that honed does not know; it may be dropped together with it."""
+    from honed import spec as specs
+
+    named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
+    named |= {name: key for key, name in specs.references(job_spec).items()}
+    for name, key in named.items():
+        if not instance.layout.spool_dir.is_dir() or not instance.jobs(names=[name]):
+            yield f"{key}: there is no job {name!r} yet: drop it first, or both together, or this one is refused"
 
 
 def _made(instance: Instance, path: Path) -> dict[str, Path]:
@@ -46,9 +60,12 @@ def checked(instance: Instance, path: Path) -> Any:
     """As check_one; what it raises names the file."""
     try:
         return check_one(instance, path)
+    except UsageError:
+        raise
     except HonedError as error:
         if str(path) not in error.message:
             error.message = f"{path}: {error.message}"
+        error.is_refusal = True
         raise
 
 
@@ -88,7 +105,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     verdict = checked(instance, options.file)
     if verdict.plan is None:
         return _say_deferred(verdict, as_json=options.json)
-    made = verdict.plan.as_dict()
+    made = verdict.plan.as_dict() | {"warnings": verdict.warnings}
     if options.json:
         terminal.console.print_json(json.dumps(made))
         return 0
@@ -131,6 +148,16 @@ def _say_deferred(verdict: Any, *, as_json: bool) -> int:
     return 0
 
 
+def _not_previewed(done: subprocess.CompletedProcess[bytes]) -> HonedError:
+    """Why there is no row to show: what the process that made them said last, or how it died."""
+    try:
+        error = from_dict(json.loads(done.stdout)["error"])
+    except (ValueError, KeyError, TypeError):
+        return InternalError(f"the preview ended with status {done.returncode}", hint="its own words are above")
+    error.is_refusal = True
+    return error
+
+
 def preview(instance: Instance, options: argparse.Namespace) -> int:
     verdict = checked(instance, options.file)
     if verdict.needs_fetch:
@@ -145,7 +172,7 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
-        return done.returncode
+        raise _not_previewed(done)
     if options.json:
         sys.stdout.buffer.write(done.stdout)
         return 0

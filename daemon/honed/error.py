@@ -51,6 +51,7 @@ class HonedError(Exception):
         super().__init__(message)
         self.message = plain(message)
         self.hint = plain(hint)
+        self.is_refusal = False  #: said of a job file by a check, which is an answer, not a failure
 
     def as_dict(self) -> dict[str, str]:
         """As it stands in result files, entries and `--json`."""

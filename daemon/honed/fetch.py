@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from honed import config, durable, snapshot
+from honed import layout as layouts
 from honed import log as logs
 from honed.basemodel import is_hub_id
 from honed.clock import boot_time
@@ -447,7 +448,7 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="honed.fetch", description="Fetch a model from the hub into honed's cache.")
-    parser.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")))
+    parser.add_argument("--root", type=Path, default=layouts.default_root())
     parser.add_argument("--request", type=int, metavar="N", help="fetch what var/lib/honed/fetch/N.json says")
     parser.add_argument("repo_id", nargs="?", metavar="REPO_ID")
     parser.add_argument("--revision", default="main")
@@ -459,7 +460,7 @@ def main() -> int:
     logs.set_up(verbose=False)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each request
     os.environ |= ENVIRONMENT
-    layout = Layout(options.root.absolute())
+    layout = layouts.of(options.root)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.request is not None:
         return _for_the_daemon(layout, options.request)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,10 +111,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="honectl",
         description="Hand jobs to honed, and see what becomes of them.",
-        epilog="ID is a job's number, or its name where that is unambiguous. "
+        epilog="ID is a job's number, or its name where that is unambiguous: of several, the one that is not over. "
         "Exit status: 0, 1 for the answer no, 2 for usage, sysexits for the rest.",
     )
-    root = Path(os.environ.get("HONED_ROOT", "/"))
+    root = layouts.default_root()
     made.add_argument(
         "--root", type=Path, default=root, help="the instance below this directory (default: $HONED_ROOT or /)"
     )
@@ -269,12 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(error: HonedError) -> int:
-    """Refusals of a job file are the answer no."""
+    """A job file that is refused is the answer no."""
     if isinstance(error, UsageError):
         return 2
     if error.code == NotPermittedError.code:
         return NotPermittedError.exit_status
-    return 1 if error.exit_status in {65, 66, 73, 78, 80, 82} else 69
+    return 1 if error.is_refusal or error.exit_status in {65, 66, 73, 78, 80, 82} else 69  # EX_UNAVAILABLE
 
 
 if __name__ == "__main__":

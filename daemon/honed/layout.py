@@ -153,6 +153,11 @@ def user_root() -> Path:
     return _xdg("XDG_STATE_HOME", ".local/state") / "honed"
 
 
+def default_root() -> Path:
+    """`HONED_ROOT`, or the system's own instance; an empty value is none."""
+    return Path(os.environ.get("HONED_ROOT") or "/")
+
+
 def of(root: Path) -> Layout:
     """The instance below a directory."""
     absolute = root.absolute()

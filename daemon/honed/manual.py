@@ -61,6 +61,7 @@ _UNITS = (
 )  # fmt: skip
 _EXIT = (
     ("0", "It ended as asked."),
+    ("73", "A disk that is full or read-only, with --drain or without systemd."),
     ("77", "Missing permissions."),
     ("78", "A configuration or spool to be mended first."),
 )
@@ -81,7 +82,7 @@ _WEB_FILES = (
 )
 _HONECTL_EXIT = (
     ("0", "Yes."), ("1", "The answer no: a refused file, a job that did not succeed."), ("2", "Usage."),
-    ("69", "honed is not there."), ("77", "Missing permissions."),
+    ("69", "What is asked for is not there: honed, a journal, a browser."), ("77", "Missing permissions."),
 )  # fmt: skip
 
 
@@ -132,7 +133,8 @@ def _honed_web() -> str:
     return "\n".join([
         _head("honed-web", 8, "pages and an API over honed's jobs, for reading"),
         ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(web.parser()), _WEB.rstrip(),
-        ".SH OPTIONS", *_options(web.parser()), ".SH FILES", *_tagged(_WEB_FILES), ".SH EXIT STATUS", *_tagged(_EXIT),
+        ".SH OPTIONS", *_options(web.parser()), ".SH FILES", *_tagged(_WEB_FILES),
+        ".SH EXIT STATUS", *_tagged([each for each in _EXIT if each[0] != "73"]),
         ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
     ]) + "\n"  # fmt: skip
 

@@ -27,7 +27,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from honed import (
     packagecheck,
     placecheck,
     plan,
+    problem,
     receiver,
     remedy,
     spec,
@@ -84,6 +85,7 @@ class Verdict:
     waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
     needs_fetch: Missing | None = None  #: the base model, where it is not in the cache and may be fetched
     commit: str | None = None  #: the one that the base model's hub id means; a branch may mean another one tomorrow
+    lines: Mapping[str, int] = field(default_factory=dict)  #: of the keys at the job file's top level
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,14 @@ def check(
     try:
         asked = _Asked(layout, config, device, job_id, jobs or {}, commit, uid, progress, cache)
         progress("spec")
-        return _check(spec.load(spec_path, max_bytes=config.spool.max_spec_bytes), asked)
+        parsed = spec.read(spec_path, max_bytes=config.spool.max_spec_bytes)
+        try:
+            verdict = _check(spec.validate(parsed.data, parsed.lines), asked)
+        except HonedError as error:
+            problem.locate(error, parsed.data, parsed.lines)
+            raise
+        lines = {str(path[0]): line for path, line in parsed.lines.items() if len(path) == 1}
+        return replace(verdict, lines=lines)
     except HonedError:
         raise
     except MemoryError as error:
@@ -340,6 +349,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         },
         "output_dir": str(verdict.output_dir),
         "warnings": verdict.warnings,
+        "lines": dict(verdict.lines),
         "references": spec.references(verdict.spec),
         "waits_for": dict(verdict.waits_for),
         "needs_fetch": asdict(verdict.needs_fetch) if verdict.needs_fetch else None,

@@ -1,12 +1,16 @@
-"""What is wrong with a job file: each problem with its key and line, all of them as one `SpecError`."""
+"""What is wrong with a job file: each problem with its key and line, all of them as one `SpecError`.
+
+Where a check of something that the file names says no, `locate` finds the key and the line that named it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from honed.error import SpecError
+from honed.error import HonedError, ModelError, SpecError
 
 #: Where a value stands: keys, and numbers of list items.
 KeyPath = tuple[str | int, ...]
@@ -46,6 +50,45 @@ class InvalidSpecError(SpecError):
 def fault(message: str, *, line: int | None = None, key: str = "", hint: str = "") -> InvalidSpecError:
     """The error for one problem."""
     return InvalidSpecError([Problem(key=key, line=line, message=message, hint=hint)])
+
+
+def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
+    """The line of a key, or of what it would stand in."""
+    return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
+
+
+def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, int]) -> None:
+    """Put the line before a refusal's message that begins with a key, and both before one that begins with the path
+    that a key names. One that is about the job as a whole, such as its need of memory, is left as it is."""
+    if isinstance(error, InvalidSpecError):
+        return
+    named = re.match(r"([a-z_]+(?:\.\w+)*): ", error.message)
+    path = tuple(int(part) if part.isdecimal() else part for part in named[1].split(".")) if named else ()
+    if path and path[:1] in lines:
+        error.message = f"line {line_of(path, lines)}: {error.message}"
+        return
+    about = [(text, path) for path, text in _texts(data, ()) if _is_about(error.message, text)]
+    path = max(about, key=lambda each: len(each[0]))[1] if about else ()
+    if not path and isinstance(error, ModelError) and "adapter" not in data:
+        path = ("base_model",)  # a hub id's files lie in the cache
+    if (line := line_of(path, lines)) is not None:
+        error.message = f"line {line}: {dotted(path)}: {error.message}"
+
+
+def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    match value:
+        case str():
+            yield path, value
+        case dict():
+            for key, each in value.items():
+                yield from _texts(each, (*path, key))
+        case list():
+            for index, each in enumerate(value):
+                yield from _texts(each, (*path, index))
+
+
+def _is_about(message: str, text: str) -> bool:
+    return text.startswith("/") and re.match(re.escape(text.rstrip("/")) + r"(?:/|: )", message) is not None
 
 
 def dotted(path: KeyPath) -> str:

@@ -33,7 +33,8 @@ _SPEC_INTRODUCTION = """\
 
 A job is one file, in YAML, JSON or TOML, with the same keys and the same meaning. Keys keep the spelling of the library
 that owns them (transformers, trl, peft). An unknown key is refused with the nearest known one, and every refusal names
-the key and the line: `honectl check FILE` shows them all. Paths are absolute. Secrets never stand in a spec.
+the key and the line. `honectl check FILE` shows all faults of the file itself at once, and the first of what it names
+(models, data, memory, disk). Paths are absolute. Secrets never stand in a spec.
 
 ```yaml
 {sample}```

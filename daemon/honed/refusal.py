@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from honed.field import MEMBER, REFUSED, Section, choices, describe, kinds, members
-from honed.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
+from honed.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, line_of, shown
 from honed.synonym import NAMES, SECRETS, VALUES
 from honed.training import OWNED
 
@@ -35,11 +35,6 @@ class Refusal:
 
     def problem(self, lines: Mapping[KeyPath, int]) -> Problem:
         return Problem(dotted(self.path), line_of(self.path, lines), self.message, self.hint)
-
-
-def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    """The line of a key, or of what it would stand in."""
-    return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
 
 
 def refusals(error: ValidationError, data: Any, model: type[BaseModel]) -> list[Refusal]:

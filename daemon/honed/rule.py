@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from honed.problem import KeyPath, Problem, dotted
-from honed.refusal import line_of
+from honed.problem import KeyPath, Problem, dotted, line_of
 from honed.score import PREFIX
 
 if TYPE_CHECKING:

@@ -544,7 +544,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="honed-send", description="Deliver metrics and predictions to the endpoint that honed.toml names."
     )
-    parser.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")),
+    parser.add_argument("--root", type=Path, default=layouts.default_root(),
                         help="the directory below which the instance lies (default: $HONED_ROOT or /)")  # fmt: skip
     parser.add_argument("--until-eof", action="store_true",
                         help="end with standard input, after what waits by then")  # fmt: skip

@@ -34,7 +34,7 @@ from honed.field import (
     refuse,
 )
 from honed.media import KINDS, Kind, MediaLimits
-from honed.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, shown
+from honed.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown
 from honed.training import TrainingSpec
 
 __all__ = [
@@ -479,7 +479,13 @@ def references(spec: JobSpec) -> dict[str, str]:
 
 def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
     """Read a job file. Raises SpecError, whose message has every problem on a line of its own (`.problems`)."""
-    return loads(_read(path, max_bytes), path.suffix, max_bytes=max_bytes)
+    parsed = read(path, max_bytes=max_bytes)
+    return validate(parsed.data, parsed.lines)
+
+
+def read(path: Path, *, max_bytes: int = document.MAX_BYTES) -> document.Document:
+    """What a job file says and where, whether or not that is a job. Raises SpecError where it is no text to read."""
+    return document.parse(_read(path, max_bytes), path.suffix, max_bytes=max_bytes)
 
 
 def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
@@ -491,7 +497,7 @@ def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> J
 def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -> JobSpec:
     """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together."""
     lines = lines or {}
-    if secrets := [Problem(dotted(path), refusal.line_of(path, lines), *_SECRET) for path in _secrets(data, ())]:
+    if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data, ())]:
         raise InvalidSpecError(secrets)  # before anything repeats a value
     try:
         spec = JobSpec.model_validate(data)

@@ -23,9 +23,10 @@ VERDICT_TIMEOUT_SEC = 90.0
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     if options.stage:
         options.files = [_stage(instance, path, quiet=options.json) for path in options.files]
-    checked = [_accepted(instance, path) for path in options.files]
-    if None in checked:
+    checked = [_checked(instance, path) for path in options.files]
+    if any(isinstance(each, HonedError) for each in checked):
         _remove_copies(instance, options)
+        _say_refused(options, checked)
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
@@ -80,18 +81,29 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _accepted(instance: Instance, path: Path) -> Any:
-    """The check's verdict on a file that honed would take; None after each reason against it went to stderr.
-
-    Raises UsageError where there is no such file.
-    """
+def _checked(instance: Instance, path: Path) -> Any:
+    """The check's verdict on a file, or the error that honed would refuse it with. Raises UsageError for no file."""
     try:
         return draft.check_one(instance, path)
     except UsageError:
         raise
     except HonedError as error:
+        return error
+
+
+def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
+    """Why nothing is dropped: each file that would be refused."""
+    refused = {path: each for path, each in zip(options.files, checked, strict=True) if isinstance(each, HonedError)}
+    for path, error in () if options.json else refused.items():
         terminal.complain(error, prefix=f"{path}: ")
-        return None
+    if options.json:
+        answers: list[dict[str, Any]] = [
+            {"file": str(path), "id": None, "state": "rejected", "error": refused[path].as_dict()}
+            if path in refused
+            else {"file": str(path), "id": None, "state": None}
+            for path in options.files
+        ]
+        terminal.console.print_json(json.dumps(answers))
 
 
 def _verdict(instance: Instance, name: str, since: float, *, is_fetched: bool) -> dict[str, Any]:

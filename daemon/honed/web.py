@@ -320,13 +320,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HonedError as error:
         log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
         return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
+    except PermissionError as error:
+        log.critical("%s: %s", error.filename, error.strerror)
+        return 77  # EX_NOPERM
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="honed-web", description="Show what honed trains, as pages and as an API, for reading."
     )
-    made.add_argument("--root", type=Path, default=Path(os.environ.get("HONED_ROOT", "/")),
+    made.add_argument("--root", type=Path, default=layouts.default_root(),
                       help="the directory below which the instance lies (default: $HONED_ROOT or /)")  # fmt: skip
     made.add_argument("--user", action="store_true", help="one's own instance, where XDG says")
     made.add_argument("--listen", metavar="ADDRESS",

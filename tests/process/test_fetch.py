@@ -80,6 +80,13 @@ def test_a_model_is_fetched_with_what_training_needs_and_nothing_else(hub: Hub, 
     assert len(hub.requests) == num_requests + 1, "the second asks for the listing alone"
 
 
+def test_ones_own_instance_has_a_cache_of_its_own(hub: Hub, tmp_path: Path) -> None:
+    homes = {name: str(tmp_path / name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
+    status, last, err = fetch(tmp_path / "XDG_STATE_HOME/honed", hub, REPO, **homes)
+    assert status == 0, err
+    assert Path(last["path"]).is_relative_to(tmp_path / "XDG_CACHE_HOME/honed")
+
+
 def test_code_and_pickles_come_only_where_they_are_allowed(hub: Hub, tmp_path: Path) -> None:
     _, last, _ = fetch(tmp_path, hub, REPO, "--allow-code", "--allow-pickle")
     assert "modeling_tiny.py" in names(Path(last["path"]))

@@ -46,6 +46,46 @@ def test_submit_refuses_before_it_drops(instance: Instance) -> None:
     assert list(instance.incoming_dir.iterdir()) == []
     assert instance.rejected() == {}
     assert honectl(instance, "submit", "/nowhere.yaml").returncode == 2
+    files = (job_file(instance, "good"), job_file(instance, "bad", colour="red"))
+    answers = json.loads(honectl(instance, "submit", "--json", *map(str, files)).stdout)
+    assert [(each["state"], each.get("error", {}).get("code")) for each in answers] == [
+        (None, None), ("rejected", "spec_invalid"),
+    ]  # fmt: skip
+    assert list(instance.incoming_dir.iterdir()) == []
+
+
+def test_a_file_that_is_refused_is_the_answer_no_whatever_is_asked_of_it(instance: Instance) -> None:
+    no_row = instance.root / "rows.jsonl"
+    no_row.write_text("")
+    for path in (
+        job_file(instance, "no-model", base_model="/nowhere"),
+        job_file(instance, "no-row", datasets=[{"path": str(no_row)}]),
+        job_file(instance, "no-package", report_to=["mlflow"]),
+    ):
+        for verb in ("check", "plan", "preview", "trial", "submit"):
+            done = honectl(instance, verb, str(path))
+            assert done.returncode == 1, (verb, path, done.stderr)
+            told = json.loads(honectl(instance, verb, "--json", str(path)).stdout)
+            answer = told[0] if isinstance(told, list) else told
+            assert answer["error"]["message"], (verb, path)
+
+
+def test_check_says_which_jobs_are_not_there_yet(instance: Instance) -> None:
+    path = job_file(instance, "later", depends_on=["sooner"])
+    instance.start()
+    done = honectl(instance, "check", str(path))
+    assert done.returncode == 0
+    assert "depends_on: there is no job 'sooner' yet" in " ".join(done.stdout.split())
+    honectl(instance, "submit", "--hold", str(job_file(instance, "sooner")))
+    assert "there is no job" not in honectl(instance, "check", str(path)).stdout
+
+
+def test_an_empty_root_is_none(instance: Instance) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from honed import layout; print(layout.default_root())"],
+        env={**os.environ, "HONED_ROOT": ""}, cwd=instance.root, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "/\n"
 
 
 def test_submit_hold_keeps_it_until_release(instance: Instance) -> None:
@@ -177,7 +217,7 @@ def test_logs_and_watch_print_json_lines(instance: Instance) -> None:
     assert (watched[-1]["name"], watched[-1]["state"]) == ("succeed", "succeeded")
     refused = honectl(instance, "logs", "--json", "--raw", "succeed")
     assert refused.returncode == 2
-    assert "neither --raw nor --explain" in refused.stderr
+    assert "neither --raw nor --explain" in refused.stdout
 
 
 def test_text_from_a_job_file_cannot_paint_the_terminal(instance: Instance) -> None:

@@ -87,6 +87,46 @@ def test_a_bad_spec_is_told_with_key_and_line(desk: Desk) -> None:
 # --- The base model ---------------------------------------------------------------------------------------------------
 
 
+BY_HAND = """\
+base_model: {model}
+datasets:
+  - path: {rows}
+    format: auto
+  - path: {rows}
+{key}: {value}
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "begins"),
+    [
+        ("trust_remote_code", "true", "line 6: trust_remote_code: code that comes"),
+        ("output_dir", "/etc/passwd/x", "line 6: output_dir: "),
+        ("eval_datasets", "[{path: /nowhere.jsonl}]", "line 6: eval_datasets.0: /nowhere.jsonl: no such file"),
+        ("chat_template", "/nowhere.jinja", "line 6: chat_template: "),
+        ("adapter", "/nowhere", "line 6: adapter: "),
+        ("model_type", "gpt_nobody", "line 1: base_model: "),
+    ],
+)
+def test_what_the_file_names_is_refused_with_key_and_line(desk: Desk, key: str, value: str, begins: str) -> None:
+    path = desk.path / "job.yaml"
+    path.write_text(BY_HAND.format(model=desk.model, rows=desk.rows, key=key, value=value))
+    with pytest.raises(HonedError) as refused:
+        preflight.check(path, layout=desk.layout, config=Config(), device=CPU)
+    assert refused.value.message.startswith(begins)
+    assert refused.value.hint
+
+
+def test_an_empty_data_set_is_refused_with_its_line_and_what_to_do(desk: Desk) -> None:
+    path = desk.path / "job.yaml"
+    path.write_text(BY_HAND.format(model=desk.model, rows=desk.rows, key="eval_split", value=0.5))
+    desk.rows.write_text("")
+    with pytest.raises(DatasetError) as refused:
+        preflight.check(path, layout=desk.layout, config=Config(), device=CPU)
+    assert refused.value.message.startswith(f"line 3: datasets.0: {desk.rows}: ")
+    assert refused.value.hint
+
+
 def test_a_vision_model_is_trained_on_text_alone_and_the_plan_says_with_what_and_why(desk: Desk) -> None:
     desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
     (desk.model / "preprocessor_config.json").write_text("{}")

@@ -71,6 +71,9 @@ def test_rows_are_cut_and_rendered_as_the_spec_says(spec_path: Path) -> None:
 def test_a_fault_is_one_sentence_and_an_exit_status(spec_path: Path) -> None:
     (spec_path.parent / "rows.jsonl").write_text("{")
     done = run(spec_path, "--json")
+    assert done.returncode == 65
+    assert "line 1, column 2" in json.loads(done.stdout)["error"]["message"]
+    done = run(spec_path)
     assert (done.returncode, done.stdout) == (65, "")
     assert "line 1, column 2" in done.stderr
     assert "Traceback" not in done.stderr

@@ -47,12 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("spec_file", type=Path)
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="how many (default: 5)")
     parser.add_argument("--base-model", type=Path, metavar="DIR", help="in place of the spec's, for job:NAME")
-    parser.add_argument("--json", action="store_true", help="a list of objects on standard output")
+    parser.add_argument("--json", action="store_true", help="a list of objects on standard output, or {error}")
     options = parser.parse_args(arguments)
     try:
         rows = preview(spec.load(options.spec_file), num_rows=options.rows, base_model_path=options.base_model)
     except HonedError as error:
-        _tell(f"{error.message}{f' ({error.hint})' if error.hint else ''}")
+        if options.json:
+            sys.stdout.write(json.dumps({"error": error.as_dict()}) + "\n")
+        else:
+            _tell(f"{error.message}{f' ({error.hint})' if error.hint else ''}")
         return error.exit_status
     sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n" if options.json else "".join(map(_page, rows)))
     return 0
