@@ -233,7 +233,9 @@ class Check:
             shown += f"⟦{text}⟧" if is_trained else text
         return MaskError(
             f"{where(self.example)}: {what}; trained between ⟦⟧: {shorten(shown, 600)!r}",
-            hint="this would teach the model other things than the data says; report it with the chat template",
+            hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
+            "they are rendered; name another template with `chat_template:`, or train on prompt/completion rows, which "
+            "need none; and report it with the template",
         )
 
 
