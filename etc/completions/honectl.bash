@@ -16,8 +16,8 @@ _honectl() {
         trial) words="--json" ;;
         list) words="--json --state --all --limit --after $(_honectl_jobs)" ;;
         show) words="--json $(_honectl_jobs)" ;;
-        logs) words="--follow --raw --explain $(_honectl_jobs)" ;;
-        watch) words=" $(_honectl_jobs)" ;;
+        logs) words="--json --follow --raw --explain $(_honectl_jobs)" ;;
+        watch) words="--json $(_honectl_jobs)" ;;
         cancel) words="--json $(_honectl_jobs)" ;;
         hold) words="--json $(_honectl_jobs)" ;;
         release) words="--json $(_honectl_jobs)" ;;

@@ -26,12 +26,14 @@ complete -c honectl -n '__fish_seen_subcommand_from list' -f -a '(__honectl_jobs
 complete -c honectl -n __fish_use_subcommand -f -a show -d 'all that is known of one job'
 complete -c honectl -n '__fish_seen_subcommand_from show' -l json
 complete -c honectl -n '__fish_seen_subcommand_from show' -f -a '(__honectl_jobs)'
-complete -c honectl -n __fish_use_subcommand -f -a logs -d 'what a job'\''s attempts told'
+complete -c honectl -n __fish_use_subcommand -f -a logs -d 'what a job'\''s attempts told; with --json a line of JSON for each event'
+complete -c honectl -n '__fish_seen_subcommand_from logs' -l json
 complete -c honectl -n '__fish_seen_subcommand_from logs' -l follow
 complete -c honectl -n '__fish_seen_subcommand_from logs' -l raw
 complete -c honectl -n '__fish_seen_subcommand_from logs' -l explain
 complete -c honectl -n '__fish_seen_subcommand_from logs' -f -a '(__honectl_jobs)'
-complete -c honectl -n __fish_use_subcommand -f -a watch -d 'live progress of all jobs, or of one'
+complete -c honectl -n __fish_use_subcommand -f -a watch -d 'live progress of all jobs, or of one; with --json a line of JSON for each change'
+complete -c honectl -n '__fish_seen_subcommand_from watch' -l json
 complete -c honectl -n '__fish_seen_subcommand_from watch' -f -a '(__honectl_jobs)'
 complete -c honectl -n __fish_use_subcommand -f -a cancel -d 'end a job for good'
 complete -c honectl -n '__fish_seen_subcommand_from cancel' -l json

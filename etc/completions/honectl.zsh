@@ -9,8 +9,8 @@ verbs=(
         'trial:try a job on eight rows, before all others: does it learn, how long, how much memory'
         'list:jobs and their progress: the first of each kind, or with --json all'
         'show:all that is known of one job'
-        'logs:what a job'\''s attempts told'
-        'watch:live progress of all jobs, or of one'
+        'logs:what a job'\''s attempts told; with --json a line of JSON for each event'
+        'watch:live progress of all jobs, or of one; with --json a line of JSON for each change'
         'cancel:end a job for good'
         'hold:keep a queued job from starting, or stop a running one at a checkpoint'
         'release:let a held job go on'
@@ -38,8 +38,8 @@ else
         trial) _arguments '--json' '*:file:_files' ;;
         list) _arguments '--json' '--state' '--all' '--limit' '--after' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         show) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
-        logs) _arguments '--follow' '--raw' '--explain' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
-        watch) _arguments  '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        logs) _arguments '--json' '--follow' '--raw' '--explain' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
+        watch) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         cancel) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         hold) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;
         release) _arguments '--json' '*:job:($(honectl list --json 2>/dev/null | sed -n "s/^ *"id": \([0-9]*\),*$/\1/p"))' ;;

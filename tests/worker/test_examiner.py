@@ -229,7 +229,7 @@ def test_predictions_may_have_the_trainers_autocast(make_job: MakeJob) -> None:
     assert ended.losses == make_job(**keys, predictions={"sample_frequency": "off"}).run().losses
 
 
-# --- Answers that failed ------------------------------------------------------------------------------------------------
+# --- Answers that failed ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -276,8 +276,8 @@ def test_a_guard_none_of_whose_answers_came_ends_the_job_before_its_first_step(
     error = ended.result["error"]
     assert (error["code"], ended.losses) == ("error", {})
     assert error["message"] == (
-        "guard: token_f1 cannot be told before training: 4 of 4 answers failed; the first: RuntimeError: CUDA error: no "
-        "kernel image is available"
+        "guard: token_f1 cannot be told before training: 4 of 4 answers failed; the first: RuntimeError: CUDA error: "
+        "no kernel image is available"
     )
     assert error["hint"].endswith("or leave the guard out")
     assert [item["num_failed"] for item in ended.of("guard")] == [4]
@@ -316,7 +316,8 @@ def test_an_evaluation_whose_answers_failed_neither_counts_for_the_guards_patien
 ) -> None:
     planted(lambda number: 4 * (number in (1, 3)))
     ended = guarded(
-        make_job, learned, guard={"patience": 2, "max_drop": 0.1}, training={"max_steps": 12, "learning_rate": 0.3} | EVERY_2,
+        make_job, learned, guard={"patience": 2, "max_drop": 0.1},
+        training={"max_steps": 12, "learning_rate": 0.3} | EVERY_2,
     ).run()  # fmt: skip
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert ended.result["step"] == 8, "2 and 6 failed; 4 and 8 are below the line"

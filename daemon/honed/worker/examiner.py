@@ -61,7 +61,7 @@ class Examiner:
         elif job.spec.predictions.prompts:
             self._questions = prediction.from_prompts(job.spec.predictions.prompts, chat)
         else:
-            if not held_out:
+            if not held_out and not job.is_trial:
                 log("warning", "no rows are held out: predictions are made on rows that are trained on")
             self._questions = prediction.choose(
                 examples, chat, num_samples=job.spec.predictions.num_samples, seed=job.seed
