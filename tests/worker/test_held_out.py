@@ -15,7 +15,6 @@ OFF = {"sample_frequency": "off"}
 SHORT = {"prompt": "Why?", "completion": "So."}
 CUT = {"prompt": "Why?", "completion": "because " * 80}
 LOST = {"prompt": "why " * 80, "completion": "So."}
-)
 
 
 def held_out(number: int, share: float) -> set[int]:
