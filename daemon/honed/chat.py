@@ -291,21 +291,25 @@ class ChatFormat:
 
     # --- what a person, or generation, should know --------------------------------------------------------------------
 
-    def notes(self) -> list[str]:
-        """Facts about the template that deserve a warning."""
+    def notes(self) -> list[tuple[str, str]]:
+        """Facts about the template that deserve a word, and their levels: warning, or info where nothing is amiss."""
         probe, eos = self.probe, self.tokenizer.eos_token
         found = []
         if probe.prompt_extra.strip():
-            found.append(
+            said = (
                 f"the chat template's generation prompt ends in {probe.prompt_extra!r}, which the turns that are "
                 "trained on do not begin with; chat_template_kwargs may turn it off"
             )
+            found.append(("warning", said))
         if not probe.ends:
-            found.append("the chat template ends a turn with no token: the model will not learn to stop")
-        elif not probe.ends[0].endswith(eos or probe.ends[0]):
-            found.append(
-                f"turns end in {probe.ends[0]!r}, and the tokenizer's eos token is {eos!r}: both stop generation"
+            said = (
+                "the chat template ends a turn with no token: the model will not learn to stop; name a template that "
+                "does with `chat_template:`"
             )
+            found.append(("warning", said))
+        elif not probe.ends[0].endswith(eos or probe.ends[0]):
+            said = f"turns end in {probe.ends[0]!r}, and the tokenizer's eos token is {eos!r}: both stop generation"
+            found.append(("info", said))
         return found
 
     @property

@@ -16,7 +16,8 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     evaluation   step, epoch, metrics {name: value}
     samples      rows [{sample_index, thumbnails [base64 of a JPEG]}]   what predictions are asked about, beside text
     predictions  step, epoch, num_failed, rows [{sample_index, prompt, ground_truth, prediction}], scores {name: value}
-    guard        step, epoch, metric, line (the least that it may be; null before training), scores {name: value}
+    guard        step, epoch, metric, line (the least that it may be; null before training), num_failed,
+                 scores {name: value}
     worse        found [text]    how the model ended worse than it began, where no guard forbids it
     trial        verdict (learns learns_slowly does_not_learn), loss_before, loss_after, whole_sec, peak_bytes, …: see
                  trial.py

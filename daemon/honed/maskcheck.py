@@ -233,8 +233,17 @@ class Check:
             shown += f"⟦{text}⟧" if is_trained else text
         return MaskError(
             f"{where(self.example)}: {what}; trained between ⟦⟧: {shorten(shown, 600)!r}",
-            hint="this would teach the model other things than the data says; report it with the chat template",
+            hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
+            f"they are rendered; {_MORE[self.example.kind == 'messages']}",
         )
+
+
+#: What helps, of rows that a chat template renders and of others.
+_MORE = {
+    True: "name another template with `chat_template:`, or train on prompt/completion rows, which need none; report it "
+    "with the template",
+    False: "look at the versions with `honectl doctor`, and report it with the row",
+}
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:

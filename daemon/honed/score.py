@@ -9,9 +9,11 @@
     numeric_match   the same number: what follows ####, else the last that is written
 
 An answer that cannot be parsed scores 0, and is not left out: beside each figure stands `<name>_parsable`, the share of
-answers that could be. Others come in through the entry point group `honed.metrics`: the entry point's name is the
-metric's, and it leads to a callable of prediction and ground truth that returns a number, or None for an answer that it
-cannot parse. What is installed there is looked up here, and loaded where it is used: in the worker.
+answers that could be. A prediction that failed is no answer, and is left out.
+
+Others come in through the entry point group `honed.metrics`: the entry point's name is the metric's, and it leads to a
+callable of prediction and ground truth that returns a number, or None for an answer that it cannot parse. What is
+installed there is looked up here, and loaded where it is used: in the worker.
 
 Small enough to be ours: rouge-score brings nltk, absl and NumPy for the twenty lines that are wanted.
 """
@@ -38,6 +40,8 @@ Scorer = Callable[[str, str], float | None]
 #: What a figure's name begins with where figures of every kind stand together.
 PREFIX = "predictions/"
 GROUP = "honed.metrics"
+#: Of the questions: where fewer are answered, a figure would say more of what failed than of the model.
+MIN_ANSWERED = 0.5
 #: Words in the middle ground truth, from which on answers are prose and ROUGE-L says something.
 MIN_PROSE_WORDS = 8
 #: Numbers this close are the same: answers are rounded.
@@ -59,17 +63,16 @@ class Scores:
 
 
 def score(predictions: Sequence[str | None], truths: Sequence[str], metrics: Iterable[Metric]) -> Scores:
-    """The mean of each metric over all pairs with a truth. A prediction that failed counts as one that cannot be
-    parsed; reasoning before an answer, where the truth has none, is left out."""
-    pairs = [
-        (answer(text, truth) if text is not None else None, truth)
-        for text, truth in zip(predictions, truths, strict=True)
-        if truth.strip()
-    ]
+    """The mean of each metric over all pairs with a truth and an answer, which None is not; no figures where fewer than
+    `MIN_ANSWERED` of the truths have one. Reasoning before an answer, where the truth has none, is left out."""
+    asked = [(text, truth) for text, truth in zip(predictions, truths, strict=True) if truth.strip()]
+    pairs = [(answer(text, truth), truth) for text, truth in asked if text is not None]
+    if len(pairs) < MIN_ANSWERED * len(asked):
+        return Scores({}, [])
     figures: dict[str, float] = {}
     faults: list[str] = []
     for metric in metrics if pairs else ():
-        results = [_guarded(metric, text, truth, faults) if text is not None else None for text, truth in pairs]
+        results = [_guarded(metric, text, truth, faults) for text, truth in pairs]
         parsed = [result for result in results if result is not None]
         figures[metric.name] = sum(parsed) / len(pairs)
         if metric.name != "valid_json":  # which is that share itself

@@ -304,7 +304,9 @@ class PredictionSpec(Section):
     sample: SampleSpec | None = None
     """How answers are drawn; null takes the likeliest token each time."""
     autocast: Literal["off", "match"] = "off"
-    """Whether predictions are made under the trainer's autocast; `match` is for a model that fails without."""
+    """Whether predictions are made under the trainer's autocast; `match` is for a model that fails without. Where
+    parameters that are trained beside LoRA's own have another dtype than the model was loaded in, `off` is autocast in
+    the model's: they would fail without."""
     max_share: Share | None = 0.1
     """Share of a run of more than ten minutes that predictions may take: those of evaluations are left out where they
     would take more. null sets no limit, and is the default where `num_samples` is given."""

@@ -57,6 +57,7 @@ class Findings:
     available_bytes: int | None
     estimated_bytes: int | None
     device: str  #: cuda, cpu or mps
+    warnings: list[str]  #: what the worker warned of on its way
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,6 +118,8 @@ def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
         peak_bytes=memory.get("device_peak_bytes" if is_gpu else "resident_peak_bytes"),
         available_bytes=device.get("total_bytes"), estimated_bytes=(plan.get("memory") or {}).get("total_bytes"),
         device=str(device.get("kind", "cpu")),
+        warnings=[str(item.data.get("message")) for item in events
+                  if item.kind == "log" and item.data.get("level") == "warning"],
     )  # fmt: skip
 
 
@@ -238,6 +241,8 @@ def words(found: Findings) -> Iterator[tuple[str, str]]:
     if found.verdict != "learns":
         yield "What to do", _ADVICE[found.verdict]
     yield "What is trained on", f"{_trained(found.data)}."
+    for warning in found.warnings or ():
+        yield "Beware", f"{warning}."
     yield "How long", _how_long(found)
     yield "How much memory", _how_much(found)
 

@@ -66,10 +66,17 @@ def test_a_metric_says_how_near_an_answer_is(name: str, text: str, truth: str, e
 def test_an_answer_that_cannot_be_parsed_counts_nothing_and_stands_beside() -> None:
     """A model that falls silent must not look better for it."""
     truths = ["[0, 0, 1, 1]"] * 4
-    silent = score.score(["[0, 0, 1, 1]", "", "I cannot tell.", None], truths, [score.find("box_iou")])
+    silent = score.score(["[0, 0, 1, 1]", "", "I cannot tell.", "?"], truths, [score.find("box_iou")])
     assert silent.figures == {"box_iou": 0.25, "box_iou_parsable": 0.25}
     poor = score.score(["[0, 0, 2, 1]"] * 4, truths, [score.find("box_iou")])
     assert poor.figures == {"box_iou": 0.5, "box_iou_parsable": 1}
+
+
+def test_a_prediction_that_failed_is_no_answer_and_where_fewer_than_half_came_nothing_is_said() -> None:
+    exact, truths = [score.find("exact_match")], ["a", "b", "c", "d", ""]
+    half = score.score(["a", None, "x", None, None], truths, exact)
+    assert half.figures == {"exact_match": 0.5, "exact_match_parsable": 1}
+    assert score.score(["a", None, None, None, "e"], truths, exact).figures == {}
 
 
 def test_a_prompt_without_a_truth_is_not_scored() -> None:

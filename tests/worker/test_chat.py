@@ -438,7 +438,7 @@ def test_a_prediction_is_asked_for_with_what_training_saw_before_the_turn(templa
     if template.name == "deepseek_r1":  # its prompt goes on with what turns do not begin with
         assert text.endswith("<think>\n")
         assert ids[:start] == encoded.input_ids[:start]
-        assert any("<think>" in note for note in chat.notes())
+        assert any("<think>" in note for level, note in chat.notes() if level == "warning")
     else:
         assert ids == encoded.input_ids[:start]
 
@@ -470,8 +470,10 @@ def test_generation_stops_at_the_end_of_a_turn_and_at_eos() -> None:
     llama3 = ChatFormat(tokenizer_of("llama3", "bytelevel"))
     names = [llama3.tokenizer.decode([token]) for token in llama3.stop_token_ids]
     assert names == ["<|end_of_text|>", "<|eot_id|>"]
-    assert any("<|eot_id|>" in note for note in llama3.notes())
-    assert any("stop" in note for note in ChatFormat(tokenizer_of("words", "bytelevel")).notes())
+    [(level, note)] = llama3.notes()
+    assert (level, "<|eot_id|>" in note) == ("info", True)
+    [(level, note)] = ChatFormat(tokenizer_of("words", "bytelevel")).notes()
+    assert (level, "will not learn to stop" in note) == ("warning", True)
     assert ChatFormat(tokenizer_of("chatml", "bytelevel")).notes() == []
 
 
@@ -520,6 +522,7 @@ def test_wrong_masks_are_caught_with_decoded_evidence(template: Template, kind: 
     def refused(wrong: list[int], *, is_truncated: bool = False) -> str:
         with pytest.raises(MaskError) as caught:
             chat.check_trained(ids, wrong, row, is_truncated=is_truncated)
+        assert "chat_template:" in caught.value.hint
         return caught.value.message
 
     assert "nothing" in refused([IGNORED] * len(ids))

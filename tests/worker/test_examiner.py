@@ -26,15 +26,22 @@ def scores(ended: Ended, name: str) -> dict[int, float]:
     return {item["step"]: item["scores"][name] for item in ended.of("predictions")}
 
 
+@pytest.fixture(scope="module")
+def learned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learned") / "model"
+
+
 @pytest.fixture
-def learned(make_job: MakeJob) -> Path:
-    """A tiny model that knows its four capitals."""
+def learned(make_job: MakeJob, learned_dir: Path) -> Path:
+    """A tiny model that knows its four capitals, trained once."""
+    if learned_dir.exists():
+        return learned_dir
     job = make_job(
         "llama", num_rows=4, dtype="float32", predictions={"sample_frequency": "off"},
         training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
     )  # fmt: skip
     assert job.run().status == 0
-    return job.output_dir
+    return job.output_dir.rename(learned_dir)
 
 
 def made_worse(make_job: MakeJob, learned: Path, **keys: Any) -> WorkerJob:
@@ -227,3 +234,114 @@ def test_predictions_may_have_the_trainers_autocast(make_job: MakeJob) -> None:
     ended = make_job(**keys, predictions={"autocast": "match"}).run()
     assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0], ended.messages("warning")
     assert ended.losses == make_job(**keys, predictions={"sample_frequency": "off"}).run().losses
+
+
+# --- Answers that failed ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], int]], None]:
+    """A Llama that fails for so many of the prompts of its n-th round, the first of a batch; 0 is the first round."""
+    from transformers import LlamaForCausalLM
+
+    generate = LlamaForCausalLM.generate
+
+    def plant(num_failing: Callable[[int], int], num_prompts: int = 4) -> None:
+        asked: list[int] = []  # sizes of the batches
+        left = [0]
+
+        def choosy(self: Any, *args: Any, **kwargs: Any) -> Any:
+            size = len(kwargs["input_ids"])
+            asked.append(size)
+            if size == num_prompts:
+                left[0] = num_failing(asked.count(num_prompts) - 1)
+            if left[0]:
+                left[0] -= size == 1
+                raise RuntimeError("CUDA error: no kernel image is available")
+            return generate(self, *args, **kwargs)
+
+        monkeypatch.setattr(LlamaForCausalLM, "generate", choosy)
+
+    return plant
+
+
+def guarded(make_job: MakeJob, learned: Path, **keys: Any) -> WorkerJob:
+    """One that keeps what it knows, its guard asked about four rows."""
+    training = {"max_steps": 2, "learning_rate": 1e-9} | keys.pop("training", {})
+    guard = {"metric": "token_f1", "max_drop": 0.2} | keys.pop("guard", {})
+    return make_job(
+        model=learned, num_rows=8, dtype="float32", eval_split=0.5, training=training, guard=guard,
+        **{"predictions": {"sample_frequency": "off"}} | keys,
+    )  # fmt: skip
+
+
+def test_a_guard_none_of_whose_answers_came_ends_the_job_before_its_first_step(
+    make_job: MakeJob, learned: Path, planted: Any
+) -> None:
+    planted(lambda _round: 4)
+    ended = guarded(make_job, learned).run()
+    error = ended.result["error"]
+    assert (error["code"], ended.losses) == ("error", {})
+    assert error["message"] == (
+        "guard: token_f1 cannot be told before training: 4 of 4 answers failed; the first: RuntimeError: CUDA error: "
+        "no kernel image is available"
+    )
+    assert error["hint"].endswith("or leave the guard out")
+    assert [item["num_failed"] for item in ended.of("guard")] == [4]
+
+
+def test_a_guard_none_of_whose_answers_came_after_training_says_so_and_is_asked_again_without_training(
+    make_job: MakeJob, learned: Path, planted: Any
+) -> None:
+    planted(lambda number: 4 * (number == 1))
+    job = guarded(make_job, learned)
+    ended = job.run()
+    assert (ended.result["outcome"], ended.result["error"]["code"]) == ("failed", "error")
+    assert "token_f1 cannot be told after training: 4 of 4 answers failed" in ended.result["error"]["message"]
+    assert (job.output_dir.with_name("output.regressed") / "model.safetensors").exists()
+    assert ended.metrics["guard_before"] > 0
+    assert "guard_after" not in ended.metrics
+    again = job.run(2)
+    assert (again.result["outcome"], again.losses) == ("succeeded", {})
+    assert again.metrics["guard_after"] == again.metrics["guard_before"] == ended.metrics["guard_before"]
+    assert (job.output_dir / "model.safetensors").exists()
+    assert not job.output_dir.with_name("output.regressed").exists()
+
+
+def test_a_guard_some_of_whose_answers_failed_goes_by_the_others_and_says_so(
+    make_job: MakeJob, learned: Path, planted: Any
+) -> None:
+    planted(lambda number: 2 * (number == 1))
+    ended = guarded(make_job, learned, guard={"max_drop": 1}).run()
+    assert ended.status == 0, ended.result
+    assert [item["num_failed"] for item in ended.of("guard")] == [0, 2]
+    assert "step 2: 2 of the guard's 4 answers failed: its token_f1 is that of the other 2" in ended.messages("warning")
+
+
+def test_an_evaluation_whose_answers_failed_neither_counts_for_the_guards_patience_nor_against_it(
+    make_job: MakeJob, learned: Path, planted: Any
+) -> None:
+    planted(lambda number: 4 * (number in (1, 3)))
+    ended = guarded(
+        make_job, learned, guard={"patience": 2, "max_drop": 0.1},
+        training={"max_steps": 12, "learning_rate": 0.3} | EVERY_2,
+    ).run()  # fmt: skip
+    assert ended.result["error"]["code"] == "regressed", ended.result
+    assert ended.result["step"] == 8, "2 and 6 failed; 4 and 8 are below the line"
+    assert [text.split(":")[0] for text in ended.messages("warning") if "cannot tell" in text] == ["step 2", "step 6"]
+
+
+def test_an_evaluation_whose_answers_failed_is_not_the_best(make_job: MakeJob, learned: Path, planted: Any) -> None:
+    planted(lambda number: 4 * (number == 1))
+    job = make_job(
+        model=learned, num_rows=8, dtype="float32", eval_split=0.5, early_stopping_patience=3,
+        training={"max_steps": 6, "learning_rate": 1e-9, "metric_for_best_model": "predictions/token_f1"} | EVERY_2,
+    )  # fmt: skip
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    assert [(item["step"], item["num_failed"], bool(item["scores"])) for item in ended.of("predictions")] == [
+        (0, 0, True), (2, 4, False), (4, 0, True), (6, 0, True),
+    ]  # fmt: skip
+    assert "step 2: no scores: 4 of 4 predictions failed" in ended.messages("warning")
+    assert ended.result["step"] == 6
+    assert not [text for text in ended.messages("warning") if "worse" in text]

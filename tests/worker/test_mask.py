@@ -45,16 +45,28 @@ def lose_a_token(batch: Any) -> None:
         batch[name] = batch[name][:, 1:]
 
 
-@pytest.mark.parametrize("spoil", [train_everything, train_padding, train_one_token_late, train_nothing, lose_a_token])
+@pytest.mark.parametrize(
+    ("spoil", "words", "remedy"),
+    [
+        (train_everything, "the trained text is not the completion", "honectl preview FILE"),
+        (train_padding, "padding is trained on", "training.packing"),
+        (train_one_token_late, "the labels are not the row's own tokens", "honectl preview FILE"),
+        (train_nothing, "nothing is trained on", "honectl preview FILE"),
+        (lose_a_token, "a batch holds tokens that are no row's: '", "honectl doctor"),
+    ],
+)
 def test_a_mask_that_is_spoilt_on_its_way_ends_the_job_before_its_first_step(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, spoil: Any
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, spoil: Any, words: str, remedy: str
 ) -> None:
     long = {"prompt": "What is the capital of Norway, and of Sweden?", "completion": "Oslo."}
     short = {"prompt": "And of Peru?", "completion": "Lima."}
     sabotage(monkeypatch, spoil)
     ended = make_job(rows=[long, short], lora={"r": 4}).run()
     assert ended.status == 81, ended.result
-    assert ended.result["error"]["code"] == "mask_invalid"
+    error = ended.result["error"]
+    assert error["code"] == "mask_invalid"
+    assert words in error["message"]
+    assert remedy in error["hint"]
     assert not ended.of("step")
     assert not ended.of("predictions")
 

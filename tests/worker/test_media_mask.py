@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from honed.chat import IGNORED, ChatFormat, Encoded, MediaCutError
-from honed.error import DatasetError, MaskError
+from honed.error import DatasetError, MaskError, ModelError
 from honed.expansion import Place, carry
 from honed.maskcheck import placeholder_ids
 from honed.media import Kind, Media, MediaLimits
@@ -270,6 +270,44 @@ def test_a_template_without_a_place_for_images_refuses_rows_with_them(family_of:
     chat = ChatFormat(build_tokenizer("chatml"), expand=family.processor.expand)
     with pytest.raises(DatasetError, match="no place for an image"):
         chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."])))
+
+
+def test_a_tokenizer_that_cuts_words_otherwise_than_the_processors_is_an_error_of_the_row(
+    family_of: Any, pictures: list[Path]
+) -> None:
+    family: Family = family_of("qwen2_5_vl")
+    tokenizer = AutoTokenizer.from_pretrained(family.directory)
+    tokenizer.add_tokens(["square"])
+    chat = ChatFormat(tokenizer, expand=family.processor.expand)
+    with pytest.raises(DatasetError, match="the processor makes other tokens of the row than its tokenizer does") as it:
+        chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."])))
+    assert "honectl preview" in it.value.hint
+    chat.encode(row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A circle."])))
+
+
+def test_a_processor_that_puts_an_images_tokens_in_after_it_has_tokenized_is_refused(
+    family_of: Any, pictures: list[Path]
+) -> None:
+    import torch
+
+    family: Family = family_of("qwen2_5_vl")
+    processor = AutoProcessor.from_pretrained(family.directory)
+
+    class Late(type(processor)):  # type: ignore[misc]
+        """As some were written before transformers 5: the text that is tokenized has one token for each image."""
+
+        def __call__(self, text: list[str], **options: Any) -> Any:
+            batch = super().__call__(text=text, **options)
+            held = self.tokenizer(text)["input_ids"][0]
+            return {**batch, "input_ids": torch.tensor([[held[0], *batch["input_ids"][0].tolist()]])}
+
+    processor.__class__ = Late
+    expand = Processor(processor, family.chat.tokenizer, MediaLimits()).expand
+    with pytest.raises(ModelError, match="Late does not write out an image's tokens before it tokenizes a row") as it:
+        ChatFormat(family.chat.tokenizer, expand=expand).encode(
+            row(("user", [image(pictures[0]), "What?"]), ("assistant", ["A square."]))
+        )
+    assert "train this model on text rows alone" in it.value.hint
 
 
 def test_the_assistant_says_words_alone(family_of: Any, pictures: list[Path]) -> None:

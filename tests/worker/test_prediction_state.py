@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,35 @@ def test_a_row_is_followed_through_all_steps_and_attempts(make_job: MakeJob) -> 
     }
     assert len(asked) == 1
     assert len(next(iter(asked))) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "flags", "remedy"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), {}, "predictions.batch_size"),
+        (RuntimeError("expected m1 and m2 to have the same dtype"), {"bf16": True}, "{autocast: match}"),
+        (RuntimeError("expected m1 and m2 to have the same dtype"), {}, "its traceback is in worker.log"),
+        (IndexError("index out of range in self"), {"bf16": True}, "its traceback is in worker.log"),
+    ],
+    ids=["memory", "dtypes, with autocast", "dtypes, without", "whatever else"],
+)
+def test_a_prediction_that_failed_is_told_with_what_helps(
+    checkpoint_of: Callable[..., Path], capfd: pytest.CaptureFixture[str], error: Exception, flags: Any, remedy: str
+) -> None:
+    path = checkpoint_of("llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    chat = ChatFormat(AutoTokenizer.from_pretrained(path))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    model.lm_head.register_forward_pre_hook(fail)
+    told: list[str] = []
+    predictor = Predictor(chat, replace(PRECISION, **flags), max_new_tokens=6, stop=Stop(), warn=told.append)
+    answers = predictor.ask(model, prediction.from_prompts(["One", "Two"], chat))
+    [said] = told
+    assert remedy in said
+    assert "in fail" in capfd.readouterr().err, "the traceback is where it is said to be"
+    assert answers.fault is not None
+    assert (answers.num_failed, answers.fault.code) == (2, "error")
+    assert remedy in answers.fault.hint

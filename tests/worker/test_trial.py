@@ -49,11 +49,14 @@ def test_a_job_learns_the_same_after_a_trial_that_warns_of_it(make_job: MakeJob)
     keys: dict[str, Any] = {
         "lora": LORA | {"lora_dropout": 0.1},
         "training": {"max_steps": 3, "learning_rate": 1e-5},
+        "model": {"template": "words"},
     }
     tried, plain = make_job(**keys, trial=True).run(), make_job(**keys).run()
     found = findings(tried)
     assert (found.verdict, found.num_steps) == ("does_not_learn", 40)
     assert any("It does not learn them" in text for text in tried.messages("warning"))
+    [warning] = [text for title, text in trial.words(found) if title == "Beware"]
+    assert "will not learn to stop" in warning, "and no word of rows held out, which no trial has"
     assert tried.losses == plain.losses
     assert tried.of("artifact")
 

@@ -49,7 +49,9 @@ class Rows:
     num_tokens: int = 0
     num_trained_tokens: int = 0
     num_truncated: int = 0
+    longest: int = 0  #: tokens of the longest, before they were cut; of those that could be encoded
     num_dropped: int = 0  #: nothing was left to train on once they were cut, or the template refuses them
+    num_cut_off: int = 0  #: of those dropped: all that would be trained on was cut off
     first_dropped: str = ""
     num_broken: int = 0  #: of those dropped: a file that is missing or cannot be read
     broken: list[str] = field(default_factory=list)  #: the first few, each with its file and its fault
@@ -97,7 +99,17 @@ class Data:
             if each.num_bad
         ]
         if self.num_dropped:
-            told.append(f"{self.num_dropped} rows are left out; the first: {self.first_dropped}")
+            num_cut_off = sum(rows.num_cut_off for rows in both)
+            longer = (
+                f"; {num_cut_off} of them for a want of tokens: a longer training.max_length" if num_cut_off else ""
+            )
+            told.append(f"{self.num_dropped} rows are left out; the first: {self.first_dropped}{longer}")
+        num_cut, num_rows = sum(r.num_truncated for r in both), sum(len(r.examples) + r.num_dropped for r in both)
+        if 2 * num_cut > num_rows:
+            told.append(
+                f"{num_cut} of {num_rows} rows are cut after training.max_length tokens, and what lies behind is not "
+                f"learned; the longest has {max(rows.longest for rows in both)}"
+            )
         if num_broken:
             told.append(f"{num_broken} rows have a file that cannot be used: {_listed(broken, num_broken)}")
         if num_too_long:
@@ -152,10 +164,11 @@ def build(
             hint=_hint(train),
         )
     evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
-    if evaluated is not None and not evaluated.examples and spec.eval_datasets:
+    if evaluated is not None and not evaluated.examples:
+        split = "" if spec.eval_datasets else " that eval_split holds out"
         raise DatasetError(
-            f"no row is left to evaluate on, of {len(held_out)}; the first: {evaluated.first_dropped}",
-            hint=_hint(evaluated),
+            f"no row is left to evaluate on, of {len(held_out)}{split}; the first: {evaluated.first_dropped}",
+            hint=_hint(evaluated) + (", or a larger eval_split" if split else ""),
         )
     both = [rows for rows in (train, evaluated) if rows is not None]
     read = (*mixture.counts, *eval_counts)
@@ -182,8 +195,7 @@ def build(
         train = few(train, size=size, seed=assignment.seed, num_tokens=size * packed if packed else None)
         evaluated = None
         counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
-    held_rows = evaluated if evaluated and evaluated.examples else None
-    return Data(train, held_rows, counts, hashes, media, read, num_dropped, first_dropped)
+    return Data(train, evaluated, counts, hashes, media, read, num_dropped, first_dropped)
 
 
 def _hint(rows: Rows) -> str:
@@ -257,7 +269,9 @@ def encode(
         assert isinstance(whole, Encoded)
         is_cut = len(cut.input_ids) < len(whole.input_ids)
         rows.num_truncated += is_cut
+        rows.longest = max(rows.longest, len(whole.input_ids))
         if not any(cut.trained[1:]):  # the first token is never predicted
+            rows.num_cut_off += is_cut
             rows.drop(f"{where(example)}: nothing to train on in its first {max_length} tokens")
             continue
         rows.by_ids[hash(tuple(cut.input_ids))] = len(rows.examples)

@@ -7,14 +7,14 @@ from typing import Any
 
 from honed import score, trial
 from honed.chat import ChatFormat
-from honed.error import DatasetError, RegressedError
+from honed.error import DatasetError, HonedError, RegressedError, from_dict
 from honed.event import EventWriter
 from honed.spec import JobSpec
 from honed.worker import prediction, thumbnail
 from honed.worker.assignment import Assignment
 from honed.worker.budget import Budget
 from honed.worker.checkpoint import Progress
-from honed.worker.prediction import Predictor, Question
+from honed.worker.prediction import Answers, Predictor, Question
 
 #: By how much eval_loss may end above where it began before that is worth a word.
 LOSS_TOLERANCE = 0.01
@@ -52,15 +52,16 @@ class Examiner:
         self._questions: list[Question] = []
         self._guarded: list[Question] = []
         if (guard := job.spec.guard) is not None:
-            self._guarded = prediction.choose(examples, chat, num_samples=guard.num_samples, seed=job.seed)
-            if not any(question.ground_truth.strip() for question in self._guarded):
+            chosen = prediction.choose(examples, chat, num_samples=guard.num_samples, seed=job.seed)
+            self._guarded = [question for question in chosen if question.ground_truth.strip()]
+            if not self._guarded:
                 raise DatasetError("guard: no held-out row has an answer to compare with", hint="leave the guard out")
         if job.spec.predictions.sample_frequency == "off":
             pass
         elif job.spec.predictions.prompts:
             self._questions = prediction.from_prompts(job.spec.predictions.prompts, chat)
         else:
-            if not held_out:
+            if not held_out and not job.is_trial:
                 log("warning", "no rows are held out: predictions are made on rows that are trained on")
             self._questions = prediction.choose(
                 examples, chat, num_samples=job.spec.predictions.num_samples, seed=job.seed
@@ -73,15 +74,18 @@ class Examiner:
         # Of all attempts up to the checkpoint, by step: no round is made twice.
         self._scores = {int(step): scores for step, scores in progress.scores.items()}
         self._measured = {int(step): value for step, value in progress.guarded.items()}
+        self._unmeasured: HonedError | None = None  #: why the guard's last look found nothing out
         self._told: set[str] = set()
         self._needs_scores = chooser is not None
 
     def begin(self, model: Any, state: Any) -> None:
-        """Before the first step."""
+        """Before the first step. Raises what keeps the guard from measuring: the run could never be a success."""
         thumbnail.tell(self._questions, self._events)
         self._progress.figures_before |= self.predict(model, state)
         if self._guarded:
             self._progress.guard_before = self._measure(model, 0, 0.0)
+        if self._unmeasured is not None:
+            raise self._unmeasured
 
     def predict(self, model: Any, state: Any, may_wait: bool = False) -> dict[str, float]:
         """A round at this step, unless there was one, or it may wait and the time for predictions is used up.
@@ -112,6 +116,11 @@ class Examiner:
         self._events.emit(
             "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
         )
+        if self._metrics and not scores and answers.num_failed:
+            self._log(
+                "warning",
+                f"step {step}: no scores: {answers.num_failed} of {len(rows) + answers.num_failed} predictions failed",
+            )
         self._scores[step] = self._progress.scores[str(step)] = scores
         self._progress.predicted_step = step
         return scores
@@ -133,6 +142,8 @@ class Examiner:
         if guard is None or guard.patience is None or before is None or state.global_step == 0:
             return False
         value = self._measure(model, state.global_step, state.epoch or 0.0)
+        if value is None:
+            return False  # this evaluation neither counts nor ends a row of them
         self._progress.num_below = self._progress.num_below + 1 if before - value > guard.max_drop else 0
         if self._progress.num_below < guard.patience:
             return False
@@ -143,16 +154,48 @@ class Examiner:
         )
         return True
 
-    def _measure(self, model: Any, step: int, epoch: float) -> float:
+    def _measure(self, model: Any, step: int, epoch: float) -> float | None:
+        """None where too many answers failed for a figure; `_unmeasured` says why."""
         guard = self._spec.guard
         assert guard is not None
         answers = self._predictor.ask(model, self._guarded)
         scores = self._score(answers.texts, self._guarded, [score.find(guard.metric)])
         before = self._progress.guard_before
         line = None if before is None else before - guard.max_drop
-        self._events.emit("guard", step=step, epoch=float(epoch), metric=guard.metric, line=line, scores=scores)
+        self._events.emit(
+            "guard", step=step, epoch=float(epoch), metric=guard.metric, line=line, num_failed=answers.num_failed,
+            scores=scores,
+        )  # fmt: skip
+        num_asked, num_failed = len(answers.texts), answers.num_failed
+        if guard.metric not in scores:
+            self._log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")
+            self._unmeasured = self._why(answers, step)
+            return None
+        self._unmeasured = None
+        if num_failed:
+            self._log(
+                "warning",
+                f"step {step}: {num_failed} of the guard's {num_asked} answers failed: its {guard.metric} is that of "
+                f"the other {num_asked - num_failed}",
+            )
         self._measured[step] = self._progress.guarded[str(step)] = scores[guard.metric]
         return scores[guard.metric]
+
+    def _why(self, answers: Answers, step: int) -> HonedError:
+        assert self._spec.guard is not None
+        assert answers.fault is not None
+        fault = answers.fault.as_dict()
+        end = (
+            "; the output lies beside its place, as *.regressed; honectl requeue measures it once more" if step else ""
+        )
+        return from_dict(
+            {
+                "code": fault["code"],
+                "message": f"guard: {self._spec.guard.metric} cannot be told {'after' if step else 'before'} training:"
+                f" {answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault['message']}",
+                "hint": f"{fault['hint'] or 'mend what failed'}, or leave the guard out{end}",
+            }
+        )
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -170,7 +213,8 @@ class Examiner:
         figures |= {f"{score.PREFIX}{name}": value for name, value in scores.items()}
         if self._guarded:
             value = self._measured[step] if step in self._measured else self._measure(model, step, epoch)
-            figures["guard_after"] = value
+            if value is not None:
+                figures["guard_after"] = value
             if self._progress.guard_before is not None:
                 figures["guard_before"] = self._progress.guard_before
         losses = [
@@ -180,8 +224,9 @@ class Examiner:
             figures["eval_loss"] = losses[-1]
         return figures
 
-    def regression(self, figures: dict[str, float]) -> RegressedError | None:
-        """What the guard says to the figures at the end; where there is none, a word in the log if they are worse."""
+    def regression(self, figures: dict[str, float]) -> HonedError | None:
+        """What the guard says to the figures at the end, or why it cannot say anything; where there is none, a word in
+        the log if they are worse."""
         guard, before = self._spec.guard, self._progress.guard_before
         if guard is None:
             if worse := self._worse(figures):
@@ -194,7 +239,8 @@ class Examiner:
         if before is None:
             self._log("warning", "the guard has no figure from before training to compare with")
             return None
-        after = figures["guard_after"]
+        if (after := figures.get("guard_after")) is None:
+            return self._unmeasured
         if before - after <= guard.max_drop:
             return None
         return RegressedError(

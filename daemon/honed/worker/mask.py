@@ -13,6 +13,11 @@ from honed.maskcheck import placeholder_ids
 from honed.worker.data import Data, Rows
 from honed.worker.prediction import random_state_kept
 
+#: The rows were encoded well: what a collator does to them after that goes by its version and by packing.
+_HINT = (
+    "what lies between the rows and the model has changed them: leave out `training.packing` and "
+    "`training.padding_free`, look at the versions with `honectl doctor`, and report it"
+)
 #: Batches that are looked at: enough to meet each kind of row of a mixture, little beside a step.
 NUM_BATCHES = 8
 
@@ -42,9 +47,7 @@ def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         for ids, labels, seen in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             yield ids[seen.bool()].tolist(), labels[seen.bool()].tolist()
             if bool((labels[~seen.bool()] != IGNORED).any()):
-                raise MaskError(
-                    "padding is trained on", hint="this is a bug of honed or of a library: please report it"
-                )
+                raise MaskError("padding is trained on", hint=_HINT)
         return
     ids, labels, positions = (batch[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
     starts = [n for n, position in enumerate(positions) if position == 0]
@@ -67,7 +70,7 @@ def _check_example(
     if place is None:
         raise MaskError(
             f"a batch holds tokens that are no row's: {chat.decode(input_ids)[:200]!r}",
-            hint="this is a bug of honed or of a library: please report it",
+            hint=_HINT,
         )
     # The first token is nobody's prediction; a packing masks it for its own reasons.
     labels = [rows.dataset[place]["labels"][0], *labels[1:]]

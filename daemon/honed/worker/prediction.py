@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from honed.chat import ChatFormat
+from honed.error import HonedError, InternalError, from_dict
 from honed.ladder import MEDIA_PREDICTION_BATCH_SIZE, PREDICTION_BATCH_SIZE
 from honed.media import Media
 from honed.precision import Precision
@@ -40,6 +43,7 @@ class Answers:
     """One round of predictions; None for one that failed."""
 
     texts: list[str | None]
+    fault: HonedError | None = None  #: of the first that failed
 
     @property
     def num_failed(self) -> int:
@@ -95,9 +99,9 @@ class Predictor:
         self._has_ladder = has_ladder
         self._processor = processor
         self._sample = sample
-        #: The dtype of the trainer's autocast, where predictions are to have it too.
-        trainers = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
-        self._matched_dtype = trainers if matches_autocast else None
+        #: The dtype of the trainer's autocast, and the same where predictions are to have it too.
+        self._trainers_dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
+        self._matched_dtype = self._trainers_dtype if matches_autocast else None
         self._input_dtypes: dict[str, str] = {}
         self._load_dtype = precision.load_dtype
         self._tokenizer = chat.tokenizer
@@ -106,6 +110,7 @@ class Predictor:
         self._stop = stop
         self._warn = warn
         self._has_warned = False
+        self._fault: HonedError | None = None
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop, and
@@ -114,6 +119,7 @@ class Predictor:
         import torch
 
         texts: list[str | None] = []
+        self._fault = None
         with self._stop.phase("predict"), undisturbed(model), torch.no_grad(), self._autocast(model):
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
@@ -122,7 +128,7 @@ class Predictor:
                 if self._sample is not None:  # by place, so that a draw is the same in each round
                     torch.manual_seed(self._sample.seed + start)
                 texts += self._ask_batch(model, questions[start : start + size])
-        return Answers(texts)
+        return Answers(texts, self._fault)
 
     def _autocast(self, model: Any) -> Any:
         """Off, or the trainer's where the job says match. But where whole modules or biases are trained in float32
@@ -150,8 +156,9 @@ class Predictor:
             if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
                 raise
             self._tell(model, error)
-        if len(questions) == 1:
-            return [None]
+            if len(questions) == 1:
+                self._fault = self._fault or self._without_frames(error)
+                return [None]
         return [answer for question in questions for answer in self._ask_batch(model, [question])]
 
     def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
@@ -227,10 +234,32 @@ class Predictor:
         dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
         autocast = torch.is_autocast_enabled(model.device.type)
         inputs = ", ".join(f"{name} {dtype}" for name, dtype in self._input_dtypes.items()) or "no inputs yet"
+        with contextlib.suppress(OSError):  # worker.log may lie on a disk that is full
+            traceback.print_exception(error)
         self._warn(
             f"a prediction failed: {type(error).__name__}: {error} (model {', '.join(dtypes)} on {model.device}; "
-            f"{inputs}; autocast {'on' if autocast else 'off'})"
+            f"{inputs}; autocast {'on' if autocast else 'off'}): {self._remedy(error)}"
         )
+
+    def _without_frames(self, error: Exception) -> HonedError:
+        """What it says, without the tensors that its traceback holds on to."""
+        if isinstance(error, HonedError):
+            return from_dict(error.as_dict())
+        said = next(iter(str(error).splitlines()), "")
+        return InternalError(f"{type(error).__name__}: {said}".removesuffix(": "), hint=self._remedy(error))
+
+    def _remedy(self, error: Exception) -> str:
+        if isinstance(error, HonedError) and error.hint:
+            return error.hint
+        if is_out_of_memory(error):
+            return "a smaller predictions.batch_size or predictions.max_new_tokens needs less memory"
+        if _DTYPES.search(str(error)) and self._trainers_dtype is not None and self._matched_dtype is None:
+            return "`predictions: {autocast: match}` gives predictions the autocast that training has"
+        return "its traceback is in worker.log (honectl logs --raw)"
+
+
+#: What torch says of two dtypes that do not go together, in its several ways.
+_DTYPES = re.compile(r"dtype|scalar ?type|BFloat16|Half", re.IGNORECASE)
 
 
 def _room(model: Any, max_new_tokens: int) -> int:

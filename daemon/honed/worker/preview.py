@@ -71,7 +71,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     if any(example.media for example in examples):
         chat.expand = _load_processor(_Asked(job_spec, path), chat.tokenizer).expand
     if any(example.kind == "messages" for example in examples):
-        for note in chat.notes():
+        for _, note in chat.notes():
             _tell(note)
     max_length = job_spec.training.cut_at
     shown = []

@@ -195,6 +195,8 @@ class _Story:
         events.emit("data", **data.counts)
         for text in data.told():
             self._log("warning", text)
+        for level, text in chat.notes() if any(example.kind == "messages" for example in data.train.examples) else ():
+            self._log(level, text)
         predictor = prediction.Predictor(
             chat,
             precision,

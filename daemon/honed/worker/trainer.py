@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
+from honed import score
 from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
 from honed.worker import checkpoint
@@ -216,9 +217,17 @@ class Trainer(SFTTrainer):
         self._progress.is_evaluation_due = False
         return metrics
 
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """The best model is to be had back, so it needs a checkpoint, whatever `save_steps` says."""
-        is_best = bool(super()._determine_best_metric(*args, **kwargs))
+    def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
+        """The best model is to be had back, so it needs a checkpoint, whatever `save_steps` says.
+
+        Where the best is the one that answers best, it is none of those whose answers failed, which have no score.
+        """
+        asked = self._assignment.spec.predictions
+        is_by_answers = score.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
+        has_scores = any(name.startswith(f"eval_{score.PREFIX}") for name in metrics)
+        if is_by_answers and not has_scores and asked.prompts is None:
+            return False
+        is_best = bool(super()._determine_best_metric(metrics, *args, **kwargs))
         if is_best and self.args.load_best_model_at_end:
             self.control.should_save = True
         return is_best
