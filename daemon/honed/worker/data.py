@@ -48,6 +48,7 @@ class Rows:
     first_segments: list[dict[str, Any]]  #: the first row, taken apart
     num_tokens: int = 0
     num_trained_tokens: int = 0
+    longest: int = 0  #: tokens
     num_truncated: int = 0
     num_dropped: int = 0  #: nothing was left to train on once they were cut, or the template refuses them
     first_dropped: str = ""
@@ -85,6 +86,11 @@ class Data:
     read: tuple[dataset.Counts, ...]  #: of each data set, those held out too
     num_dropped: int  #: of the rows to train on and of those held out
     first_dropped: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, as it is trained on or evaluated."""
+        return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)
 
     def told(self) -> list[str]:
         """What became of rows that cannot be used or are left out, for their owner."""
@@ -265,6 +271,7 @@ def encode(
         rows.examples.append(example)
         rows.truncated.append(is_cut)
         rows.num_tokens += len(cut.input_ids)
+        rows.longest = max(rows.longest, len(cut.input_ids))
         rows.num_trained_tokens += sum(cut.trained[1:])
         # A row's images may be thousands of tokens: four bytes for each, not a Python list's thirty-six.
         columns["input_ids"].append(array("i", cut.input_ids) if media else cut.input_ids)

@@ -76,6 +76,11 @@ class Examiner:
         self._told: set[str] = set()
         self._needs_scores = chooser is not None
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt of text alone; a processor makes the others."""
+        return max((len(question.input_ids) for question in [*self._questions, *self._guarded]), default=0)
+
     def begin(self, model: Any, state: Any) -> None:
         """Before the first step."""
         thumbnail.tell(self._questions, self._events)
