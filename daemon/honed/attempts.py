@@ -445,7 +445,7 @@ class Attempts:
         return not running.read_fault  # a disk may give them in a moment
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
-        """Start a fresh process without Unsloth where it cannot, or not in the planned precision; no attempt is used up."""
+        """Start a fresh process without Unsloth where it cannot, or not as planned; no attempt is used up."""
         asked = running.job.stop
         if asked is not None or not self._may_fall_back(running.job, outcome):
             return False

@@ -1,8 +1,8 @@
 """The model and its tokenizer, in the planned precision, through one of two backends.
 
-A backend is one interface: `import_libraries`, before which nothing of the training stack may be imported, `load_base`,
-and `attach_adapter`; the model is audited after each of the last two. `make_room` and `building` come before the trainer
-and around its making. The tokenizer is the same for both.
+A backend is a few functions behind one interface: `import_libraries`, before which nothing of the training stack may be
+imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. `make_room` comes before
+the trainer, `building` is around its making. The tokenizer is the same for both.
 """
 
 from __future__ import annotations

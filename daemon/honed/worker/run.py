@@ -208,8 +208,8 @@ class _Story:
             has_ladder=spec.retry.on_out_of_memory == "adjust" and not job.is_trial,
         )
         exam = examiner.Examiner(job, data, chat, predictor, progress=progress, events=events, log=self._log)
-        num_tokens = max(data.longest, exam.longest + spec.predictions.max_new_tokens)
-        backend.make_room(loaded.model, num_tokens + (spec.training.pad_to_multiple_of or 0))
+        num_tokens = max(data.longest + (spec.training.pad_to_multiple_of or 0), spec.training.max_length or 0)
+        backend.make_room(loaded.model, max(num_tokens, exam.longest + spec.predictions.max_new_tokens))
         args = trainers.arguments(
             job, has_eval=data.held_out is not None, has_media=data.media is not None, is_resumed=resumed is not None
         )

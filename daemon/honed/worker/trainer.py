@@ -98,9 +98,7 @@ def _promised() -> dict[str, Any]:
     fields |= {name: info.default for name, info in TrainingSpec.model_fields.items() if name in fields}
     # Which way the loss is computed is left to the backend: Unsloth has kernels of its own.
     return {
-        name: default
-        for name, default in fields.items()
-        if name != "loss_type" and default is not dataclasses.MISSING
+        name: default for name, default in fields.items() if name != "loss_type" and default is not dataclasses.MISSING
     }
 
 

@@ -34,7 +34,7 @@ class UnslothBackend:
             return _attach_adapter(model, assignment)
 
     def make_room(self, model: Any, num_tokens: int) -> None:
-        """Unsloth's forward takes the first `max_seq_length` tokens, with a word to its own log. Each layer has its own."""
+        """Unsloth takes the first `max_seq_length` tokens of a row, with a word to its own log; each layer has its own."""
         for module in model.modules():
             if getattr(module, "max_seq_length", num_tokens) < num_tokens:
                 module.max_seq_length = num_tokens
@@ -67,7 +67,7 @@ def _load_base(assignment: Assignment) -> Any:
     spec, precision = assignment.spec, assignment.precision
     model, _ = _loader(assignment).from_pretrained(
         str(assignment.base_model_path),
-        max_seq_length=_max_seq_length(assignment),
+        max_seq_length=max_seq_length(assignment),
         dtype=getattr(torch, precision.load_dtype),
         load_in_4bit=precision.quantization == "4bit",
         load_in_8bit=precision.quantization == "8bit",
@@ -83,7 +83,7 @@ def _load_base(assignment: Assignment) -> Any:
     return model
 
 
-def _max_seq_length(assignment: Assignment) -> int:
+def max_seq_length(assignment: Assignment) -> int:
     """What Unsloth is told to load for: never more than the model has positions, or it would stretch them (RoPE
     scaling), which nobody has asked for and no other program that loads the adapter does."""
     length = assignment.spec.training.max_length or UNCUT_LENGTH

@@ -1,0 +1,198 @@
+"""What Unsloth does to TRL on a GPU, with its real SFTConfig and SFTTrainer on a CPU: none of it surprises a job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from honed.error import BackendError, OutOfMemoryError, SpecError
+from honed.worker import assignment as assignments
+from honed.worker.unsloth_backend import UNCUT_LENGTH, UnslothBackend, max_seq_length
+from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob
+
+needs_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
+OFF = {"sample_frequency": "off"}
+
+
+def run_gpulike(job: WorkerJob, **environment: str) -> Ended:
+    path = os.pathsep.join(filter(None, sys.path))
+    status = subprocess.run(
+        [sys.executable, "-m", "worker.gpulike", str(job.dir)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **environment},
+        cwd=job.dir, stdin=subprocess.DEVNULL, capture_output=True, timeout=WORKER_TIMEOUT_SEC, check=False,
+    ).returncode  # fmt: skip
+    return job._ended(status, 1)
+
+
+# --- Unsloth's own classes --------------------------------------------------------------------------------------------
+
+
+def with_defaults(job: WorkerJob, **training: Any) -> WorkerJob:
+    """The job without what `make_job` sets of training."""
+    job.change_plan(spec=job.plan["spec"] | {"training": training})
+    return job
+
+
+@needs_unsloth
+def test_a_job_that_leaves_defaults_out_trains_with_those_of_the_documentation(make_job: MakeJob) -> None:
+    # Unsloth's are another learning rate, warmup, batch, accumulation, optimizer, seed and batch of evaluations.
+    keys: dict[str, Any] = {"lora": {"r": 8, "lora_dropout": 0.1}, "dtype": "bfloat16", "eval_split": 0.4,
+                            "num_rows": 40, "predictions": OFF}  # fmt: skip
+    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 600}
+    job = with_defaults(make_job(**keys, backend="unsloth"), **training, per_device_train_batch_size=4)
+    ended = run_gpulike(job)
+    assert ended.status == 0, ended.result
+    assert (job.dir / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
+    plain = with_defaults(make_job(**keys), **training, per_device_train_batch_size=4).run()
+    assert ended.losses == pytest.approx(plain.losses, abs=1e-4)
+    assert [item["learning_rate"] for item in ended.of("step")] == [item["learning_rate"] for item in plain.of("step")]
+    evaluated = [item["metrics"]["eval_loss"] for item in ended.of("evaluation")]
+    assert evaluated == pytest.approx([item["metrics"]["eval_loss"] for item in plain.of("evaluation")], abs=1e-4)
+    [built] = [item for item in ended.of("audit") if item["when"] == "built"]
+    assert built["mended"] == [
+        "the trainer had set bf16_full_eval to True, now False",
+        "the trainer had set per_device_eval_batch_size to 4, now 8",
+        "the trainer had set eval_accumulation_steps to 1, now None",
+    ]
+    assert ended.messages("warning") == plain.messages("warning")
+
+
+@needs_unsloth
+def test_a_trainer_that_unsloth_builds_in_another_precision_is_a_mismatch_before_the_first_step(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(lora={"r": 4}, dtype="bfloat16", backend="unsloth", predictions=OFF)
+    ended = run_gpulike(job, UNSLOTH_MIXED_PRECISION="bfloat16")  # as it sets it for a full fine-tuning in bfloat16
+    assert (ended.status, ended.result["step"]) == (80, 0)
+    error = ended.result["error"]
+    assert error["message"] == "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
+    assert error["hint"].startswith("backend: transformers, or backend: auto")
+
+
+@needs_unsloth
+def test_a_trainer_that_unsloth_refuses_to_build_is_the_backends_fault(make_job: MakeJob) -> None:
+    job = make_job(lora={"r": 4}, dtype="bfloat16", backend="unsloth", predictions=OFF)
+    job.change_plan(precision=job.plan["precision"] | {"bf16": False, "fp16": True})
+    ended = run_gpulike(job)
+    assert ended.status == 69
+    assert "TypeError: Unsloth: Model is in bfloat16" in ended.result["error"]["message"]
+
+
+def test_what_another_backend_would_meet_too_is_not_unsloths_fault() -> None:
+    for problem in (SpecError("x"), OutOfMemoryError("x"), MemoryError("x")):
+        with pytest.raises(type(problem)), UnslothBackend().building():
+            raise problem
+    with pytest.raises(BackendError, match="TypeError: x"), UnslothBackend().building():
+        raise TypeError("x")
+
+
+# --- a trainer that changes its arguments, as Unsloth's does ----------------------------------------------------------
+
+
+@pytest.fixture
+def meddle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have SFTTrainer set arguments when it is built."""
+
+    def change(**changes: Any) -> None:
+        real = trl.SFTTrainer.__init__
+
+        def build(self: Any, *parts: Any, args: Any, **keys: Any) -> None:
+            for name, value in changes.items():
+                setattr(args, name, value)
+            real(self, *parts, args=args, **keys)
+
+        monkeypatch.setattr(trl.SFTTrainer, "__init__", build)
+
+    return change
+
+
+#: The last step is evaluated after training alone, when transformers would cast a model for it.
+EVALUATED: dict[str, Any] = {
+    "lora": {"r": 4}, "dtype": "float32", "eval_split": 0.2, "predictions": OFF,
+    "training": {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "eval_delay": 100, "max_grad_norm": 0.5},
+}  # fmt: skip
+
+
+def test_full_evaluations_in_half_are_turned_off_and_what_is_not_as_the_job_says_is_told(
+    make_job: MakeJob, meddle: Callable[..., None]
+) -> None:
+    from safetensors.torch import load_file
+
+    plain = make_job(**EVALUATED)
+    plain.run()
+    meddle(bf16_full_eval=True, max_grad_norm=0.25)
+    job = make_job(**EVALUATED)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    assert "audit (built): the trainer had set bf16_full_eval to True, now False" in ended.messages("info")
+    assert "training.max_grad_norm: the job says 0.5, but transformers makes it 0.25" in ended.messages("warning")
+    weights, wanted = (load_file(each.output_dir / "adapter_model.safetensors") for each in (job, plain))
+    assert {str(value.dtype) for value in weights.values()} == {"torch.float32"}
+    rounded = [name for name, value in weights.items() if torch.equal(value, value.bfloat16().float())]
+    assert rounded == [name for name, value in wanted.items() if torch.equal(value, value.bfloat16().float())] == []
+
+
+def test_weights_that_were_cast_after_training_are_never_saved(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trl.SFTTrainer.train
+
+    def train(self: Any, *parts: Any, **keys: Any) -> Any:
+        ended = real(self, *parts, **keys)
+        self.args.bf16_full_eval = True
+        return ended
+
+    monkeypatch.setattr(trl.SFTTrainer, "train", train)
+    job = make_job(**EVALUATED)
+    ended = job.run()
+    assert (ended.status, ended.result["error"]["code"], ended.result["step"]) == (80, "precision_mismatch", 3)
+    assert "was float32 and is bfloat16" in ended.result["error"]["message"]
+    assert "transformers" not in ended.result["error"]["hint"]  # that is what has loaded it
+    assert not job.output_dir.exists()
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def test_unsloth_is_never_told_to_stretch_a_models_positions(
+    make_job: MakeJob, checkpoint_of: Callable[..., Path]
+) -> None:
+    for positions, max_length, wanted in ((512, 4096, 512), (512, 64, 64), (4096, None, UNCUT_LENGTH)):
+        base = checkpoint_of("llama", max_position_embeddings=positions)
+        job = make_job(model=base, training={"max_length": max_length})
+        assert max_seq_length(assignments.read(job.dir, 1)) == wanted
+
+
+def test_unsloth_lets_rows_and_prompts_through_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    for module in (model, model[0]):
+        module.max_seq_length = 64  # each layer that cuts has its own
+    UnslothBackend().make_room(model, 100)
+    assert (model.max_seq_length, model[0].max_seq_length) == (100, 100)
+    assert not hasattr(model[1], "max_seq_length")
+    UnslothBackend().make_room(model, 10)
+    assert model.max_seq_length == 100
+
+
+def test_a_prompt_that_is_asked_without_its_beginning_is_told_once(
+    make_job: MakeJob, checkpoint_of: Callable[..., Path]
+) -> None:
+    job = make_job(
+        model=checkpoint_of("llama", max_position_embeddings=128), lora={"r": 4}, training={"max_steps": 1},
+        predictions={"prompts": ["word " * 400], "max_new_tokens": 8},
+    )  # fmt: skip
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    told = [text for text in ended.messages("warning") if "without its beginning" in text]
+    assert len(told) == 1
+    assert "positions for 120" in told[0]
+    assert len(ended.of("predictions")) > 1
