@@ -1,5 +1,5 @@
-"""`python -m worker.gpulike JOB_DIR`: a worker on a CPU, with the SFTConfig and the SFTTrainer that Unsloth puts in the
-place of TRL's on a GPU.
+"""`python -m worker.gpulike [NAME=VALUE] JOB_DIR …`: a worker on a CPU, with the SFTConfig and SFTTrainer that Unsloth
+puts in the place of TRL's on a GPU; job after job, each with what is set in the environment before it.
 
 UNSLOTH_ALLOW_CPU gives Unsloth's side for GPUs without one, for tests of its own. Under it TRL is left alone, so what
 it does to TRL on a GPU is asked for here. Its kernels need a GPU: models are loaded by its side for CPUs.
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 
-def main() -> int:
-    os.environ["UNSLOTH_ALLOW_CPU"] = "1"
+def main() -> None:
+    os.environ |= {"UNSLOTH_ALLOW_CPU": "1", "TORCHDYNAMO_DISABLE": "1", "UNSLOTH_COMPILE_DISABLE": "1"}
     import trl
     import unsloth
     from unsloth.models.rl import _patch_trl_rl_trainers
@@ -26,8 +26,13 @@ def main() -> int:
     unsloth.FastLanguageModel = FastCPUModel
     from honed.worker.run import run
 
-    return run(Path(sys.argv[1]), 1)
+    for argument in sys.argv[1:]:
+        name, is_set, value = argument.partition("=")
+        if is_set:
+            os.environ[name] = value
+        else:
+            run(Path(argument), 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -17,23 +18,27 @@ import trl
 from honed.error import BackendError, OutOfMemoryError, SpecError
 from honed.worker import assignment as assignments
 from honed.worker.unsloth_backend import UNCUT_LENGTH, UnslothBackend, max_seq_length
-from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob
+from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 
 needs_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
 OFF = {"sample_frequency": "off"}
 
 
-def run_gpulike(job: WorkerJob, **environment: str) -> Ended:
+def run_gpulike(*arguments: str) -> None:
     path = os.pathsep.join(filter(None, sys.path))
-    status = subprocess.run(
-        [sys.executable, "-m", "worker.gpulike", str(job.dir)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **environment},
-        cwd=job.dir, stdin=subprocess.DEVNULL, capture_output=True, timeout=WORKER_TIMEOUT_SEC, check=False,
-    ).returncode  # fmt: skip
-    return job._ended(status, 1)
+    subprocess.run(
+        [sys.executable, "-m", "worker.gpulike", *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=WORKER_TIMEOUT_SEC, check=True,
+    )  # fmt: skip
 
 
 # --- Unsloth's own classes --------------------------------------------------------------------------------------------
+
+
+def ended_of(job: WorkerJob) -> Ended:
+    result = json.loads((job.dir / "attempts/1/result.json").read_text())
+    return Ended(0, result, read_events(job.events_path(1)))
 
 
 def with_defaults(job: WorkerJob, **training: Any) -> WorkerJob:
@@ -43,48 +48,45 @@ def with_defaults(job: WorkerJob, **training: Any) -> WorkerJob:
 
 
 @needs_unsloth
-def test_a_job_that_leaves_defaults_out_trains_with_those_of_the_documentation(make_job: MakeJob) -> None:
-    # Unsloth's are another learning rate, warmup, batch, accumulation, optimizer, seed and batch of evaluations.
+def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where Unsloth writes its classes
     keys: dict[str, Any] = {"lora": {"r": 8, "lora_dropout": 0.1}, "dtype": "bfloat16", "eval_split": 0.4,
                             "num_rows": 40, "predictions": OFF}  # fmt: skip
-    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 600}
-    job = with_defaults(make_job(**keys, backend="unsloth"), **training, per_device_train_batch_size=4)
-    ended = run_gpulike(job)
-    assert ended.status == 0, ended.result
-    assert (job.dir / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
-    plain = with_defaults(make_job(**keys), **training, per_device_train_batch_size=4).run()
-    assert ended.losses == pytest.approx(plain.losses, abs=1e-4)
-    assert [item["learning_rate"] for item in ended.of("step")] == [item["learning_rate"] for item in plain.of("step")]
+    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 600,
+                "per_device_train_batch_size": 4}  # fmt: skip
+    job, plain = with_defaults(make_job(**keys, backend="unsloth"), **training), make_job(**keys)
+    lowered, refused = make_job(**keys, backend="unsloth"), make_job(**keys, backend="unsloth")
+    refused.change_plan(precision=refused.plan["precision"] | {"bf16": False, "fp16": True})
+    run_gpulike(str(job.dir), str(refused.dir), "UNSLOTH_MIXED_PRECISION=bfloat16", str(lowered.dir))
+
+    # What the job leaves out is what the documentation says. Unsloth would take another learning rate, warmup, batch,
+    # accumulation, optimizer, decay, seed and batch of evaluations.
+    assert (tmp_path / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
+    ended, wanted = ended_of(job), with_defaults(plain, **training).run()
+    assert ended.result["outcome"] == wanted.result["outcome"] == "succeeded"
+    assert ended.losses == pytest.approx(wanted.losses, abs=1e-4)
+    assert [item["learning_rate"] for item in ended.of("step")] == [item["learning_rate"] for item in wanted.of("step")]
     evaluated = [item["metrics"]["eval_loss"] for item in ended.of("evaluation")]
-    assert evaluated == pytest.approx([item["metrics"]["eval_loss"] for item in plain.of("evaluation")], abs=1e-4)
+    assert evaluated == pytest.approx([item["metrics"]["eval_loss"] for item in wanted.of("evaluation")], abs=1e-4)
     [built] = [item for item in ended.of("audit") if item["when"] == "built"]
     assert built["mended"] == [
         "the trainer had set bf16_full_eval to True, now False",
         "the trainer had set per_device_eval_batch_size to 4, now 8",
         "the trainer had set eval_accumulation_steps to 1, now None",
     ]
-    assert ended.messages("warning") == plain.messages("warning")
+    assert ended.messages("warning") == wanted.messages("warning")
 
+    # A trainer that it will not build is its fault, as what it cannot load.
+    assert ended_of(refused).result["error"]["code"] == "backend_unavailable"
+    assert "TypeError: Unsloth: Model is in bfloat16" in ended_of(refused).result["error"]["message"]
 
-@needs_unsloth
-def test_a_trainer_that_unsloth_builds_in_another_precision_is_a_mismatch_before_the_first_step(
-    make_job: MakeJob,
-) -> None:
-    job = make_job(lora={"r": 4}, dtype="bfloat16", backend="unsloth", predictions=OFF)
-    ended = run_gpulike(job, UNSLOTH_MIXED_PRECISION="bfloat16")  # as it sets it for a full fine-tuning in bfloat16
-    assert (ended.status, ended.result["step"]) == (80, 0)
-    error = ended.result["error"]
-    assert error["message"] == "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
-    assert error["hint"].startswith("backend: transformers, or backend: auto")
-
-
-@needs_unsloth
-def test_a_trainer_that_unsloth_refuses_to_build_is_the_backends_fault(make_job: MakeJob) -> None:
-    job = make_job(lora={"r": 4}, dtype="bfloat16", backend="unsloth", predictions=OFF)
-    job.change_plan(precision=job.plan["precision"] | {"bf16": False, "fp16": True})
-    ended = run_gpulike(job)
-    assert ended.status == 69
-    assert "TypeError: Unsloth: Model is in bfloat16" in ended.result["error"]["message"]
+    # One that it builds without autocast, as it does to fine-tune all of a bfloat16 model, is found before a step.
+    found = ended_of(lowered).result
+    assert (found["error"]["code"], found["step"]) == ("precision_mismatch", 0)
+    assert found["error"]["message"] == "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
+    assert found["error"]["hint"].startswith("backend: transformers, or backend: auto")
 
 
 def test_what_another_backend_would_meet_too_is_not_unsloths_fault() -> None:

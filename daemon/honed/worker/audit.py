@@ -10,8 +10,8 @@
     meta        not there (offloaded): passed over
 
 A difference is mended where no bit of the checkpoint is lost by it, and said; any other ends the job with
-precision_mismatch, as does a dtype that is another by the time weights are saved. `model.config.dtype` counts too, since
-libraries read it instead of looking at the parameters.
+precision_mismatch, as does a dtype that is another by the time weights are saved. `model.config.dtype` counts too,
+since libraries read it instead of looking at the parameters.
 """
 
 from __future__ import annotations

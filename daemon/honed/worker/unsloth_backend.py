@@ -34,7 +34,7 @@ class UnslothBackend:
             return _attach_adapter(model, assignment)
 
     def make_room(self, model: Any, num_tokens: int) -> None:
-        """Unsloth takes the first `max_seq_length` tokens of a row, with a word to its own log; each layer has its own."""
+        """Unsloth takes a row's first `max_seq_length` tokens, with a word to its own log; each layer has its own."""
         for module in model.modules():
             if getattr(module, "max_seq_length", num_tokens) < num_tokens:
                 module.max_seq_length = num_tokens
