@@ -52,9 +52,11 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where Unsloth writes its classes
+    # A prompt that is longer than max_length, which is as TRL's default: Unsloth would take it for nobody's wish.
+    predictions = {"prompts": ["word " * 300], "max_new_tokens": 2}
     keys: dict[str, Any] = {"lora": {"r": 8, "lora_dropout": 0.1}, "dtype": "bfloat16", "eval_split": 0.4,
-                            "num_rows": 40, "predictions": OFF}  # fmt: skip
-    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 600,
+                            "num_rows": 40, "predictions": predictions}  # fmt: skip
+    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 1024,
                 "per_device_train_batch_size": 4}  # fmt: skip
     job, plain = with_defaults(make_job(**keys, backend="unsloth"), **training), make_job(**keys)
     lowered, refused = make_job(**keys, backend="unsloth"), make_job(**keys, backend="unsloth")

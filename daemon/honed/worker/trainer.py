@@ -35,8 +35,9 @@ SAVE_TOTAL_LIMIT = 2
 #: What Unsloth's SFTTrainer sets while it is built, and nothing reads before an evaluation. Under a flag of the first
 #: two, one outside of training casts the whole model, adapters too, for good.
 _PUT_BACK = ("bf16_full_eval", "fp16_full_eval", "per_device_eval_batch_size", "eval_accumulation_steps")
-#: What a spec may set that ends up otherwise: it is ours, or transformers has another word for it.
-_SAID_OTHERWISE = ("save_total_limit", "include_num_input_tokens_seen")
+#: What a spec may set that ends up otherwise: the first is ours, and so is the second in a resume; transformers has
+#: another word for the third.
+_SAID_OTHERWISE = ("save_total_limit", "eval_on_start", "include_num_input_tokens_seen")
 
 
 def arguments(
