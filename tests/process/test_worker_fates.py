@@ -146,6 +146,8 @@ def test_a_precision_mismatch_of_unsloth_falls_back_before_the_first_step(
         assert job.num_failures == 0
         assert "planned bf16=True" in told[0]["reason"]
         assert "falls back to transformers: planned bf16=True" in instance.log
+        path = instance.layout.job(job.id).report_path
+        wait_for(lambda: path.exists() and "planned bf16=True" in path.read_text(), what="the reason on its page")
 
 
 def test_a_worker_stopped_behind_honeds_back_is_held(instance: Instance) -> None:

@@ -74,7 +74,7 @@ class Auditor:
     def __init__(self, precision: Precision, events: EventWriter, *, backend: str = "transformers") -> None:
         self._precision = precision
         self._events = events
-        self._backend = backend
+        self._is_other = backend != "transformers"
         self._dtypes: dict[str, Any] = {}  #: of each parameter, when it was last looked at
 
     def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
@@ -100,11 +100,15 @@ class Auditor:
             f"{name} was {_name(self._dtypes[name])} and is {_name(parameter.dtype)}"
             for name, parameter in model.named_parameters()
             if self._dtypes.get(name, parameter.dtype) != parameter.dtype
+            and role(name, parameter) not in ("meta", "quantized")
         ]
         if changed:
             more = f" and {len(changed) - MAX_NAMED} more" if changed[MAX_NAMED:] else ""
-            with self._advised():
-                raise PrecisionError(f"weights were cast while it trained: {'; '.join(changed[:MAX_NAMED])}{more}")
+            raise PrecisionError(
+                f"weights were cast while it trained: {'; '.join(changed[:MAX_NAMED])}{more}",
+                hint="its last checkpoint is whole"
+                + ("; drop it again with backend: transformers" if self._is_other else ""),
+            )
 
     @contextmanager
     def _advised(self) -> Iterator[None]:
@@ -112,7 +116,7 @@ class Auditor:
         try:
             yield
         except PrecisionError as error:
-            if self._backend == "transformers":
+            if not self._is_other:
                 raise
             other = "backend: transformers, or backend: auto, which falls back to it before the first step"
             raise PrecisionError(error.message, hint=f"{error.hint}, or {other}" if error.hint else other) from error

@@ -87,7 +87,7 @@ def max_seq_length(assignment: Assignment) -> int:
     """What Unsloth is told to load for: never more than the model has positions, or it would stretch them (RoPE
     scaling), which nobody has asked for and no other program that loads the adapter does."""
     length = assignment.spec.training.max_length or UNCUT_LENGTH
-    positions = getattr(load_config(assignment).get_text_config(), "max_position_embeddings", None)
+    positions = getattr(load_config(assignment), "max_position_embeddings", None)  # it goes by no inner config's
     return min(length, positions) if isinstance(positions, int) and positions > 0 else length
 
 
