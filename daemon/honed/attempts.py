@@ -445,7 +445,7 @@ class Attempts:
         return not running.read_fault  # a disk may give them in a moment
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
-        """Start a fresh process without Unsloth where Unsloth turned out not to be able; no attempt is used up."""
+        """Start a fresh process without Unsloth where it cannot, or not as planned; no attempt is used up."""
         asked = running.job.stop
         if asked is not None or not self._may_fall_back(running.job, outcome):
             return False
@@ -470,7 +470,7 @@ class Attempts:
 
     def _may_fall_back(self, job: Job, outcome: Outcome) -> bool:
         attempt = job.attempt
-        if outcome.code != error.BackendError.code or attempt.backend != "unsloth" or attempt.num_starts > 1:
+        if not outcome.is_worth_another_backend or attempt.backend != "unsloth" or attempt.num_starts > 1:
             return False
         plan = json.loads(foreign.read_plain(self._layout.job(job.id).plan_path, num_names=1))
         return bool(plan["spec"].get("backend") != "unsloth")

@@ -146,8 +146,9 @@ FALLBACK = Message(
     "4349bef3871a417f8f748db8ca4db578",
     "Job @HONED_JOB@ goes on without Unsloth",
     """
-    Unsloth turned out not to be able to train this model on this machine; the message has its own words. The same
-    attempt goes on in a fresh process with transformers, into which Unsloth is never imported. No attempt is used up.
+    Unsloth turned out not to be able to train this model on this machine, or not in the planned precision; the
+    message says why. The same attempt goes on in a fresh process with transformers, into which Unsloth is never
+    imported. No attempt is used up.
 
     Write `backend: transformers` into the job file to spare the try, or `backend: unsloth` to have it fail instead.
     """,
@@ -261,7 +262,8 @@ BY_ERROR: dict[str, Message] = {
         "The model that was loaded is not what was planned",
         """
         After loading, every parameter is counted by role and dtype and held against the plan. What differs is named
-        in the message; it could not be mended without changing the model. No step was trained on it.
+        in the message; it could not be mended without changing the model. No step was trained on it, unless the
+        message says that weights were cast while it trained: then nothing of that was saved.
 
           honectl plan FILE   what was planned, with a reason for each choice
 

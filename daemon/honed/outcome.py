@@ -34,6 +34,13 @@ class Outcome:
     def is_success(self) -> bool:
         return self.code == SUCCEEDED
 
+    @property
+    def is_worth_another_backend(self) -> bool:
+        """Whether a fresh process with another backend may do better: this one cannot, or not as planned, and found out
+        before a step was trained."""
+        is_before_training = not self.step
+        return self.code == error.BackendError.code or (self.code == error.PrecisionError.code and is_before_training)
+
 
 def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
     """Read the worker's result and weigh it against its exit.

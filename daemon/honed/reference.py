@@ -43,7 +43,7 @@ More of them are in `etc/examples/`.
 """
 
 _TRAINING_NOTE = """\
-SFTConfig's own fields, as of TRL 1.14.2, with its own defaults; only what is written here is handed on.
+SFTConfig's own fields, as of TRL 1.14.2, with its own defaults, which hold under Unsloth, too.
 """
 
 _CONFIG_INTRODUCTION = """\

@@ -458,7 +458,11 @@ def _attempts(story: Story) -> str:
     ]  # fmt: skip
     steps = [[text(each.attempt), text(each.text)] for each in story.job.adjustments]
     ladder = table(("out of memory in attempt", "the next ones go on with"), steps, stack=True) if steps else ""
-    return table(("attempt", "backend", "started (UTC)", "time", "step", "outcome"), rows, stack=True) + ladder
+    fallen = [[text(each.number), text(each.fallback.reason)] for each in story.job.attempts if each.fallback]
+    without = table(("attempt", "fell back to transformers, since"), fallen, stack=True) if fallen else ""
+    return (
+        table(("attempt", "backend", "started (UTC)", "time", "step", "outcome"), rows, stack=True) + without + ladder
+    )
 
 
 def _versions(story: Story) -> str:

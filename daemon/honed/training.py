@@ -97,7 +97,7 @@ class TrainingSpec(Section):
 
     # Loss
     loss_type: Literal["nll", "dft", "chunked_nll"] | None = None
-    """The loss; null leaves the choice to TRL."""
+    """The loss; null leaves the choice to TRL, or to Unsloth, which computes the same in its own way."""
     label_smoothing_factor: Fraction = 0.0
     """Label smoothing."""
     neftune_noise_alpha: Annotated[float, Ge(0)] | None = None
@@ -204,7 +204,7 @@ class TrainingSpec(Section):
         return None if splits else self.max_length
 
     def as_kwargs(self) -> dict[str, Any]:
-        """What the user set, and nothing else: SFTConfig has the defaults."""
+        """What the user set, and nothing else."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @model_serializer(mode="wrap")

@@ -13,6 +13,7 @@ liar             exit 3 with a result of success     garbage      noise among it
 hang             never says a word                   deaf         as slow, but ignores SIGTERM
 freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
 fallback         backend_unavailable under unsloth, success under transformers
+mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
 hostile          escape sequences, markup and forged lines in all that it says, then an explanation of that kind
@@ -239,6 +240,13 @@ def main() -> int:
                 time.sleep(1.0 if argument == "slowly" else 0.0)
                 result("failed", 0, {"code": "backend_unavailable", "message": "no vision on CPU", "hint": ""})
                 return 69
+            result("succeeded", steps(3))
+        case "mismatch":
+            if backend == "unsloth":
+                message = "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
+                step = steps(int(argument or 0))
+                result("failed", step, {"code": "precision_mismatch", "message": message, "hint": ""})
+                return 80
             result("succeeded", steps(3))
         case _:
             raise SystemExit(f"no behaviour {name!r}")

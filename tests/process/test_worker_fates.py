@@ -114,6 +114,42 @@ def test_unsloth_that_cannot_falls_back_in_a_fresh_process_and_uses_no_attempt_u
     wait_for(lambda: any(item["event"] == "fallback" for item in instance.show("fallback")["events"]), what="the event")
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "state", "backends"),
+    [
+        ("mismatch", "auto", State.SUCCEEDED, ["unsloth", "transformers"]),
+        ("mismatch", "unsloth", State.FAILED, ["unsloth"]),
+        ("mismatch-3", "auto", State.FAILED, ["unsloth"]),
+    ],
+    ids=["before-the-first-step", "asked-for-by-name", "after-steps"],
+)
+def test_a_precision_mismatch_of_unsloth_falls_back_before_the_first_step(
+    instance: Instance, name: str, asked: str, state: State, backends: list[str]
+) -> None:
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop(name)
+    job = instance.wait_state(name, State.QUEUED)
+    plan_path = instance.layout.job(job.id).plan_path
+    plan = json.loads(plan_path.read_text())
+    plan["backend"]["name"], plan["spec"]["backend"] = "unsloth", asked
+    plan_path.write_text(json.dumps(plan))
+    instance.client.ask("resume")
+    job = instance.wait_state(name, state)
+    assert [line.split()[1] for line in instance.starts(job)] == backends
+    assert len(job.attempts) == 1
+    told = [item for item in instance.show(name)["events"] if item["event"] == "fallback"]
+    assert [(item["from"], item["to"]) for item in told] == ([("unsloth", "transformers")] if backends[1:] else [])
+    if state is State.FAILED:
+        assert (job.outcome, job.num_failures) == ("precision_mismatch", 1)
+    else:
+        assert job.num_failures == 0
+        assert "planned bf16=True" in told[0]["reason"]
+        assert "falls back to transformers: planned bf16=True" in instance.log
+        path = instance.layout.job(job.id).report_path
+        wait_for(lambda: path.exists() and "planned bf16=True" in path.read_text(), what="the reason on its page")
+
+
 def test_a_worker_stopped_behind_honeds_back_is_held(instance: Instance) -> None:
     instance.drop("slow")
     instance.start()

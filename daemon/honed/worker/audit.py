@@ -10,7 +10,8 @@
     meta        not there (offloaded): passed over
 
 A difference is mended where no bit of the checkpoint is lost by it, and said; any other ends the job with
-precision_mismatch. `model.config.dtype` counts too, since libraries read it instead of looking at the parameters.
+precision_mismatch, as does a dtype that is another by the time weights are saved. `model.config.dtype` counts too,
+since libraries read it instead of looking at the parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,13 +71,17 @@ class Audit:
 class Auditor:
     """Holds one run's model against its plan whenever something may have changed it, and tells each time."""
 
-    def __init__(self, precision: Precision, events: EventWriter) -> None:
+    def __init__(self, precision: Precision, events: EventWriter, *, backend: str = "transformers") -> None:
         self._precision = precision
         self._events = events
+        self._is_other = backend != "transformers"
+        self._dtypes: dict[str, Any] = {}  #: of each parameter, when it was last looked at
 
     def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
         """Count, mend and tell; `mended` is what the caller had to. Raises PrecisionError, naming the parameters."""
-        found = examine(model, self._precision, when, mended=mended)
+        with self._advised():
+            found = examine(model, self._precision, when, mended=mended)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._events.emit("audit", **found.as_dict())
         for text in found.mended:
             self._events.emit("log", level="info", message=f"audit ({when}): {text}")
@@ -83,8 +89,37 @@ class Auditor:
 
     def trainer(self, trainer: Any) -> None:
         """Raises PrecisionError where the trainer would compute in another precision than the planned one."""
-        check_arguments(trainer.args, self._precision)
-        check_accelerator(trainer.accelerator, self._precision)
+        with self._advised():
+            check_arguments(trainer.args, self._precision)
+            check_accelerator(trainer.accelerator, self._precision)
+
+    def unchanged(self, model: Any) -> None:
+        """Raises PrecisionError where a parameter has another dtype than at the last look. Casting it back would only
+        hide that it was rounded."""
+        changed = [
+            f"{name} was {_name(self._dtypes[name])} and is {_name(parameter.dtype)}"
+            for name, parameter in model.named_parameters()
+            if self._dtypes.get(name, parameter.dtype) != parameter.dtype
+            and role(name, parameter) not in ("meta", "quantized")
+        ]
+        if changed:
+            more = f" and {len(changed) - MAX_NAMED} more" if changed[MAX_NAMED:] else ""
+            raise PrecisionError(
+                f"weights were cast while it trained: {'; '.join(changed[:MAX_NAMED])}{more}",
+                hint="its last checkpoint is whole"
+                + ("; drop it again with backend: transformers" if self._is_other else ""),
+            )
+
+    @contextmanager
+    def _advised(self) -> Iterator[None]:
+        """Errors say of the other backend what it can do, where there is another."""
+        try:
+            yield
+        except PrecisionError as error:
+            if not self._is_other:
+                raise
+            other = "backend: transformers, or backend: auto, which falls back to it before the first step"
+            raise PrecisionError(error.message, hint=f"{error.hint}, or {other}" if error.hint else other) from error
 
 
 def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str] = ()) -> Audit:
@@ -94,7 +129,7 @@ def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str
         raise PrecisionError(
             f"planned quantization {precision.quantization}, but the loaded model is "
             + (f"quantized to {quantization}" if quantization != "none" else "not quantized"),
-            hint="quantization: none, or backend: transformers",
+            hint="quantization: none",
         )
     if quantization != "none":
         _check_quantized_share(model)
@@ -172,7 +207,7 @@ def _mend_parameters(model: Any, precision: Precision) -> list[str]:
         more = f" and {len(lost) - MAX_NAMED} more" if lost[MAX_NAMED:] else ""
         raise PrecisionError(
             f"planned {precision.load_dtype}, but {'; '.join(lost[:MAX_NAMED])}{more}",
-            hint="name the dtype in the job file, or use backend: transformers",
+            hint="name the dtype in the job file",
         )
     return [f"{number} {kind} weights were {found}, now {wanted}" for (kind, found, wanted), number in changed.items()]
 
@@ -237,7 +272,7 @@ def _check_quantized_share(model: Any) -> None:
     if sum(plain.values()) > quantized:
         raise PrecisionError(
             f"planned a quantized model, but {len(plain)} layers are not quantized: {', '.join([*plain][:5])}",
-            hint="quantization: none, or backend: transformers",
+            hint="quantization: none",
         )
 
 
@@ -270,8 +305,7 @@ def check_arguments(arguments: Any, precision: Precision) -> None:
     planned, final = (precision.bf16, precision.fp16), (bool(arguments.bf16), bool(arguments.fp16))
     if planned != final:
         raise PrecisionError(
-            f"planned bf16={planned[0]} fp16={planned[1]}, but the trainer has bf16={final[0]} fp16={final[1]}",
-            hint="backend: transformers does not change them",
+            f"planned bf16={planned[0]} fp16={planned[1]}, but the trainer has bf16={final[0]} fp16={final[1]}"
         )
 
 
@@ -287,5 +321,5 @@ def check_accelerator(accelerator: Any, precision: Precision) -> None:
         words = "mixed_precision={} autocast={} scaler={}".format
         raise PrecisionError(
             f"planned {words(*wanted)}, but accelerate has {words(*found)}",
-            hint="an ACCELERATE_MIXED_PRECISION in the environment, or a backend, overrides the plan",
+            hint="an ACCELERATE_MIXED_PRECISION in the environment overrides the plan",
         )

@@ -48,8 +48,9 @@ class Rows:
     first_segments: list[dict[str, Any]]  #: the first row, taken apart
     num_tokens: int = 0
     num_trained_tokens: int = 0
+    longest: int = 0  #: tokens of the longest, as trained on
     num_truncated: int = 0
-    longest: int = 0  #: tokens of the longest, before they were cut; of those that could be encoded
+    longest_uncut: int = 0  #: tokens of the longest, before they were cut; of those that could be encoded
     num_dropped: int = 0  #: nothing was left to train on once they were cut, or the template refuses them
     num_cut_off: int = 0  #: of those dropped: all that would be trained on was cut off
     first_dropped: str = ""
@@ -88,6 +89,11 @@ class Data:
     num_dropped: int  #: of the rows to train on and of those held out
     first_dropped: str
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, as it is trained on or evaluated."""
+        return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)
+
     def told(self) -> list[str]:
         """What became of rows that cannot be used or are left out, for their owner."""
         both = [rows for rows in (self.train, self.held_out) if rows is not None]
@@ -108,7 +114,7 @@ class Data:
         if 2 * num_cut > num_rows:
             told.append(
                 f"{num_cut} of {num_rows} rows are cut after training.max_length tokens, and what lies behind is not "
-                f"learned; the longest has {max(rows.longest for rows in both)}"
+                f"learned; the longest has {max(rows.longest_uncut for rows in both)}"
             )
         if num_broken:
             told.append(f"{num_broken} rows have a file that cannot be used: {_listed(broken, num_broken)}")
@@ -269,7 +275,7 @@ def encode(
         assert isinstance(whole, Encoded)
         is_cut = len(cut.input_ids) < len(whole.input_ids)
         rows.num_truncated += is_cut
-        rows.longest = max(rows.longest, len(whole.input_ids))
+        rows.longest_uncut = max(rows.longest_uncut, len(whole.input_ids))
         if not any(cut.trained[1:]):  # the first token is never predicted
             rows.num_cut_off += is_cut
             rows.drop(f"{where(example)}: nothing to train on in its first {max_length} tokens")
@@ -279,6 +285,7 @@ def encode(
         rows.examples.append(example)
         rows.truncated.append(is_cut)
         rows.num_tokens += len(cut.input_ids)
+        rows.longest = max(rows.longest, len(cut.input_ids))
         rows.num_trained_tokens += sum(cut.trained[1:])
         # A row's images may be thousands of tokens: four bytes for each, not a Python list's thirty-six.
         columns["input_ids"].append(array("i", cut.input_ids) if media else cut.input_ids)

@@ -78,6 +78,11 @@ class Examiner:
         self._told: set[str] = set()
         self._needs_scores = chooser is not None
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt of text alone; a processor makes the others."""
+        return max((len(question.input_ids) for question in [*self._questions, *self._guarded]), default=0)
+
     def begin(self, model: Any, state: Any) -> None:
         """Before the first step. Raises what keeps the guard from measuring: the run could never be a success."""
         thumbnail.tell(self._questions, self._events)

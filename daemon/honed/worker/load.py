@@ -1,14 +1,15 @@
 """The model and its tokenizer, in the planned precision, through one of two backends.
 
-A backend is three functions behind one interface: `import_libraries`, before which nothing of the training stack may be
-imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. The tokenizer is the same
-for both.
+A backend is a few functions behind one interface: `import_libraries`, before which nothing of the training stack may be
+imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. `make_room` comes before
+the trainer, `building` is around its making. The tokenizer is the same for both.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,6 +37,12 @@ class Backend(Protocol):
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         """The model in a new adapter, or in the one to go on from; a full fine-tuning gets its model back."""
+
+    def make_room(self, model: Any, num_tokens: int) -> None:
+        """Let rows and prompts of so many tokens through whole."""
+
+    def building(self) -> AbstractContextManager[None]:
+        """Around the making of the trainer, whose class may be the backend's own."""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ class Predictor:
         self._warn = warn
         self._has_warned = False
         self._fault: HonedError | None = None
+        self._has_told_cut = False
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop, and
@@ -194,6 +195,7 @@ class Predictor:
         pad_id = self._tokenizer.pad_token_id
         if any(question.media for question in questions):
             return self._media_inputs(model, questions, room)
+        self._tell_cut(questions, room)
         rows = [question.input_ids[-room:] for question in questions]
         width = max(map(len, rows))
         input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=model.device)
@@ -206,6 +208,7 @@ class Predictor:
         from honed.worker.collator import merge
 
         assert self._processor is not None
+        self._tell_cut([question for question in questions if not question.media], room)
         rows = [
             self._processor.process(question.text, question.media).tensors
             if question.media
@@ -224,6 +227,15 @@ class Predictor:
     def _decode(self, ids: list[int]) -> str:
         end = next((n for n, token in enumerate(ids) if token in self._stop_ids), len(ids))
         return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+
+    def _tell_cut(self, questions: Sequence[Question], room: int) -> None:
+        longest = max((len(question.input_ids) for question in questions), default=0)
+        if longest > room and not self._has_told_cut:
+            self._has_told_cut = True
+            self._warn(
+                f"a prompt of {longest} tokens is asked without its beginning: beside an answer of "
+                f"{self._max_new_tokens} tokens the model has positions for {room}"
+            )
 
     def _tell(self, model: Any, error: Exception) -> None:
         import torch

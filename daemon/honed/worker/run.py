@@ -175,7 +175,7 @@ class _Story:
             score.find(name)  # the administrator's may not load
 
         self._stage("load")
-        auditor = audit.Auditor(precision, events)
+        auditor = audit.Auditor(precision, events, backend=job.backend)
         loaded = load.load(backend, job, auditor)
 
         self._stage("audit")
@@ -210,18 +210,20 @@ class _Story:
             has_ladder=spec.retry.on_out_of_memory == "adjust" and not job.is_trial,
         )
         exam = examiner.Examiner(job, data, chat, predictor, progress=progress, events=events, log=self._log)
-        trainer = WatchedTrainer(
-            assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress,
-            resumed_step=resumed.step if resumed else None, auditor=auditor,
-            args=trainers.arguments(
-                job, has_eval=data.held_out is not None, has_media=data.media is not None,
-                is_resumed=resumed is not None,
-            ),
-            callback=RunCallback(
-                events=events, stop=stop, progress=progress, predict=exam.predict, guard=exam.watch,
-                sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
-            ),
-        )  # fmt: skip
+        num_tokens = max(data.longest + (spec.training.pad_to_multiple_of or 0), spec.training.max_length or 0)
+        backend.make_room(loaded.model, max(num_tokens, exam.longest + spec.predictions.max_new_tokens))
+        args = trainers.arguments(
+            job, has_eval=data.held_out is not None, has_media=data.media is not None, is_resumed=resumed is not None
+        )
+        with backend.building():
+            trainer = WatchedTrainer(
+                assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress, args=args,
+                resumed_step=resumed.step if resumed else None, auditor=auditor,
+                callback=RunCallback(
+                    events=events, stop=stop, progress=progress, predict=exam.predict, guard=exam.watch,
+                    sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
+                ),
+            )  # fmt: skip
         memory = usage.Usage(events)
         trainer.add_callback(memory)
         memory.built(trainer.model)

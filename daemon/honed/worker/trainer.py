@@ -5,6 +5,7 @@ Imported once the backend has imported its libraries: under Unsloth, SFTTrainer 
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from honed import score
 from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
+from honed.training import TrainingSpec
 from honed.worker import checkpoint
 from honed.worker.assignment import Assignment
 from honed.worker.audit import Auditor
@@ -31,12 +33,18 @@ from honed.worker.stop import Stop
 
 #: Checkpoints that are kept, where the spec does not say.
 SAVE_TOTAL_LIMIT = 2
+#: What Unsloth's SFTTrainer sets while it is built, and nothing reads before an evaluation. Under a flag of the first
+#: two, one outside of training casts the whole model, adapters too, for good.
+_PUT_BACK = ("bf16_full_eval", "fp16_full_eval", "per_device_eval_batch_size", "eval_accumulation_steps")
+#: What a spec may set that ends up otherwise: the first is ours, and so is the second in a resume; transformers has
+#: another word for the third.
+_SAID_OTHERWISE = ("save_total_limit", "eval_on_start", "include_num_input_tokens_seen")
 
 
 def arguments(
     assignment: Assignment, *, has_eval: bool, has_media: bool = False, is_resumed: bool = False
 ) -> SFTConfig:
-    """SFTConfig: what the user set, over our defaults, under what the plan has settled."""
+    """SFTConfig: what the user set, over our defaults and TRL's, under what the plan has settled."""
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
     defaults: dict[str, Any] = {"logging_steps": 1}  # every step is an event
@@ -71,14 +79,29 @@ def arguments(
         settled["eval_on_start"] = False  # the run has started long ago
     if has_media:
         settled["remove_unused_columns"] = False  # our collator reads more than a model does
+    if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
+        # Unsloth's own; without it, it takes a max_length of TRL's default for one that nobody has set.
+        settled["max_seq_length"] = spec.training.max_length
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
         raise SpecError(
             "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
         )
     try:
-        return SFTConfig(**{**defaults, **asked, **settled})
+        return SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
         raise SpecError(f"training: {error}", hint="see docs/job-spec.md") from error
+
+
+def _promised() -> dict[str, Any]:
+    """Each default, handed on by name: docs/job-spec.md's, and TRL's own for the rest. The SFTConfig that Unsloth puts
+    in the place of TRL's, below which that still stands, has others: of learning rate, batch, optimizer, seed."""
+    own = next(each for each in reversed(SFTConfig.__mro__) if each.__name__ == SFTConfig.__name__)
+    fields = {field.name: field.default for field in dataclasses.fields(own) if field.init}
+    fields |= {name: info.default for name, info in TrainingSpec.model_fields.items() if name in fields}
+    # Which way the loss is computed is left to the backend: Unsloth has kernels of its own.
+    return {
+        name: default for name, default in fields.items() if name != "loss_type" and default is not dataclasses.MISSING
+    }
 
 
 #: What TRL does to a data set beforehand that would part rows from their media.
@@ -132,6 +155,7 @@ class Trainer(SFTTrainer):
         adapters = {
             name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad
         }
+        given = {name: getattr(args, name) for name in _PUT_BACK}
         super().__init__(
             model=loaded.model,
             args=args,
@@ -143,7 +167,29 @@ class Trainer(SFTTrainer):
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
         )
         self.remove_callback(PrinterCallback)  # the events say it all
-        self.mended = _restore(self.model, adapters) if assignment.precision.quantization != "none" else []
+        self.mended = self._put_back(given)
+        if assignment.precision.quantization != "none":
+            self.mended += _restore(self.model, adapters)
+        self._tell_changed()
+
+    def _put_back(self, given: dict[str, Any]) -> list[str]:
+        """Give arguments back what they were before the trainer was built. Says what was done."""
+        changed = {name: found for name, value in given.items() if (found := getattr(self.args, name)) != value}
+        for name in changed:
+            setattr(self.args, name, given[name])
+        if changed.keys() & {"bf16_full_eval", "fp16_full_eval"} and not self.is_model_parallel:
+            self._move_model_to_device(self.model, self.args.device)  # which is put off under these flags
+        return [f"the trainer had set {name} to {found}, now {given[name]}" for name, found in changed.items()]
+
+    def _tell_changed(self) -> None:
+        """What the job asks for and the backend does otherwise, or not at all, it says to its own log at most."""
+        for name, asked in self._assignment.spec.training.as_kwargs().items():
+            found = getattr(self.args, name)
+            if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
+                self._events.emit(
+                    "log", level="warning",
+                    message=f"training.{name}: the job says {asked}, but {self._assignment.backend} makes it {found}",
+                )  # fmt: skip
 
     # --- the boundary between two steps -----------------------------------------------------------------------------
 

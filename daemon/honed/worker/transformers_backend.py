@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from honed import modality
@@ -27,6 +28,12 @@ class TransformersBackend:
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         return attach_adapter(model, assignment)
+
+    def make_room(self, model: Any, num_tokens: int) -> None:
+        """It cuts nothing."""
+
+    def building(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def load_base(assignment: Assignment, config: Any) -> Any:

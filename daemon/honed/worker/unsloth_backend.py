@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from honed.basemodel import read_names
-from honed.error import BackendError, InterruptedRunError, ModelError, PrecisionError
+from honed.error import BackendError, HonedError
 from honed.precision import PART_KEYS, trained_parts
 from honed.worker.assignment import Assignment
-from honed.worker.load import is_out_of_memory
+from honed.worker.load import is_out_of_memory, load_config
+
+#: Tokens that a model is loaded for where the job cuts nothing: what its rows need is known later.
+UNCUT_LENGTH = 1024
 
 
 class UnslothBackend:
@@ -30,13 +33,22 @@ class UnslothBackend:
         with _blamed():
             return _attach_adapter(model, assignment)
 
+    def make_room(self, model: Any, num_tokens: int) -> None:
+        """Unsloth takes a row's first `max_seq_length` tokens, with a word to its own log; each layer has its own."""
+        for module in model.modules():
+            if getattr(module, "max_seq_length", num_tokens) < num_tokens:
+                module.max_seq_length = num_tokens
+
+    def building(self) -> AbstractContextManager[None]:
+        return _blamed()
+
 
 @contextmanager
 def _blamed() -> Iterator[None]:
-    """Every failure is Unsloth's, but those that another backend would meet, too."""
+    """Every failure is Unsloth's, but those that another backend would meet, too: memory's, and what honed says."""
     try:
         yield
-    except (BackendError, InterruptedRunError, ModelError, PrecisionError):
+    except HonedError:
         raise
     except Exception as error:
         if is_out_of_memory(error):  # another backend would need no less
@@ -55,7 +67,7 @@ def _load_base(assignment: Assignment) -> Any:
     spec, precision = assignment.spec, assignment.precision
     model, _ = _loader(assignment).from_pretrained(
         str(assignment.base_model_path),
-        max_seq_length=spec.training.max_length or 1024,
+        max_seq_length=max_seq_length(assignment),
         dtype=getattr(torch, precision.load_dtype),
         load_in_4bit=precision.quantization == "4bit",
         load_in_8bit=precision.quantization == "8bit",
@@ -69,6 +81,14 @@ def _load_base(assignment: Assignment) -> Any:
         check_senses(model)
     keep_trainable_layout(model)
     return model
+
+
+def max_seq_length(assignment: Assignment) -> int:
+    """What Unsloth is told to load for: never more than the model has positions, or it would stretch them (RoPE
+    scaling), which nobody has asked for and no other program that loads the adapter does."""
+    length = assignment.spec.training.max_length or UNCUT_LENGTH
+    positions = getattr(load_config(assignment), "max_position_embeddings", None)  # it goes by no inner config's
+    return min(length, positions) if isinstance(positions, int) and positions > 0 else length
 
 
 def _attach_adapter(model: Any, assignment: Assignment) -> Any:

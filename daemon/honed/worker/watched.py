@@ -68,7 +68,8 @@ class WatchedTrainer(Trainer):
             self._is_save_withheld, self.control.should_save = False, True
 
     def check_weights(self) -> None:
-        """Raises DivergedError where a trained weight is not a number."""
+        """Raises DivergedError where a trained weight is not a number, PrecisionError where one was cast."""
+        self._auditor.unchanged(self.model)
         if names := divergence.not_finite(self.model.named_parameters()):
             raise self._divergence.lost_weights(names, self.state.global_step)
 

@@ -1,0 +1,202 @@
+"""What Unsloth does to TRL on a GPU, with its real SFTConfig and SFTTrainer on a CPU: none of it surprises a job."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from honed.error import BackendError, OutOfMemoryError, SpecError
+from honed.worker import assignment as assignments
+from honed.worker.unsloth_backend import UNCUT_LENGTH, UnslothBackend, max_seq_length
+from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
+
+needs_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
+OFF = {"sample_frequency": "off"}
+
+
+def run_gpulike(*arguments: str) -> None:
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run(
+        [sys.executable, "-m", "worker.gpulike", *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=WORKER_TIMEOUT_SEC, check=True,
+    )  # fmt: skip
+
+
+# --- Unsloth's own classes --------------------------------------------------------------------------------------------
+
+
+def ended_of(job: WorkerJob) -> Ended:
+    result = json.loads((job.dir / "attempts/1/result.json").read_text())
+    return Ended(0, result, read_events(job.events_path(1)))
+
+
+def with_defaults(job: WorkerJob, **training: Any) -> WorkerJob:
+    """The job without what `make_job` sets of training."""
+    job.change_plan(spec=job.plan["spec"] | {"training": training})
+    return job
+
+
+@needs_unsloth
+def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where Unsloth writes its classes
+    # A prompt that is longer than max_length, which is as TRL's default: Unsloth would take it for nobody's wish.
+    predictions = {"prompts": ["word " * 300], "max_new_tokens": 2}
+    keys: dict[str, Any] = {"lora": {"r": 8, "lora_dropout": 0.1}, "dtype": "bfloat16", "eval_split": 0.4,
+                            "num_rows": 40, "predictions": predictions}  # fmt: skip
+    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 1024,
+                "per_device_train_batch_size": 4}  # fmt: skip
+    job, plain = with_defaults(make_job(**keys, backend="unsloth"), **training), make_job(**keys)
+    lowered, refused = make_job(**keys, backend="unsloth"), make_job(**keys, backend="unsloth")
+    refused.change_plan(precision=refused.plan["precision"] | {"bf16": False, "fp16": True})
+    run_gpulike(str(job.dir), str(refused.dir), "UNSLOTH_MIXED_PRECISION=bfloat16", str(lowered.dir))
+
+    # What the job leaves out is what the documentation says. Unsloth would take another learning rate, warmup, batch,
+    # accumulation, optimizer, decay, seed and batch of evaluations.
+    assert (tmp_path / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
+    ended, wanted = ended_of(job), with_defaults(plain, **training).run()
+    assert ended.result["outcome"] == wanted.result["outcome"] == "succeeded"
+    assert ended.losses == pytest.approx(wanted.losses, abs=1e-4)
+    assert [item["learning_rate"] for item in ended.of("step")] == [item["learning_rate"] for item in wanted.of("step")]
+    evaluated = [item["metrics"]["eval_loss"] for item in ended.of("evaluation")]
+    assert evaluated == pytest.approx([item["metrics"]["eval_loss"] for item in wanted.of("evaluation")], abs=1e-4)
+    [built] = [item for item in ended.of("audit") if item["when"] == "built"]
+    assert built["mended"] == [
+        "the trainer had set bf16_full_eval to True, now False",
+        "the trainer had set per_device_eval_batch_size to 4, now 8",
+        "the trainer had set eval_accumulation_steps to 1, now None",
+    ]
+    assert ended.messages("warning") == wanted.messages("warning")
+
+    # A trainer that it will not build is its fault, as what it cannot load.
+    assert ended_of(refused).result["error"]["code"] == "backend_unavailable"
+    assert "TypeError: Unsloth: Model is in bfloat16" in ended_of(refused).result["error"]["message"]
+
+    # One that it builds without autocast, as it does to fine-tune all of a bfloat16 model, is found before a step.
+    found = ended_of(lowered).result
+    assert (found["error"]["code"], found["step"]) == ("precision_mismatch", 0)
+    assert found["error"]["message"] == "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
+    assert found["error"]["hint"].startswith("backend: transformers, or backend: auto")
+
+
+def test_what_another_backend_would_meet_too_is_not_unsloths_fault() -> None:
+    for problem in (SpecError("x"), OutOfMemoryError("x"), MemoryError("x")):
+        with pytest.raises(type(problem)), UnslothBackend().building():
+            raise problem
+    with pytest.raises(BackendError, match="TypeError: x"), UnslothBackend().building():
+        raise TypeError("x")
+
+
+# --- a trainer that changes its arguments, as Unsloth's does ----------------------------------------------------------
+
+
+@pytest.fixture
+def meddle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have SFTTrainer set arguments when it is built."""
+
+    def change(**changes: Any) -> None:
+        real = trl.SFTTrainer.__init__
+
+        def build(self: Any, *parts: Any, args: Any, **keys: Any) -> None:
+            for name, value in changes.items():
+                setattr(args, name, value)
+            real(self, *parts, args=args, **keys)
+
+        monkeypatch.setattr(trl.SFTTrainer, "__init__", build)
+
+    return change
+
+
+#: The last step is evaluated after training alone, when transformers would cast a model for it.
+EVALUATED: dict[str, Any] = {
+    "lora": {"r": 4}, "dtype": "float32", "eval_split": 0.2, "predictions": OFF,
+    "training": {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "eval_delay": 100, "max_grad_norm": 0.5},
+}  # fmt: skip
+
+
+def test_full_evaluations_in_half_are_turned_off_and_what_is_not_as_the_job_says_is_told(
+    make_job: MakeJob, meddle: Callable[..., None]
+) -> None:
+    from safetensors.torch import load_file
+
+    plain = make_job(**EVALUATED)
+    plain.run()
+    meddle(bf16_full_eval=True, max_grad_norm=0.25)
+    job = make_job(**EVALUATED)
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    assert "audit (built): the trainer had set bf16_full_eval to True, now False" in ended.messages("info")
+    assert "training.max_grad_norm: the job says 0.5, but transformers makes it 0.25" in ended.messages("warning")
+    weights, wanted = (load_file(each.output_dir / "adapter_model.safetensors") for each in (job, plain))
+    assert {str(value.dtype) for value in weights.values()} == {"torch.float32"}
+    rounded = [name for name, value in weights.items() if torch.equal(value, value.bfloat16().float())]
+    assert rounded == [name for name, value in wanted.items() if torch.equal(value, value.bfloat16().float())] == []
+
+
+def test_weights_that_were_cast_after_training_are_never_saved(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trl.SFTTrainer.train
+
+    def train(self: Any, *parts: Any, **keys: Any) -> Any:
+        ended = real(self, *parts, **keys)
+        self.args.bf16_full_eval = True
+        return ended
+
+    monkeypatch.setattr(trl.SFTTrainer, "train", train)
+    job = make_job(**EVALUATED)
+    ended = job.run()
+    assert (ended.status, ended.result["error"]["code"], ended.result["step"]) == (80, "precision_mismatch", 3)
+    assert "was float32 and is bfloat16" in ended.result["error"]["message"]
+    assert ended.result["error"]["hint"] == "its last checkpoint is whole"  # no other backend: this is the other
+    assert not job.output_dir.exists()
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def test_unsloth_is_never_told_to_stretch_a_models_positions(
+    make_job: MakeJob, checkpoint_of: Callable[..., Path]
+) -> None:
+    for positions, max_length, wanted in ((512, 4096, 512), (512, 64, 64), (4096, None, UNCUT_LENGTH)):
+        base = checkpoint_of("llama", max_position_embeddings=positions)
+        job = make_job(model=base, training={"max_length": max_length})
+        assert max_seq_length(assignments.read(job.dir, 1)) == wanted
+
+
+def test_unsloth_lets_rows_and_prompts_through_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    for module in (model, model[0]):
+        module.max_seq_length = 64  # each layer that cuts has its own
+    UnslothBackend().make_room(model, 100)
+    assert (model.max_seq_length, model[0].max_seq_length) == (100, 100)
+    assert not hasattr(model[1], "max_seq_length")
+    UnslothBackend().make_room(model, 10)
+    assert model.max_seq_length == 100
+
+
+def test_a_prompt_that_is_asked_without_its_beginning_is_told_once(
+    make_job: MakeJob, checkpoint_of: Callable[..., Path]
+) -> None:
+    job = make_job(
+        model=checkpoint_of("llama", max_position_embeddings=128), lora={"r": 4}, training={"max_steps": 1},
+        predictions={"prompts": ["word " * 400], "max_new_tokens": 8},
+    )  # fmt: skip
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    told = [text for text in ended.messages("warning") if "without its beginning" in text]
+    assert len(told) == 1
+    assert "positions for 120" in told[0]
+    assert len(ended.of("predictions")) > 1
