@@ -184,6 +184,16 @@ def test_an_alias_and_a_model_type_from_the_job_file_are_taken(desk: Desk) -> No
     assert desk.check(model_type="llama").plan.model.model_type == "llama"
 
 
+def test_a_model_type_that_contradicts_the_checkpoint_is_refused(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen3")
+    with pytest.raises(SpecError, match=r"model_type: llama, but .*config\.json says qwen3") as refused:
+        desk.check(model_type="llama")
+    assert "leave model_type out" in refused.value.hint
+    assert desk.check(model_type="qwen3").plan.model.model_type == "qwen3"
+    desk.edit_config(model_type="llama")
+    assert desk.check(model_type="llama2").plan.model.model_type == "llama2"  # another name for the same
+
+
 def test_a_model_with_code_of_its_own_needs_leave(desk: Desk) -> None:
     desk.edit_config(model_type="homemade", auto_map={"AutoModelForCausalLM": "modeling.Homemade"})
     with pytest.raises(ModelError, match="code of its own"):
