@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,7 @@ class Backend(Protocol):
     """What loads a model."""
 
     name: str
+    told: Sequence[str]  #: what a load has to tell the job's owner
 
     def import_libraries(self) -> None:
         """Import the training stack, in the order that this backend needs."""
@@ -42,6 +44,7 @@ class Backend(Protocol):
 class Loaded:
     model: Any
     tokenizer: Any
+    told: tuple[str, ...] = ()  #: to the job's owner
 
 
 def choose(name: str) -> Backend:
@@ -79,7 +82,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
         raise ModelError(
             f"{assignment.base_model_path}: {type(error).__name__}: {error}", hint="see worker.log for the traceback"
         ) from error
-    return Loaded(model, tokenizer)
+    return Loaded(model, tokenizer, tuple(backend.told))
 
 
 def freeze(model: Any, assignment: Assignment) -> None:

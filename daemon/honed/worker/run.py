@@ -177,6 +177,8 @@ class _Story:
         self._stage("load")
         auditor = audit.Auditor(precision, events)
         loaded = load.load(backend, job, auditor)
+        for text in loaded.told:
+            self._log("warning", text)
 
         self._stage("audit")
         self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
