@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from honed import basemodel, installed, snapshot, spec
+from honed import basemodel, installed, packing, snapshot, spec
 from honed.basemodel import AdapterInfo, BaseModelInfo, UncachedError
 from honed.config import Config
 from honed.error import ModelError, SpecError
@@ -33,6 +33,7 @@ def inspect(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str
         raise
     _check_model_type(job_spec, model)
     _check_trainable(job_spec, model)
+    packing.check(job_spec, model)
     if job_spec.trust_remote_code and snapshot.lacks_code(layout.cache_dir, job_spec.base_model, path):
         _check_whole(job_spec, layout, config, path, None)
     return model

@@ -6,6 +6,7 @@ or by the worker before it reads one, where only the libraries can tell.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -340,7 +341,7 @@ TABLE: list[tuple[Callable[[Found], None], Trains | Refused]] = [
     (with_code_that_is_forbidden, Refused("spec_invalid", "trust_remote_code", "policy.trust_remote_code")),
     (with_an_adapter_of_another_model, Refused("model_invalid", "made for another base model", "name the base_model")),
     (with_an_adapter_of_a_deeper_model, Refused("model_invalid", "has 2 layers, counted", "name the base_model")),
-    (with_an_adapter_of_another_family, Refused("model_invalid", "0.self_attn.q_proj", "name the base_model", "worker")),
+    (with_an_adapter_of_another_family, Refused("model_invalid", "0.self_attn.q_proj", "name the base", by="worker")),
     (with_an_adapter_that_lacks_a_layer, Refused("model_invalid", "lacks weights", "name the base_model", by="worker")),
     (under_another_model_type, Refused("spec_invalid", "model_type: llama, but", "leave model_type out")),
     (with_another_model_type_in_its_config, Refused("model_invalid", "0.self_attn.k_norm", "of another", "worker")),
@@ -424,6 +425,26 @@ def test_the_families_without_sdpa_are_those_that_transformers_has_none_for() ->
         return bool(getattr(getattr(transformers, name if isinstance(name, str) else name[0]), "_supports_sdpa", False))
 
     assert {model_type for model_type, name in CAUSAL.items() if not has_sdpa(name)} == NO_SDPA
+
+
+def test_every_model_that_transformers_calls_stateful_is_refused() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    from honed.packing import RECURRENT
+
+    mappings = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    stateful = {
+        model_type
+        for model_type, name in itertools.chain.from_iterable(mapping.items() for mapping in mappings)
+        if getattr(getattr(transformers, name if isinstance(name, str) else name[0]), "_is_stateful", False)
+    }
+    assert stateful <= RECURRENT
+    assert len(stateful) > 20
 
 
 def test_a_token_that_occurs_and_has_no_embedding_is_refused_before_the_first_step(found: Found) -> None:
