@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from honed import durable, installed, score, trial
+from honed import durable, installed, position, score, trial
 from honed.chat import ChatFormat
 from honed.error import (
     DatasetError,
@@ -189,6 +189,8 @@ class _Story:
         chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
         data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
         datas.check_ids(data, chat.tokenizer, loaded.model.get_input_embeddings().num_embeddings, job.base_model_path)
+        longest = max(len(ids) for rows in (data.train, data.held_out) if rows for ids in rows.dataset["input_ids"])
+        position.check_rows(loaded.model.config.model_type, loaded.model.config.to_dict(), longest)
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files have changed since the checkpoint: the run goes on with what they hold now"

@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
+from honed import loss
 from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
 from honed.worker import checkpoint
@@ -45,6 +46,8 @@ def arguments(
     if not torch.cuda.is_available():
         # TRL's default saves a GPU's memory; from 1.15 on it is a Triton kernel, which a CPU cannot run.
         defaults |= {"loss_type": "nll", "dataloader_pin_memory": False}
+    elif loss.why_whole(spec, loss.read_adapter_config(spec)):
+        defaults["loss_type"] = "nll"
     if spec.early_stopping_patience is not None:
         defaults |= _early_stopping(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
