@@ -33,6 +33,14 @@ def why_whole(spec: JobSpec, adapter_config: Mapping[str, Any] | None) -> str | 
     return None
 
 
+def default_type(spec: JobSpec, *, has_gpu: bool) -> str | None:
+    """What is taken where the spec names none; None leaves it to TRL, whose own saves a GPU's memory.
+
+    From TRL 1.15 on that one is a Triton kernel, which a CPU cannot run.
+    """
+    return None if has_gpu and why_whole(spec, _adapter_config(spec)) is None else "nll"
+
+
 def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
     """Raises SpecError for a loss that the model or the adapter does not go with."""
     why = why_whole(spec, adapter.config if adapter else None)
@@ -51,7 +59,7 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
         )
 
 
-def read_adapter_config(spec: JobSpec) -> dict[str, Any] | None:
+def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
     """adapter_config.json of the adapter that the job goes on from."""
     if spec.adapter is None:
         return None

@@ -152,6 +152,12 @@ def test_the_chunked_loss_is_not_taken_where_it_fails(
         assert "write nll" in refused.value.hint
 
 
+def test_trl_is_left_its_own_loss_on_a_gpu_alone_and_where_it_does() -> None:
+    assert loss.default_type(job(), has_gpu=True) is None
+    assert loss.default_type(job(), has_gpu=False) == "nll"
+    assert loss.default_type(job(label_smoothing_factor=0.1), has_gpu=True) == "nll"
+
+
 def test_an_adapter_on_the_head_counts_too(tmp_path: Path) -> None:
     adapter = AdapterInfo(tmp_path, {"target_modules": ["lm_head"]}, 0, 0)
     with pytest.raises(SpecError, match="an adapter on the head"):

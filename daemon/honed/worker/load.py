@@ -28,7 +28,10 @@ class Backend(Protocol):
     """What loads a model."""
 
     name: str
-    told: Sequence[str]  #: what a load has to tell the job's owner
+
+    @property
+    def told(self) -> Sequence[str]:
+        """What a load has to tell the job's owner."""
 
     def import_libraries(self) -> None:
         """Import the training stack, in the order that this backend needs."""

@@ -17,7 +17,7 @@ class UnslothBackend:
     """The quick one. Whatever goes wrong in it is a BackendError, since the process it patched is of no more use."""
 
     name = "unsloth"
-    told = ()
+    told: tuple[str, ...] = ()
 
     def import_libraries(self) -> None:
         with _blamed():
