@@ -92,10 +92,15 @@ def check_complete(assignment: Assignment, config: Any) -> Any:
     if missing and stored and stored <= wanted:
         raise incomplete(assignment, missing)
     if not missing:
-        passed_over = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        unplaced = {name for name in stored - wanted if not any(re.search(each, name) for each in passed_over)}
-        leftover.check(assignment.base_model_path, unplaced, wanted)
+        leftover.check(assignment.base_model_path, unplaced(model, stored), wanted)
     return model
+
+
+def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
+    """The stored names that are none of the model's, but for those that its class says it passes over."""
+    passed_over = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    names = {name for name in stored if not QUANTIZATION_STATE.search(name)} - set(model.state_dict())
+    return {name for name in names if not any(re.search(each, name) for each in passed_over)}
 
 
 def check_adapter(empty: Any, adapter_dir: Path) -> None:
