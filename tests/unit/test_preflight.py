@@ -106,7 +106,7 @@ def write_pictures(desk: Desk, *names: str) -> None:
 
 
 def test_files_beside_the_rows_are_looked_at(desk: Desk) -> None:
-    desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
+    desk.edit_config(model_type="qwen3_vl", vision_config={"depth": 2})
     (desk.model / "preprocessor_config.json").write_text("{}")
     write_pictures(desk, "good.png", "gone.png", "good.png")
     (warning,) = desk.check().warnings
