@@ -69,6 +69,12 @@ def test_keys_that_end_a_run_once_the_model_is_loaded_are_refused(training: dict
     assert f"training.{said}" in refused.value.message or said in refused.value.message
 
 
+def test_layers_are_chosen_among_modules_that_are_listed() -> None:
+    with pytest.raises(SpecError, match=r"lora\.layers_to_transform: peft takes it with a list of target_modules"):
+        job(lora={"layers_to_transform": [1]})
+    job(lora={"layers_to_transform": [1], "target_modules": ["q_proj"]})
+
+
 @pytest.mark.parametrize(
     "training",
     [

@@ -188,7 +188,9 @@ class _Story:
 
         chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
         data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
-        datas.check_ids(data, chat.tokenizer, loaded.model.get_input_embeddings().num_embeddings, job.base_model_path)
+        # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
+        num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
+        datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
         longest = max(len(ids) for rows in (data.train, data.held_out) if rows for ids in rows.dataset["input_ids"])
         position.check_rows(loaded.model.config.model_type, loaded.model.config.to_dict(), longest)
         if resumed and progress.data_hashes not in ({}, data.hashes):
