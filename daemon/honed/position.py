@@ -44,9 +44,10 @@ def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> li
     ]
 
 
-def check_rows(model_type: str, config: Mapping[str, Any], longest: int) -> None:
+def check_rows(spec: JobSpec, model_type: str, config: Mapping[str, Any], longest: int) -> None:
     """The same of rows whose tokens are counted. Raises DatasetError."""
     limit = positions(config)
+    longest = min(longest, spec.training.max_length or longest)  # a packing that splits rows does so later
     if model_type in TABLED and limit is not None and longest > limit:
         raise DatasetError(
             f"the longest row has {longest} tokens, and the model has {limit} positions", hint=f"max_length: {limit}"

@@ -233,7 +233,9 @@ def test_a_model_that_turns_by_the_position_is_warned_of(tmp_path: Path) -> None
 
 
 def test_rows_are_counted_before_the_first_step() -> None:
-    position.check_rows("gpt2", {"n_positions": 64}, 64)
-    position.check_rows("llama", {"max_position_embeddings": 64}, 65)
+    position.check_rows(job(), "gpt2", {"n_positions": 64}, 64)
+    position.check_rows(job(), "llama", {"max_position_embeddings": 64}, 65)
+    split = job(packing=True, packing_strategy="bfd_split", max_length=64)
+    position.check_rows(split, "gpt2", {"n_positions": 64}, 200)
     with pytest.raises(DatasetError, match="the longest row has 65 tokens, and the model has 64 positions"):
-        position.check_rows("gpt2", {"n_positions": 64}, 65)
+        position.check_rows(job(), "gpt2", {"n_positions": 64}, 65)

@@ -192,7 +192,7 @@ class _Story:
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
         datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
         longest = max(len(ids) for rows in (data.train, data.held_out) if rows for ids in rows.dataset["input_ids"])
-        position.check_rows(loaded.model.config.model_type, loaded.model.config.to_dict(), longest)
+        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), longest)
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files have changed since the checkpoint: the run goes on with what they hold now"
