@@ -31,8 +31,8 @@ def inspect(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str
     except ModelError as error:
         _check_whole(job_spec, layout, config, path, error)
         raise
-    _check_model_type(job_spec, model)
     _check_trainable(job_spec, model)
+    _check_model_type(job_spec, model)
     packing.check(job_spec, model)
     if job_spec.trust_remote_code and snapshot.lacks_code(layout.cache_dir, job_spec.base_model, path):
         _check_whole(job_spec, layout, config, path, None)
