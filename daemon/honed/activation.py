@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from honed import parameter, precision
+from honed import loss, parameter, precision
 from honed.basemodel import BaseModelInfo
 from honed.device import Device
 from honed.media import NUM_FRAMES, Facts, Kind, MediaLimits, fitted_size, num_taken
@@ -172,7 +172,7 @@ def _logits_bytes(spec: JobSpec, device: Device, tokens: int, vocabulary: int, s
     training = spec.training
     # What the worker leaves to TRL on a GPU; elsewhere it asks for nll.
     is_chunked = training.use_liger_kernel or training.loss_type == "chunked_nll"
-    if training.loss_type is None and device.kind == "cuda":
+    if training.loss_type is None and device.kind == "cuda" and not loss.why_whole(spec, None):
         is_chunked = True
     return (min(tokens, CHUNKED_TOKENS) if is_chunked else tokens) * vocabulary * (size + 8)
 

@@ -92,6 +92,10 @@ QUANTIZATION_STATE = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*|SCB|weight_format)$"
 )
 
+#: A decoder layer's number in a weight's name, and what config.json calls how many there are.
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -239,7 +243,11 @@ def inspect_adapter(path: Path) -> AdapterInfo:
 
 
 def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
-    """Raises ModelError for an adapter whose shapes are those of another base model, as far as the headers tell."""
+    """Raises ModelError for an adapter whose shapes or layers are those of another base model, as far as headers tell.
+
+    Names are the worker's to compare, since transformers gives many stored weights others.
+    """
+    _check_depth(adapter, model)
     shapes = {} if model.is_quantized else {tensor.name: tensor.shape for tensor in model.tensors}
     for tensor in adapter.tensors:
         module, found, _ = tensor.name.removeprefix("base_model.model.").partition(".lora_A.")
@@ -250,6 +258,26 @@ def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
                 f"{tensor.shape[1]} inputs, and {module} of {model.path} has {shape[1]}",
                 hint="name the base_model that the adapter was trained on",
             )
+
+
+def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
+    """Raises ModelError for an adapter on a layer that the language model has not, as config.json counts them."""
+    config = model.config.get("thinker_config") or model.config
+    config = next(
+        (inner for key in ("text_config", "llm_config") if isinstance(inner := config.get(key), dict)), config
+    )
+    num_layers = next((config[key] for key in _DEPTH_KEYS if type(config.get(key)) is int), None)
+    layers = {
+        int(found[1])
+        for tensor in adapter.tensors
+        if modality.part(tensor.name) == "language" and (found := _LAYER.search(tensor.name))
+    }
+    if num_layers is not None and layers and max(layers) >= num_layers:
+        raise ModelError(
+            f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: it changes layer "
+            f"{max(layers)}, and {model.path} has {num_layers} layers, counted from 0",
+            hint="name the base_model that the adapter was trained on",
+        )
 
 
 def read_names(path: Path) -> frozenset[str]:

@@ -153,6 +153,26 @@ def _places(text: str) -> tuple[int, ...]:
 
 
 @cache
+def unshifted_model_types() -> frozenset[str]:
+    """The model types to whose labels transformers' label smoothing says nothing of the next token: it moves labels for
+    the classes of causal language models alone, and many that see or hear are none. Read from its source."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return frozenset()
+    try:
+        models = (Path(package.origin).parent / "models" / "auto" / "modeling_auto.py").read_text()
+    except OSError:
+        return frozenset()
+    named = {
+        mapping: dict(re.findall(r'\("([\w.-]+)", "(\w+)"', block))
+        for mapping, block in re.findall(r"^MODEL_FOR_(\w+)_MAPPING_NAMES = (.*?^\))", models, re.M | re.S)
+    }
+    causal = named.get("CAUSAL_LM", {})
+    taken = {**named.get("MULTIMODAL_LM", {}), **causal, **named.get("IMAGE_TEXT_TO_TEXT", {})}
+    return frozenset(model_type for model_type, name in taken.items() if name not in causal.values())
+
+
+@cache
 def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
     """The model types that the installed transformers knows, and those among them that continue text, whatever
     else they take in.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from honed import basemodel, installed, snapshot, spec
+from honed import basemodel, installed, packing, snapshot, spec
 from honed.basemodel import AdapterInfo, BaseModelInfo, UncachedError
 from honed.config import Config
 from honed.error import ModelError, SpecError
@@ -32,6 +32,8 @@ def inspect(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str
         _check_whole(job_spec, layout, config, path, error)
         raise
     _check_trainable(job_spec, model)
+    _check_model_type(job_spec, model)
+    packing.check(job_spec, model)
     if job_spec.trust_remote_code and snapshot.lacks_code(layout.cache_dir, job_spec.base_model, path):
         _check_whole(job_spec, layout, config, path, None)
     return model
@@ -84,6 +86,19 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
         raise SpecError(
             f"init_lora_weights: {begins} changes the base model when training begins, which a merge cannot do again",
             hint="pissa, olora, gaussian or true can be merged",
+        )
+
+
+def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:
+    """Raises SpecError for a model_type that is not config.json's: it would be obeyed, and weights that only the right
+    architecture has a place for left out."""
+    asked, stored = job_spec.model_type, model.config.get("model_type")
+    if asked is None or not isinstance(stored, str) or stored not in installed.known_model_types()[0]:
+        return
+    if installed.MODEL_TYPE_ALIASES.get(asked, asked) != stored:
+        raise SpecError(
+            f"model_type: {asked}, but {model.path / 'config.json'} says {stored}, which transformers knows",
+            hint="leave model_type out; where it is config.json that is wrong, correct it there",
         )
 
 

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from honed import installed, score
 from honed.activation import Row
 from honed.basemodel import BaseModelInfo
 from honed.device import Device
-from honed.error import EnvironmentInvalidError
+from honed.error import EnvironmentInvalidError, SpecError
 from honed.installed import Installed
 from honed.spec import JobSpec
+
+#: How the names of optimizers begin that need a package of their own: its module, and what pip is told.
+OPTIMIZER_PACKAGES: tuple[tuple[str, str, str], ...] = (
+    ("galore_", "galore_torch", "galore-torch"),
+    ("apollo_", "apollo_torch", "apollo-torch"),
+    ("lomo", "lomo_optim", "lomo-optim"),
+    ("adalomo", "lomo_optim", "lomo-optim"),
+    ("grokadamw", "grokadamw", "grokadamw"),
+    ("schedule_free_", "schedulefree", "schedulefree>=1.2.6"),
+    ("schedule_free_radam", "schedulefree", "schedulefree>=1.4.0"),
+    ("stable_adamw", "optimi", "torch-optimi"),
+    ("adamw_torch_4bit", "torchao", "torchao>=0.15.0"),
+    ("adamw_torch_8bit", "torchao", "torchao>=0.15.0"),
+    ("adamw_torch_xla", "torch_xla", "torch-xla"),
+    ("adamw_torch_npu_fused", "torch_npu", "torch-npu"),
+    ("adamw_anyprecision", "torchdistx", "torchdistx"),
+)
+#: The module of Liger's kernels, and the oldest version that transformers takes.
+LIGER = ("liger_kernel", "liger-kernel>=0.3.0")
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, here: Installed) -> None:
     """Raises EnvironmentInvalidError for a package that the job needs and that is missing or known to fail."""
     needed = [*installed.WINDOWS]
-    if job_spec.quantization != "none" or (model is not None and model.quantization):
+    if (
+        _of_bitsandbytes(job_spec.training.optim)
+        or job_spec.quantization != "none"
+        or (model is not None and model.quantization)
+    ):
         needed.append("bitsandbytes")
     if missing := [name for name in needed if here.versions[name] is None]:
         raise EnvironmentInvalidError(
@@ -26,6 +51,8 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
             raise EnvironmentInvalidError(
                 f"{name} {found} {why}", hint=f"pip install '{name}{installed.WINDOWS[name]}'"
             )
+    _check_optimizer(job_spec.training.optim)
+    _check_liger(job_spec, planned_for)
     torch = here.versions["torch"] or ""
     if planned_for.kind == "cuda" and torch.endswith("+cpu"):
         raise EnvironmentInvalidError(
@@ -47,6 +74,41 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
             raise EnvironmentInvalidError(
                 f"report_to: {tracker} {found} is older than transformers needs", hint=f"pip install {wanted}"
             )
+
+
+def _of_bitsandbytes(optimizer: str) -> bool:
+    return optimizer.startswith(("paged_", "ademamix", "lion_", "rmsprop_bnb", "galore_adamw_8bit")) or optimizer in (
+        "adamw_bnb_8bit", "adamw_8bit",
+    )  # fmt: skip
+
+
+def _check_optimizer(optimizer: str) -> None:
+    for begins, module, wanted in OPTIMIZER_PACKAGES:
+        if optimizer.startswith(begins):
+            _check_there(f"training.optim: {optimizer}", module, wanted)
+
+
+def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
+    if not job_spec.training.use_liger_kernel:
+        return
+    if planned_for.kind == "cpu":
+        raise SpecError(
+            "training.use_liger_kernel: Liger's kernels run on GPUs alone, and the job is planned for a CPU",
+            hint="leave it out",
+        )
+    _check_there("training.use_liger_kernel", *LIGER)
+
+
+def _check_there(key: str, module: str, wanted: str) -> None:
+    """Raises EnvironmentInvalidError where a module is missing, or its package older than `wanted`."""
+    package, _, oldest = wanted.partition(">=")
+    found = installed.version(package)
+    if importlib.util.find_spec(module) is None:
+        raise EnvironmentInvalidError(
+            f"{key} needs {package}, which is not installed here", hint=f"pip install '{wanted}'"
+        )
+    if oldest and found is not None and not installed.fits(found, f">={oldest}"):
+        raise EnvironmentInvalidError(f"{key}: {package} {found} is too old", hint=f"pip install '{wanted}'")
 
 
 def lacking(attached: list[Row], here: Installed) -> list[str]:

@@ -36,11 +36,13 @@ from honed import (
     datacheck,
     device,
     installed,
+    loss,
     modelcheck,
     niceness,
     packagecheck,
     placecheck,
     plan,
+    position,
     problem,
     receiver,
     remedy,
@@ -175,11 +177,12 @@ def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
     if adapter is not None:
         basemodel.check_fits(adapter, model)
     modelcheck.check_merge(job_spec, model, adapter)
+    loss.check(job_spec, model, adapter)
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
     looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
-    warnings = looked.warnings
+    warnings = looked.warnings + position.check(job_spec, model, looked.num_row_tokens)
     progress("packages")
     here = installed.look()
     candidates = _devices(job_spec, config, asked.device)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from honed import precision, rule
+from honed import loss, precision, rule
 from honed.activation import UNCUT_LENGTH
 from honed.device import Device
 from honed.error import HonedError, MemoryShortError
@@ -108,6 +108,8 @@ def _checkpointing(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 
 def _chunked_loss(spec: JobSpec, device: Device) -> Iterator[Change]:
+    if loss.why_whole(spec, None):
+        return
     if device.kind == "cuda" and spec.training.loss_type == "nll" and not spec.training.use_liger_kernel:
         yield "loss_type: chunked_nll", _changed(spec, loss_type="chunked_nll")
 

@@ -181,6 +181,44 @@ def _liger(spec: JobSpec) -> Iterator[Finding]:
         yield ("training", "loss_type"), "chunked_nll and use_liger_kernel exclude each other", "write nll"
 
 
+def _smoothing(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.label_smoothing_factor and spec.training.loss_type == "dft":
+        yield ("training", "label_smoothing_factor"), "loss_type: dft smooths no labels", "keep one of the two"
+
+
+def _schedule(spec: JobSpec) -> Iterator[Finding]:
+    """transformers builds the schedule once the model is loaded; for some it drops in silence what it does not take."""
+    name, given = spec.training.lr_scheduler_type, spec.training.lr_scheduler_kwargs or {}
+    path: KeyPath = ("training", "lr_scheduler_kwargs")
+    takes = SCHEDULE_KWARGS[name]
+    if unknown := sorted(set(given) - takes):
+        hint = f"it takes {', '.join(sorted(takes))}" if takes else "leave it out"
+        yield path, f"{name} takes no {', '.join(unknown)}", hint
+    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        lowest = [key for key in ("min_lr", "min_lr_rate") if given.get(key) is not None]
+        if len(lowest) != 1:
+            yield path, f"{name} needs one of min_lr and min_lr_rate", "lr_scheduler_kwargs: {min_lr_rate: 0.1}"
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield path, f"{name} needs num_decay_steps", "lr_scheduler_kwargs: {num_decay_steps: 100}"
+
+
+def _optimizer(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    is_low_rank = training.optim.startswith(("galore_", "apollo_"))
+    if is_low_rank and not training.optim_target_modules:
+        yield (
+            ("training", "optim_target_modules"), f"missing: {training.optim} works on modules that are named",
+            "optim_target_modules: all-linear",
+        )  # fmt: skip
+    if is_low_rank and training.optim.endswith("_layerwise") and training.gradient_accumulation_steps != 1:
+        yield (
+            ("training", "gradient_accumulation_steps"), f"{training.optim} steps at each backward pass",
+            "leave it out, or take the optimizer without _layerwise",
+        )  # fmt: skip
+    if training.optim_args and any(each.count("=") != 1 for each in training.optim_args.split(",")):
+        yield ("training", "optim_args"), f"{training.optim_args!r} is no list of key=value", "rank=64,scale=0.25"
+
+
 def _media(spec: JobSpec) -> Iterator[Finding]:
     media = spec.media
     largest = min(media.max_pixels or math.inf, (media.max_image_size or math.inf) ** 2)
@@ -197,6 +235,15 @@ def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
         or lora.finetune_projector
     ):
         yield ("lora", "finetune_language_layers"), "no part of the model gets an adapter", "set one of them to true"
+
+
+def _adapted_layers(spec: JobSpec) -> Iterator[Finding]:
+    lora = spec.lora
+    if lora is not None and lora.layers_to_transform is not None and isinstance(lora.target_modules, str):
+        yield (
+            ("lora", "layers_to_transform"), "peft takes it with a list of target_modules alone",
+            "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]",
+        )  # fmt: skip
 
 
 def _notify(spec: JobSpec) -> Iterator[Finding]:
@@ -218,6 +265,29 @@ def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
 def _training(*names: str) -> tuple[KeyPath, ...]:
     return tuple(("training", name) for name in names)
 
+
+#: What each schedule takes in `lr_scheduler_kwargs`; a test holds the list against transformers.
+SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
+    "linear": frozenset(),
+    "cosine": frozenset({"num_cycles"}),
+    "cosine_with_restarts": frozenset({"num_cycles"}),
+    "polynomial": frozenset({"lr_end", "power"}),
+    "constant": frozenset(),
+    "constant_with_warmup": frozenset(),
+    "inverse_sqrt": frozenset({"timescale"}),
+    "reduce_lr_on_plateau": frozenset({
+        "mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps",
+    }),
+    "cosine_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate"}),
+    "cosine_warmup_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"}),
+    "warmup_stable_decay": frozenset({
+        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
+    }),
+    "greedy": frozenset({
+        "mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "warmup", "min_lr", "max_lr", "eps",
+        "verbose", "smooth", "window_size", "reset_start",
+    }),
+}  # fmt: skip
 
 #: In what a rule reads: every item of a list.
 ANY = "*"
@@ -249,8 +319,12 @@ RULES = (
         _training("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"), _loaders
     ),
     Rule(_training("use_liger_kernel", "loss_type"), _liger),
+    Rule(_training("label_smoothing_factor", "loss_type"), _smoothing),
+    Rule(_training("lr_scheduler_type", "lr_scheduler_kwargs"), _schedule),
+    Rule(_training("optim", "optim_target_modules", "optim_args", "gradient_accumulation_steps"), _optimizer),
     Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
     Rule((("lora",),), _adapted_parts),
+    Rule((("lora",),), _adapted_layers),
     Rule((("notify",),), _notify),
 )  # fmt: skip
 

@@ -53,9 +53,9 @@ class TrainingSpec(Section):
     max_length: Count | None = 1024
     """Tokens; longer examples are cut. null cuts nothing."""
     packing: Flag = False
-    """Whether several examples share one sequence of `max_length`."""
+    """Whether several examples share one sequence of `max_length`; refused where the model would mix them."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """How examples are fitted together: best fit, best fit with long ones split, or one after the other."""
+    """How examples are fitted together: best fit, best fit with long ones split, or one after the other, all mixed."""
     padding_free: Flag = False
     """Whether a batch is one long sequence without padding."""
     pad_to_multiple_of: Count | None = None

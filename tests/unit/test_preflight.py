@@ -146,7 +146,7 @@ def write_pictures(desk: Desk, *names: str) -> None:
 
 
 def test_files_beside_the_rows_are_looked_at(desk: Desk) -> None:
-    desk.edit_config(model_type="qwen2_5_vl", vision_config={"depth": 2})
+    desk.edit_config(model_type="qwen3_vl", vision_config={"depth": 2})
     (desk.model / "preprocessor_config.json").write_text("{}")
     write_pictures(desk, "good.png", "gone.png", "good.png")
     (warning,) = desk.check().warnings
@@ -222,6 +222,41 @@ def test_an_alias_and_a_model_type_from_the_job_file_are_taken(desk: Desk) -> No
     desk.edit_config(model_type="code_llama")
     assert desk.check().plan.model.model_type == "code_llama"
     assert desk.check(model_type="llama").plan.model.model_type == "llama"
+
+
+def test_a_model_type_that_contradicts_the_checkpoint_is_refused(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen3")
+    with pytest.raises(SpecError, match=r"model_type: llama, but .*config\.json says qwen3") as refused:
+        desk.check(model_type="llama")
+    assert "leave model_type out" in refused.value.hint
+    assert desk.check(model_type="qwen3").plan.model.model_type == "qwen3"
+    desk.edit_config(model_type="llama")
+    assert desk.check(model_type="llama2").plan.model.model_type == "llama2"  # another name for the same
+
+
+def test_what_the_libraries_would_find_after_the_load_is_refused_by_key(desk: Desk) -> None:
+    with pytest.raises(SpecError, match=r"training\.loss_type: chunked_nll does not go with label_smoothing_factor"):
+        desk.check(training={"loss_type": "chunked_nll", "label_smoothing_factor": 0.1})
+    with pytest.raises(EnvironmentInvalidError, match=r"training\.optim: stable_adamw needs torch-optimi"):
+        desk.check(training={"optim": "stable_adamw"})
+    desk.edit_config(max_position_embeddings=1)
+    assert any("that the model has 1 positions" in told for told in desk.check().warnings)
+    desk.edit_config(model_type="gpt2", n_positions=1)
+    with pytest.raises(SpecError, match=r"training\.max_length: 1024: .* has 1 positions, and rows have more tokens"):
+        desk.check()
+    desk.edit_config(model_type="mamba")
+    with pytest.raises(SpecError, match=r"training\.packing: .*mamba has layers that hand a state on"):
+        desk.check(training={"packing": True})
+
+
+def test_an_adapter_on_a_layer_that_the_model_has_not_is_refused(desk: Desk) -> None:
+    adapter = plain.write_adapter(desk.path / "adapter")
+    desk.check(adapter=str(adapter), lora=None)
+    module = "base_model.model.model.layers.4.self_attn.q_proj"
+    shapes = {f"{module}.lora_A.weight": ("F32", [4, 8]), f"{module}.lora_B.weight": ("F32", [8, 4])}
+    plain.write_safetensors(adapter / "adapter_model.safetensors", shapes)
+    with pytest.raises(ModelError, match=r"changes layer 4, and .* has 1 layers, counted from 0"):
+        desk.check(adapter=str(adapter), lora=None)
 
 
 def test_a_model_with_code_of_its_own_needs_leave(desk: Desk) -> None:

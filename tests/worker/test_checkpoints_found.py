@@ -6,6 +6,7 @@ or by the worker before it reads one, where only the libraries can tell.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -211,12 +212,14 @@ def with_code_that_is_forbidden(a: Found) -> None:
     a.spec = {"trust_remote_code": True}
 
 
-def with_an_adapter_to_go_on_from(a: Found, *, hidden_size: int = 64) -> None:
+def with_an_adapter_to_go_on_from(
+    a: Found, *, target_modules: tuple[str, ...] | list[str] = ("q_proj",), **shape: int
+) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
-    other = build_checkpoint(a.path / "other", "llama", hidden_size=hidden_size)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    other = build_checkpoint(a.path / "other", "llama", **shape)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=list(target_modules), r=2)
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(other), config).save_pretrained(a.path / "adapter")
     a.build()
     a.spec = {"adapter": str(a.path / "adapter"), "lora": None}
@@ -226,9 +229,45 @@ def with_an_adapter_of_another_model(a: Found) -> None:
     with_an_adapter_to_go_on_from(a, hidden_size=32)
 
 
+def with_an_adapter_of_a_deeper_model(a: Found) -> None:
+    with_an_adapter_to_go_on_from(a, num_layers=3)
+
+
+def with_an_adapter_of_another_family(a: Found) -> None:
+    """Phi-3 has q_proj, k_proj and v_proj in one."""
+    with_an_adapter_to_go_on_from(a, target_modules=["q_proj", "o_proj"])
+    shutil.rmtree(a.base)
+    a.build("phi3", num_key_value_heads=2)
+
+
+def with_an_adapter_that_lacks_a_layer(a: Found) -> None:
+    with_an_adapter_to_go_on_from(a)
+    weights = a.path / "adapter/adapter_model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(weights).items() if ".layers.1." not in name}
+    save_file(kept, weights, metadata={"format": "pt"})
+
+
 def named_by_its_adapter(a: Found) -> None:
     with_an_adapter_to_go_on_from(a)
     a.spec = {"base_model": a.spec["adapter"]}
+
+
+def under_another_model_type(a: Found) -> None:
+    a.build("qwen3")
+    a.spec = {"model_type": "llama"}
+
+
+def with_another_model_type_in_its_config(a: Found) -> None:
+    """As a converted checkpoint has it: Llama's layers have no place for q_norm and k_norm."""
+    a.build("qwen3")
+    a.edit("config.json", model_type="llama", architectures=["LlamaForCausalLM"])
+
+
+def with_weights_of_no_layer(a: Found) -> None:
+    weights = a.build() / "model.safetensors"
+    more = {"v_head.summary.weight": torch.ones(1, 64), "mtp.layers.0.fc.weight": torch.ones(4, 4)}
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(load_file(weights) | more | buffers, weights, metadata={"format": "pt"})
 
 
 def with_a_mistyped_dtype(a: Found) -> None:
@@ -301,6 +340,12 @@ TABLE: list[tuple[Callable[[Found], None], Trains | Refused]] = [
     (with_code_of_its_own, Refused("model_invalid", "config.json: own_llama comes with", "trust_remote_code: true")),
     (with_code_that_is_forbidden, Refused("spec_invalid", "trust_remote_code", "policy.trust_remote_code")),
     (with_an_adapter_of_another_model, Refused("model_invalid", "made for another base model", "name the base_model")),
+    (with_an_adapter_of_a_deeper_model, Refused("model_invalid", "has 2 layers, counted", "name the base_model")),
+    (with_an_adapter_of_another_family, Refused("model_invalid", "0.self_attn.q_proj", "name the base", by="worker")),
+    (with_an_adapter_that_lacks_a_layer, Refused("model_invalid", "lacks weights", "name the base_model", by="worker")),
+    (under_another_model_type, Refused("spec_invalid", "model_type: llama, but", "leave model_type out")),
+    (with_another_model_type_in_its_config, Refused("model_invalid", "0.self_attn.k_norm", "of another", "worker")),
+    (with_weights_of_no_layer, Trains(says=("1 stored weights have no place in the model and",))),
     (named_by_its_adapter, Refused("model_invalid", "an adapter (adapter_config.json", "name it as `adapter:`")),
     (with_a_mistyped_dtype, Refused("model_invalid", "config.json: dtype: 'bfloat61'", "correct it there")),
     (cut_short, Refused("model_invalid", "model.safetensors: cut short", "fetch this file again")),
@@ -380,6 +425,26 @@ def test_the_families_without_sdpa_are_those_that_transformers_has_none_for() ->
         return bool(getattr(getattr(transformers, name if isinstance(name, str) else name[0]), "_supports_sdpa", False))
 
     assert {model_type for model_type, name in CAUSAL.items() if not has_sdpa(name)} == NO_SDPA
+
+
+def test_every_model_that_transformers_calls_stateful_is_refused() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    from honed.packing import RECURRENT
+
+    mappings = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    stateful = {
+        model_type
+        for model_type, name in itertools.chain.from_iterable(mapping.items() for mapping in mappings)
+        if getattr(getattr(transformers, name if isinstance(name, str) else name[0]), "_is_stateful", False)
+    }
+    assert stateful <= RECURRENT
+    assert len(stateful) > 20
 
 
 def test_a_token_that_occurs_and_has_no_embedding_is_refused_before_the_first_step(found: Found) -> None:

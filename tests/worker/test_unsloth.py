@@ -110,6 +110,20 @@ def test_weights_that_are_missing_are_not_drawn_at_random(
     assert "no weights for model.layers.1.mlp.up_proj.weight" in ended.result["error"]["message"]
 
 
+def test_weights_that_the_layers_have_no_place_for_are_refused_under_unsloth_too(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    import torch
+
+    weights = build_checkpoint(tmp_path / "base", "llama") / "model.safetensors"
+    foreign = {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
+    save_file(load_file(weights) | foreign, weights, metadata={"format": "pt"})
+    job = make_job(model=tmp_path / "base", **KEYS)
+    error = job.wait(job.start()).result["error"]
+    assert error["code"] == "model_invalid"
+    assert "no place for: model.layers.0.self_attn.q_norm.weight" in error["message"]
+
+
 def test_a_checkpoint_stored_in_4_bits_computes_in_the_planned_dtype(make_job: MakeJob, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

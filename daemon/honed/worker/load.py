@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,10 @@ class Backend(Protocol):
     """What loads a model."""
 
     name: str
+
+    @property
+    def told(self) -> Sequence[str]:
+        """What a load has to tell the job's owner."""
 
     def import_libraries(self) -> None:
         """Import the training stack, in the order that this backend needs."""
@@ -49,6 +54,7 @@ class Backend(Protocol):
 class Loaded:
     model: Any
     tokenizer: Any
+    told: tuple[str, ...] = ()  #: to the job's owner
 
 
 def choose(name: str) -> Backend:
@@ -86,7 +92,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
         raise ModelError(
             f"{assignment.base_model_path}: {type(error).__name__}: {error}", hint="see worker.log for the traceback"
         ) from error
-    return Loaded(model, tokenizer)
+    return Loaded(model, tokenizer, tuple(backend.told))
 
 
 def freeze(model: Any, assignment: Assignment) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from honed import durable, installed, score, trial
+from honed import durable, installed, position, score, trial
 from honed.chat import ChatFormat
 from honed.error import (
     DatasetError,
@@ -177,6 +177,8 @@ class _Story:
         self._stage("load")
         auditor = audit.Auditor(precision, events, backend=job.backend)
         loaded = load.load(backend, job, auditor)
+        for text in loaded.told:
+            self._log("warning", text)
 
         self._stage("audit")
         self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
@@ -186,7 +188,11 @@ class _Story:
 
         chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
         data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
-        datas.check_ids(data, chat.tokenizer, loaded.model.get_input_embeddings().num_embeddings, job.base_model_path)
+        # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
+        num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
+        datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
+        longest = max(len(ids) for rows in (data.train, data.held_out) if rows for ids in rows.dataset["input_ids"])
+        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), longest)
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files have changed since the checkpoint: the run goes on with what they hold now"

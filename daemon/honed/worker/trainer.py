@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
-from honed import score
+from honed import loss, score
 from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
 from honed.training import TrainingSpec
@@ -52,8 +52,9 @@ def arguments(
         defaults["eval_strategy"] = spec.eval_strategy
         defaults["eval_on_start"] = spec.eval_strategy != "no"  # the baseline
     if not torch.cuda.is_available():
-        # TRL's default saves a GPU's memory; from 1.15 on it is a Triton kernel, which a CPU cannot run.
-        defaults |= {"loss_type": "nll", "dataloader_pin_memory": False}
+        defaults["dataloader_pin_memory"] = False
+    if (loss_type := loss.default_type(spec, has_gpu=torch.cuda.is_available())) is not None:
+        defaults["loss_type"] = loss_type
     if spec.early_stopping_patience is not None:
         defaults |= _early_stopping(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from honed import modality
-from honed.basemodel import QUANTIZATION_STATE, read_names
+from honed import leftover, modality
+from honed.basemodel import QUANTIZATION_STATE, read_header, read_names
 from honed.error import ModelError
 from honed.modality import Part
 from honed.precision import PART_KEYS, Precision, trained_parts
@@ -20,11 +22,14 @@ class TransformersBackend:
 
     name = "transformers"
 
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
     def import_libraries(self) -> None:
         import transformers  # noqa: F401
 
     def load_base(self, assignment: Assignment) -> Any:
-        return load_base(assignment, load_config(assignment))
+        return load_base(assignment, load_config(assignment), tell=self.told.append)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         return attach_adapter(model, assignment)
@@ -36,8 +41,8 @@ class TransformersBackend:
         return nullcontext()
 
 
-def load_base(assignment: Assignment, config: Any) -> Any:
-    """The base model, as planned."""
+def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None] = lambda _text: None) -> Any:
+    """The base model, as planned. `tell` hears which stored weights it has no place for."""
     import torch
 
     precision = assignment.precision
@@ -49,6 +54,8 @@ def load_base(assignment: Assignment, config: Any) -> Any:
         options["quantization_config"] = quantization_config(precision, empty)
     elif isinstance(own, dict) and precision.compute_dtype is not None:
         own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored one is that of another machine
+    if assignment.spec.adapter:
+        check_adapter(empty, Path(assignment.spec.adapter))
     if torch.cuda.is_available():
         options["device_map"] = {"": 0}
     if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
@@ -64,14 +71,18 @@ def load_base(assignment: Assignment, config: Any) -> Any:
     )
     if missing := sorted(info["missing_keys"]):
         raise incomplete(assignment, missing)
+    if unplaced := leftover.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
+        tell(unplaced)
     keep_trainable_layout(model)
     return model
 
 
 def check_complete(assignment: Assignment, config: Any) -> Any:
-    """The model without weights. Raises ModelError for weights that no file names, before any is read.
+    """The model without weights. Raises ModelError, before any is read, for weights that no file names and for those
+    that the model should have a place for.
 
-    Only where every stored name is one of the model's own: what is stored under other names is known once it is loaded.
+    Only where every stored name, or every one of the model's, is one of the other's: what is stored under other names
+    is known once it is loaded.
     """
     import torch
 
@@ -87,7 +98,53 @@ def check_complete(assignment: Assignment, config: Any) -> Any:
     )
     if missing and stored and stored <= wanted:
         raise incomplete(assignment, missing)
+    if not missing:
+        leftover.check(assignment.base_model_path, unplaced(model, stored), wanted)
     return model
+
+
+def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
+    """The stored names that are none of the model's, but for those that its class says it passes over."""
+    passed_over = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    names = {name for name in stored if not QUANTIZATION_STATE.search(name)} - set(model.state_dict())
+    return {name for name in names if not any(re.search(each, name) for each in passed_over)}
+
+
+def check_adapter(empty: Any, adapter_dir: Path) -> None:
+    """Raises ModelError for an adapter that fits a model only in part, as peft itself finds on one without weights.
+
+    `empty`, on meta, is wrapped in the adapter and good for nothing else afterwards.
+    """
+    import peft
+    import torch
+
+    config = peft.PeftConfig.from_pretrained(adapter_dir)
+    config.init_lora_weights = False  # nothing is drawn
+    stored, _ = read_header(adapter_dir / "adapter_model.safetensors", hint="the adapter is incomplete: copy it again")
+    state = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in stored}
+    try:
+        wrapped = peft.get_peft_model(empty, config, low_cpu_mem_usage=True)
+        found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(f"{adapter_dir}: does not fit {type(empty).__name__}: {said}", hint=OTHER_BASE) from error
+    check_fitted(adapter_dir, found.missing_keys, found.unexpected_keys)
+
+
+def check_fitted(adapter_dir: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raises ModelError where peft has left weights of an adapter out, or has begun some from zeros."""
+    lacking = sorted(name for name in missing if ".lora_" in name or ".modules_to_save." in name)
+    for names, what in (
+        (sorted(unexpected), "has weights that the base model has no place for"),
+        (lacking, "lacks weights that its own adapter_config.json asks for"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            raise ModelError(f"{adapter_dir}: {what}: {', '.join(names[:3])}{more}", hint=OTHER_BASE)
+
+
+#: What to do about an adapter that does not fit.
+OTHER_BASE = "name the base_model that it was trained on: see base_model_name_or_path in its adapter_config.json"
 
 
 def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
@@ -192,6 +249,10 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
 
     if spec.adapter:
         model = peft.PeftModel.from_pretrained(model, spec.adapter, is_trainable=True)
+        found = model.load_adapter(
+            spec.adapter, "default", is_trainable=True
+        )  # again: from_pretrained keeps the report
+        check_fitted(Path(spec.adapter), found.missing_keys, found.unexpected_keys)
     elif spec.lora is not None:
         check_parts(model, assignment)
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora_options(model, assignment)))

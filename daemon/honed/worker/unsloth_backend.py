@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from honed import leftover
 from honed.basemodel import read_names
 from honed.error import BackendError, HonedError
 from honed.precision import PART_KEYS, trained_parts
@@ -21,13 +22,16 @@ class UnslothBackend:
 
     name = "unsloth"
 
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
     def import_libraries(self) -> None:
         with _blamed():
             import unsloth  # noqa: F401
 
     def load_base(self, assignment: Assignment) -> Any:
         with _blamed():
-            return _load_base(assignment)
+            return _load_base(assignment, self.told)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         with _blamed():
@@ -59,7 +63,7 @@ def _blamed() -> Iterator[None]:
         ) from error
 
 
-def _load_base(assignment: Assignment) -> Any:
+def _load_base(assignment: Assignment, told: list[str]) -> Any:
     import torch
 
     from honed.worker.transformers_backend import keep_trainable_layout
@@ -77,6 +81,7 @@ def _load_base(assignment: Assignment) -> Any:
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
     _check_complete(model, assignment)
+    _check_placed(model, assignment, told)
     if not assignment.plan["checkpoint"].get("quantization_method"):
         check_senses(model)
     keep_trainable_layout(model)
@@ -165,3 +170,17 @@ def _check_complete(model: Any, assignment: Assignment) -> None:
     ]
     if missing:
         raise incomplete(assignment, missing)
+
+
+def _check_placed(model: Any, assignment: Assignment, told: list[str]) -> None:
+    """Raises ModelError for stored weights that layers lack, and tells of others that are left out.
+
+    Only where every parameter is stored under its own name: otherwise names say nothing.
+    """
+    from honed.worker.transformers_backend import unplaced
+
+    stored = read_names(assignment.base_model_path)
+    if all(name in stored for name, _ in model.named_parameters()):
+        left_out = unplaced(model, stored)
+        if words := leftover.check(assignment.base_model_path, left_out, model.state_dict()):
+            told.append(words)

@@ -18,7 +18,7 @@ class WatchedTrainer(Trainer):
         super().__init__(**parts)
         assignment = self._assignment
         model_type = str(getattr(self.model.config, "model_type", ""))
-        vocab_size = int(self.model.get_input_embeddings().num_embeddings)
+        vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # that of an adapter on them, too
         suspect = divergence.suspicion(assignment.precision, model_type)
         self._divergence = Divergence(
             assignment.spec.divergence, self._progress.divergence, suspect, vocab_size=vocab_size

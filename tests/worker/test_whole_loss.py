@@ -1,0 +1,70 @@
+"""Jobs that TRL's chunked loss does not go with, and rows that a model has no positions for: the real libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from honed import loss, position
+from honed.worker import assignment as assignments
+from worker.conftest import MakeJob
+
+HEAD: dict[str, Any] = {"lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}, "training": {"max_steps": 1}}
+SMOOTHED: dict[str, Any] = {"lora": {"r": 4}, "training": {"max_steps": 2, "label_smoothing_factor": 0.1}}
+
+
+def test_an_adapter_on_the_head_trains_and_is_gone_on_from_with_the_plain_loss(make_job: MakeJob) -> None:
+    first = make_job("llama", **HEAD)
+    assert first.run().status == 0
+    again = make_job("llama", adapter=str(first.output_dir), training={"max_steps": 1})
+    assert again.run().status == 0
+    for job in (first, again):
+        assert loss.default_type(assignments.read(job.dir, 1).spec, has_gpu=True) == "nll"
+
+
+def test_labels_are_smoothed_by_the_plain_loss(make_job: MakeJob) -> None:
+    smoothed, plain = (
+        make_job("llama", **SMOOTHED).run(),
+        make_job("llama", lora={"r": 4}, training={"max_steps": 2}).run(),
+    )
+    assert smoothed.status == plain.status == 0, smoothed.result
+    assert smoothed.losses[1] != plain.losses[1]
+
+
+#: What makes each family with a table of positions small, and MPT's 32 long.
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 4}
+_OPT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT, "gpt-sw3": _GPT, "gpt_bigcode": _GPT, "openai-gpt": _GPT, "ctrl": _GPT,
+    "gptj": _GPT | {"rotary_dim": 4}, "codegen": _GPT | {"rotary_dim": 4, "n_ctx": 32},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+    "opt": _OPT | {"ffn_dim": 32, "word_embed_proj_dim": 32}, "biogpt": _OPT | {"intermediate_size": 32},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(position.TABLED))
+def test_a_family_with_a_table_of_positions_fails_past_its_end(family: str) -> None:
+    limit = {} if family == "mpt" else {"max_position_embeddings": 32}
+    config = AutoConfig.for_model(family, vocab_size=64, **(TINY[family] | limit))
+    assert position.positions(config.to_dict()) == 32
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(33)[None]
+    with torch.no_grad():
+        model(input_ids=ids[:, :32], use_cache=False)
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=ids, use_cache=False)
+
+
+def test_rows_beyond_the_table_end_the_job_before_the_first_step(make_job: MakeJob) -> None:
+    answer = "Paris is the capital. " * 60
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": answer}]} for n in "ab"
+    ]
+    ended = make_job("gpt2", rows=rows, lora={"r": 4}).run()
+    assert ended.result["error"]["code"] == "dataset_invalid"
+    assert "and the model has 256 positions" in ended.result["error"]["message"]
+    assert ended.losses == {}
