@@ -191,8 +191,7 @@ class _Story:
         # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
         datas.check_ids(data, chat.tokenizer, num_embeddings, job.base_model_path)
-        longest = max(len(ids) for rows in (data.train, data.held_out) if rows for ids in rows.dataset["input_ids"])
-        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), longest)
+        position.check_rows(spec, loaded.model.config.model_type, loaded.model.config.to_dict(), data.longest)
         if resumed and progress.data_hashes not in ({}, data.hashes):
             self._log(
                 "warning", "the data files have changed since the checkpoint: the run goes on with what they hold now"
