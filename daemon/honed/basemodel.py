@@ -281,11 +281,11 @@ def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
 
 
 def read_names(path: Path) -> frozenset[str]:
-    """The names of all tensors in a checkpoint's safetensors files; none where its weights are pickled."""
-    found: set[str] = set()
-    for file in path.glob("*.safetensors"):
-        found |= {tensor.name for tensor in read_header(file, hint="fetch this file again")[0]}
-    return frozenset(found)
+    """The names of all tensors that a checkpoint is loaded from; none where its weights are pickled."""
+    if not any(_is_there(path / name) for name in ("model.safetensors", "model.safetensors.index.json")):
+        return frozenset()
+    tensors, _, _ = _weights(path, allow_pickle=False)
+    return frozenset(tensor.name for tensor in tensors)
 
 
 def is_vision_module(name: str) -> bool:

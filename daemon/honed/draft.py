@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,37 @@ from honed.error import HonedError, InternalError, ModelError, UsageError, from_
 from honed.instance import Instance
 
 
-def check_one(instance: Instance, path: Path) -> Any:
-    """All that honed would check before it accepts a job file. Raises what it would refuse it with."""
+def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) -> Any:
+    """All that honed would check before it accepts a job file. Raises what it would refuse it with.
+
+    `beside` are job files that would be dropped together with it.
+    """
     from honed import preflight
 
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     jobs = _made(instance, path)
-    verdict = preflight.check(path, layout=instance.layout, config=config.load(instance.layout), jobs=jobs)
-    return replace(verdict, warnings=[*verdict.warnings, *_not_there(instance, verdict.spec)])
+    settings = config.load(instance.layout)
+    try:
+        verdict = preflight.check(path, layout=instance.layout, config=settings, jobs=jobs)
+    except HonedError as error:
+        error.is_refusal = True
+        raise
+    return replace(verdict, warnings=[*verdict.warnings, *_not_there(instance, verdict.spec, beside)])
 
 
-def _not_there(instance: Instance, job_spec: Any) -> Iterator[str]:
-    """A word for each job that the file names and that honed does not know; it may be dropped together with it."""
+def _not_there(instance: Instance, job_spec: Any, beside: Iterable[Path]) -> Iterator[str]:
+    """A word for each job that the file names and that neither honed knows nor another file makes."""
     from honed import spec as specs
 
+    made = set()
+    for path in beside:
+        with contextlib.suppress(HonedError):  # its own check says what is wrong with it
+            made.add(specs.load(path).name or path.stem.removesuffix(".hold"))
     named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
     named |= {name: key for key, name in specs.references(job_spec).items()}
     for name, key in named.items():
-        if not instance.layout.spool_dir.is_dir() or not instance.jobs(names=[name]):
+        if name not in made and not (instance.layout.spool_dir.is_dir() and instance.jobs(names=[name])):
             yield f"{key}: there is no job {name!r} yet: drop it first, or both together, or this one is refused"
 
 
@@ -60,12 +73,9 @@ def checked(instance: Instance, path: Path) -> Any:
     """As check_one; what it raises names the file."""
     try:
         return check_one(instance, path)
-    except UsageError:
-        raise
     except HonedError as error:
         if str(path) not in error.message:
             error.message = f"{path}: {error.message}"
-        error.is_refusal = True
         raise
 
 
@@ -78,7 +88,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
     answers: list[dict[str, Any]] = []
     for path in options.files:
         try:
-            verdict = check_one(instance, path)
+            verdict = check_one(instance, path, beside=options.files)
         except HonedError as error:
             answers.append(
                 {"file": str(path), "ok": False, "error": error.as_dict(), "warnings": [], "needs_fetch": None}

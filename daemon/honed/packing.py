@@ -36,12 +36,14 @@ UNMASKED = frozenset({
 #: What configs call their kinds of layers, and those among them that hand a state on.
 _LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 _STATE = re.compile(r"mamba|linear|conv|recurr|ssm|rwkv|delta|hybrid")
-_KEYS = ("packing", "padding_free", "eval_packing")
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
     """Raises SpecError where the job packs rows and the model would let them see each other."""
-    key = next((key for key in _KEYS if getattr(job_spec.training, key)), None)
+    training = job_spec.training
+    # Rows that are put one after the other, and cut where a sequence is full, see each other in every model: so asked.
+    asked = () if training.packing_strategy == "wrapped" else ("packing", "eval_packing")
+    key = next((key for key in (*asked, "padding_free") if getattr(training, key)), None)
     if key is None or (why := leak(model.model_type, model.config)) is None:
         return
     raise SpecError(

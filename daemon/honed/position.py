@@ -20,9 +20,8 @@ _KEYS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> list[str]:
-    """What to tell of rows longer than the model has positions. `num_row_tokens`: about the longest that was looked at.
-
-    Raises SpecError where the model has none for them.
+    """What to tell of rows that may be longer than the model has positions. `num_row_tokens`: about the longest that
+    was looked at, from its bytes; the worker counts. Raises SpecError where packing makes them too long for sure.
     """
     limit, cut_at = positions(model.config), spec.training.max_length
     if limit is None or (cut_at is not None and cut_at <= limit):
@@ -33,14 +32,17 @@ def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> li
     if longest is None or longest <= limit:
         return []
     asked = f"training.max_length: {'null' if cut_at is None else cut_at}"
-    if model.model_type in TABLED:
+    is_tabled = model.model_type in TABLED
+    if fills and is_tabled:
         raise SpecError(
-            f"{asked}: {model.path} has {limit} positions, and rows have more tokens (about {longest})",
+            f"{asked}: {model.path} has {limit} positions, and packing_strategy: wrapped fills all of {longest}",
             hint=f"max_length: {limit}",
         )
     longest = longest if cut_at is None else min(longest, cut_at)
+    end = f"; a row that has more ends the job: max_length: {limit} cuts it" if is_tabled else ""
     return [
         f"{asked}: rows have up to about {longest} tokens, and config.json says that the model has {limit} positions"
+        + end
     ]
 
 

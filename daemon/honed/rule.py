@@ -237,15 +237,6 @@ def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
         yield ("lora", "finetune_language_layers"), "no part of the model gets an adapter", "set one of them to true"
 
 
-def _adapted_layers(spec: JobSpec) -> Iterator[Finding]:
-    lora = spec.lora
-    if lora is not None and lora.layers_to_transform is not None and isinstance(lora.target_modules, str):
-        yield (
-            ("lora", "layers_to_transform"), "peft takes it with a list of target_modules alone",
-            "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]",
-        )  # fmt: skip
-
-
 def _notify(spec: JobSpec) -> Iterator[Finding]:
     if spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None:
         yield ("notify",), "says not whom to tell", "add webhook or mail"
@@ -324,7 +315,6 @@ RULES = (
     Rule(_training("optim", "optim_target_modules", "optim_args", "gradient_accumulation_steps"), _optimizer),
     Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
     Rule((("lora",),), _adapted_parts),
-    Rule((("lora",),), _adapted_layers),
     Rule((("notify",),), _notify),
 )  # fmt: skip
 

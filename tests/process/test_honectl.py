@@ -76,6 +76,8 @@ def test_check_says_which_jobs_are_not_there_yet(instance: Instance) -> None:
     done = honectl(instance, "check", str(path))
     assert done.returncode == 0
     assert "depends_on: there is no job 'sooner' yet" in " ".join(done.stdout.split())
+    together = honectl(instance, "check", str(path), str(job_file(instance, "sooner")))
+    assert "there is no job" not in together.stdout
     honectl(instance, "submit", "--hold", str(job_file(instance, "sooner")))
     assert "there is no job" not in honectl(instance, "check", str(path)).stdout
 

@@ -69,12 +69,6 @@ def test_keys_that_end_a_run_once_the_model_is_loaded_are_refused(training: dict
     assert f"training.{said}" in refused.value.message or said in refused.value.message
 
 
-def test_layers_are_chosen_among_modules_that_are_listed() -> None:
-    with pytest.raises(SpecError, match=r"lora\.layers_to_transform: peft takes it with a list of target_modules"):
-        job(lora={"layers_to_transform": [1]})
-    job(lora={"layers_to_transform": [1], "target_modules": ["q_proj"]})
-
-
 @pytest.mark.parametrize(
     "training",
     [
@@ -196,32 +190,26 @@ def test_the_models_whose_labels_stay_unmoved_are_those_that_transformers_has() 
 
 
 @pytest.mark.parametrize(
-    ("config", "training", "longest", "refused"),
+    ("training", "longest", "is_told"),
     [
-        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": 128}, 100, True),
-        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": None}, 100, True),
-        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": 128}, 60, False),
-        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": 64}, 100, False),
-        (
-            {"model_type": "gpt2", "n_positions": 64},
-            {"max_length": 128, "packing": True, "packing_strategy": "wrapped"},
-            10,
-            True,
-        ),
-        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": 128, "packing": True}, 10, False),
-        ({"model_type": "opt", "max_position_embeddings": 64}, {}, 65, True),
-        ({"model_type": "gpt2"}, {}, 5000, False),
+        ({"max_length": 128}, 100, True),
+        ({"max_length": None}, 100, True),
+        ({"max_length": 128}, 60, False),
+        ({"max_length": 64}, 100, False),
+        ({"max_length": 128, "packing": True}, 10, False),
     ],
 )
-def test_rows_beyond_a_table_of_positions_are_refused(
-    tmp_path: Path, config: dict[str, Any], training: dict[str, Any], longest: int, refused: bool
+def test_rows_that_may_go_beyond_a_table_of_positions_are_told(
+    tmp_path: Path, training: dict[str, Any], longest: int, is_told: bool
 ) -> None:
-    base = model(tmp_path, **config)
-    if not refused:
-        assert position.check(job(**training), base, longest) == []
-        return
-    with pytest.raises(SpecError, match=r"training\.max_length: .* has 64 positions") as told:
-        position.check(job(**training), base, longest)
+    told = position.check(job(**training), model(tmp_path, model_type="gpt2", n_positions=64), longest)
+    assert ["a row that has more ends the job: max_length: 64 cuts it" in each for each in told] == [True] * is_told
+
+
+def test_rows_that_packing_makes_longer_than_a_table_of_positions_are_refused(tmp_path: Path) -> None:
+    wrapped = job(max_length=128, packing=True, packing_strategy="wrapped")
+    with pytest.raises(SpecError, match=r"training\.max_length: 128: .* has 64 positions") as told:
+        position.check(wrapped, model(tmp_path, model_type="gpt2", n_positions=64), 10)
     assert told.value.hint == "max_length: 64"
 
 

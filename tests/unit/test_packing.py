@@ -42,5 +42,9 @@ def test_packing_is_refused_where_rows_reach_each_other(
     check(tmp_path, config)
 
 
+def test_rows_that_are_put_one_after_the_other_may_see_each_other(tmp_path: Path) -> None:
+    check(tmp_path, {"model_type": "mamba"}, packing=True, packing_strategy="wrapped")
+
+
 def test_packing_is_taken_where_attention_keeps_rows_apart(tmp_path: Path) -> None:
     check(tmp_path, {"layer_types": ["full_attention", "sliding_attention"]}, packing=True)

@@ -331,11 +331,15 @@ def test_an_evaluation_whose_answers_failed_neither_counts_for_the_guards_patien
     assert [text.split(":")[0] for text in ended.messages("warning") if "cannot tell" in text] == ["step 2", "step 6"]
 
 
-def test_an_evaluation_whose_answers_failed_is_not_the_best(make_job: MakeJob, learned: Path, planted: Any) -> None:
+@pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau"])
+def test_an_evaluation_whose_answers_failed_is_not_the_best(
+    make_job: MakeJob, learned: Path, planted: Any, schedule: str
+) -> None:
     planted(lambda number: 4 * (number == 1))
     job = make_job(
         model=learned, num_rows=8, dtype="float32", eval_split=0.5, early_stopping_patience=3,
-        training={"max_steps": 6, "learning_rate": 1e-9, "metric_for_best_model": "predictions/token_f1"} | EVERY_2,
+        training={"max_steps": 6, "learning_rate": 1e-9, "metric_for_best_model": "predictions/token_f1",
+                  "lr_scheduler_type": schedule} | EVERY_2,
     )  # fmt: skip
     ended = job.run()
     assert ended.status == 0, ended.result

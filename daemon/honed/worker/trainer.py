@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
@@ -259,20 +261,27 @@ class Trainer(SFTTrainer):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """An evaluation leaves no trace in the random state, so one that was cut short can be made up for."""
+        may_step = not kwargs.pop("skip_scheduler", False)
         with random_state_kept():
-            metrics = super()._evaluate(*args, **kwargs)
+            metrics = super()._evaluate(*args, skip_scheduler=True, **kwargs)
+            if may_step and isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR) and self._may_judge(metrics):
+                self.lr_scheduler.step(metrics[f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"])
         self._progress.is_evaluation_due = False
         return metrics
+
+    def _may_judge(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation tells how good the model is: not by answers that failed, which have no score."""
+        asked = self._assignment.spec.predictions
+        is_by_answers = score.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
+        has_scores = any(name.startswith(f"eval_{score.PREFIX}") for name in metrics)
+        return bool(has_scores or not is_by_answers or asked.prompts is not None)
 
     def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
         """The best model is to be had back, so it needs a checkpoint, whatever `save_steps` says.
 
         Where the best is the one that answers best, it is none of those whose answers failed, which have no score.
         """
-        asked = self._assignment.spec.predictions
-        is_by_answers = score.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
-        has_scores = any(name.startswith(f"eval_{score.PREFIX}") for name in metrics)
-        if is_by_answers and not has_scores and asked.prompts is None:
+        if not self._may_judge(metrics):
             return False
         is_best = bool(super()._determine_best_metric(metrics, *args, **kwargs))
         if is_best and self.args.load_best_model_at_end:

@@ -128,14 +128,20 @@ def check_adapter(empty: Any, adapter_dir: Path) -> None:
     except (ValueError, RuntimeError, KeyError) as error:
         said = " ".join(str(error).split())[:300]
         raise ModelError(f"{adapter_dir}: does not fit {type(empty).__name__}: {said}", hint=OTHER_BASE) from error
-    check_fitted(adapter_dir, found.missing_keys, found.unexpected_keys)
+    check_fitted(adapter_dir, empty, found)
 
 
-def check_fitted(adapter_dir: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raises ModelError where peft has left weights of an adapter out, or has begun some from zeros."""
-    lacking = sorted(name for name in missing if ".lora_" in name or ".modules_to_save." in name)
+def check_fitted(adapter_dir: Path, model: Any, found: Any) -> None:
+    """Raises ModelError where peft has left weights of an adapter out, or has begun some from zeros: what it `found`.
+
+    Weights beside some that the model's class says it passes over had no gradient, as those of layers that share keys.
+    """
+    lacking = sorted(name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    passed_over = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
+    homeless = [name for name in found.unexpected_keys if not any(re.search(each, name) for each in passed_over)]
     for names, what in (
-        (sorted(unexpected), "has weights that the base model has no place for"),
+        (sorted(homeless), "has weights that the base model has no place for"),
         (lacking, "lacks weights that its own adapter_config.json asks for"),
     ):
         if names:
@@ -252,10 +258,11 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         found = model.load_adapter(
             spec.adapter, "default", is_trainable=True
         )  # again: from_pretrained keeps the report
-        check_fitted(Path(spec.adapter), found.missing_keys, found.unexpected_keys)
+        check_fitted(Path(spec.adapter), model, found)
     elif spec.lora is not None:
         check_parts(model, assignment)
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora_options(model, assignment)))
+        options = _in_layers(model, lora_options(model, assignment))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
         check_adapted(model, assignment)
     cast_trainable(model, assignment.precision)
     spare_frozen(model)
@@ -291,6 +298,23 @@ def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
             excluded = rf"(.*\.)?({'|'.join(map(re.escape, excluded))})" if excluded else ""
         options["exclude_modules"] = f"({excluded})|({ours})" if excluded else ours
     return options
+
+
+def _in_layers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The same, where layers are chosen among modules that are not listed, for which peft has no way: with a list."""
+    layers, wanted = options.get("layers_to_transform"), options["target_modules"]
+    if not layers or not isinstance(wanted, str):
+        return options
+    head = model.get_output_embeddings()
+    names = [name for name in _linear_names(model) if model.get_submodule(name) is not head or wanted != "all-linear"]
+    chosen = [
+        name
+        for name in names
+        if (layer := re.search(r"\.(\d+)\.", name))
+        and int(layer[1]) in layers
+        and (wanted == "all-linear" or re.fullmatch(wanted, name))
+    ]
+    return {**options, "target_modules": chosen, "layers_to_transform": None}
 
 
 def _untrained(model: Any, wanted: frozenset[Part]) -> str:
