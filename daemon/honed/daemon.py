@@ -206,7 +206,7 @@ class Daemon:
     def _patience(self) -> float:
         """Seconds that the loop may sleep when nothing wakes it."""
         now = self._clock()
-        waits = [self._rescan_at - now, self._housekeeper.patience()]
+        waits = [self._rescan_at - now, self._housekeeper.patience(), self._publishing.patience()]
         if self._attempts.running or self._acceptance.num_fetching:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.num_unsettled:

@@ -68,6 +68,10 @@ class Publishing:
         # Last, since it raises where the disk is full, and pages would miss what has moved.
         self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
 
+    def patience(self) -> float:
+        """Seconds until a page is to be made, or looked at whether it has been."""
+        return self._reporter.patience()
+
     def close(self, *, is_last: bool) -> None:
         """`is_last`: rows that are left behind may never be sent; elsewhere they wait for the next start."""
         if self._sender is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ REST = 20
 #: Seconds that a child may take, for all reports that are due; and that the last one has when the daemon ends.
 TIMEOUT_SEC = 300.0
 FINISH_SEC = 20.0
+#: Seconds between looks at a child.
+CHILD_POLL_SEC = 0.5
 #: Jobs in one child, so that a command line has an end.
 MAX_JOBS = 500
 #: Jobs that are due at a time from which on they are no longer made at once; and then, how many times as long it rests.
@@ -59,6 +62,12 @@ class Reporter:
             self._look(now)
         if self._process is None and self._due and now >= self._rest_until:
             self._start(now, policy, running)
+
+    def patience(self) -> float:
+        """Seconds until there is something to do, if nothing changes meanwhile."""
+        if self._process is not None:
+            return CHILD_POLL_SEC
+        return max(self._rest_until - self._clock(), 0.0) if self._due else math.inf
 
     def finish(self, policy: PolicyConfig) -> None:
         """Make what is due, for a little while: the daemon ends."""

@@ -211,3 +211,21 @@ def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
         return jobs[-1]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def learned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learned") / "model"
+
+
+@pytest.fixture
+def learned(make_job: MakeJob, learned_dir: Path) -> Path:
+    """A tiny model that knows its four capitals, trained once."""
+    if learned_dir.exists():
+        return learned_dir
+    job = make_job(
+        "llama", num_rows=4, dtype="float32", predictions={"sample_frequency": "off"},
+        training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
+    )  # fmt: skip
+    assert job.run().status == 0
+    return job.output_dir.rename(learned_dir)

@@ -26,24 +26,6 @@ def scores(ended: Ended, name: str) -> dict[int, float]:
     return {item["step"]: item["scores"][name] for item in ended.of("predictions")}
 
 
-@pytest.fixture(scope="module")
-def learned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("learned") / "model"
-
-
-@pytest.fixture
-def learned(make_job: MakeJob, learned_dir: Path) -> Path:
-    """A tiny model that knows its four capitals, trained once."""
-    if learned_dir.exists():
-        return learned_dir
-    job = make_job(
-        "llama", num_rows=4, dtype="float32", predictions={"sample_frequency": "off"},
-        training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
-    )  # fmt: skip
-    assert job.run().status == 0
-    return job.output_dir.rename(learned_dir)
-
-
 def made_worse(make_job: MakeJob, learned: Path, **keys: Any) -> WorkerJob:
     training = {"max_steps": 8, "learning_rate": 0.3} | keys.pop("training", {})
     return make_job(model=learned, num_rows=4, dtype="float32", eval_split=0.5, training=training, **keys)

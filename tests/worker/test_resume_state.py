@@ -12,7 +12,7 @@ import pytest
 from honed.worker.stop import Stop
 from worker.conftest import Ended, MakeJob, WorkerJob
 from worker.cutter import LOOKS, at_step
-from worker.test_examiner import learned, made_worse  # noqa: F401 - a fixture
+from worker.test_examiner import made_worse
 from worker.test_resume_checkpoint import flip
 from worker.test_resume_matrix import assert_same, course_of, untimed
 
@@ -194,7 +194,7 @@ def test_a_merge_that_is_stopped_costs_no_training(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize("before", [2, 0])
-def test_the_guard_counts_on(make_job: MakeJob, learned: Path, before: int) -> None:  # noqa: F811
+def test_the_guard_counts_on(make_job: MakeJob, learned: Path, before: int) -> None:
     """What it measured before is not measured again, and its patience ends when it would have ended."""
     wanted: dict[str, Any] = {
         "guard": {"metric": "token_f1", "max_drop": 0.1, "patience": 2},
