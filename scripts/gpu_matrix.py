@@ -193,12 +193,14 @@ class Cell:
     dtype: str
     quantization: str
     adapter: str  #: lora or full
+    extra: str = ""  #: a key of EXTRAS
 
     @property
     def name(self) -> str:
         """What --only is matched with; cells of the field report end in `seed`."""
         asked = (self.model, self.dtype, self.quantization, self.adapter)
-        return "/".join((self.backend, *asked)) + (" seed" if asked in FIELD_REPORT else "")
+        extra = f"/{self.extra}" if self.extra else ""
+        return "/".join((self.backend, *asked)) + extra + (" seed" if asked in FIELD_REPORT else "")
 
 
 def cells() -> list[Cell]:
@@ -213,6 +215,31 @@ def cells() -> list[Cell]:
             ("transformers", "unsloth"), SHAPES, ("bfloat16", "float16", "float32"), ways
         )
         if not SHAPES[model].has_vision or (adapter == "lora" and quantization != "8bit")
+    ]
+
+
+LORA = {"r": 16, "target_modules": "all-linear"}
+#: What a cell's job has besides.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "flash": {"attn_implementation": "flash_attention_2"},
+    "saved": {"lora": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}},
+}
+
+
+def first() -> list[Cell]:
+    """What was decided by reading alone, for want of a GPU, on the smaller models: ten minutes. See docs/gpu.md."""
+    return [
+        Cell("unsloth", "Qwen3-1.7B", "auto", "4bit", "lora"),
+        Cell("transformers", "Qwen3-1.7B", "auto", "4bit", "lora"),
+        Cell("unsloth", "Llama-3.2-1B", "float16", "none", "lora"),
+        Cell("unsloth", "Llama-3.2-1B", "auto", "none", "full"),
+        Cell("transformers", "Llama-3.2-1B", "auto", "none", "full"),
+        Cell("unsloth", "Llama-3.2-1B", "float16", "none", "full"),
+        Cell("unsloth", "Llama-3.2-1B", "auto", "none", "lora", "saved"),
+        Cell("unsloth", "Llama-3.2-1B", "float32", "none", "lora"),  # is refused
+        Cell("transformers", "Llama-3.2-1B", "auto", "none", "full", "flash"),
+        Cell("transformers", "Qwen2.5-VL-3B", "auto", "none", "lora", "flash"),
+        Cell("unsloth", "Qwen2.5-VL-3B", "auto", "none", "lora", "flash"),
     ]
 
 
@@ -263,7 +290,8 @@ class Bench:
             "backend": cell.backend,
             "dtype": cell.dtype,
             "quantization": cell.quantization,
-            **({"lora": {"r": 16, "target_modules": "all-linear"}} if cell.adapter == "lora" else {}),
+            **({"lora": LORA} if cell.adapter == "lora" else {}),
+            **EXTRAS.get(cell.extra, {}),
             "datasets": [{"path": str(self.dir / "facts.jsonl")}],
             "eval_split": 0.2,
             "training": {
@@ -306,6 +334,7 @@ def look(path: Path) -> None:
 
             scaler = getattr(kwargs.get("optimizer"), "scaler", None)
             self.seen: dict[str, Any] = {
+                "device": next(model.parameters()).device.type,
                 "bf16": args.bf16,
                 "fp16": args.fp16,
                 "mixed_precision": AcceleratorState().mixed_precision,
@@ -533,7 +562,7 @@ def _has_output(output_dir: Path, cell: Cell, precision: dict[str, Any]) -> bool
     name = "adapter_model.safetensors" if cell.adapter == "lora" else "model*.safetensors"
     files = sorted(output_dir.glob(name))
     dtypes = {dtype for path in files for dtype in _stored(path)}
-    return dtypes == {precision["adapter_dtype"] or precision["load_dtype"]}
+    return dtypes == {precision["adapter_dtype"] or precision.get("save_dtype") or precision["load_dtype"]}
 
 
 def _stored(path: Path) -> set[str]:
@@ -608,17 +637,53 @@ def _build(bench: Bench, model: str) -> tuple[str, str] | None:
 
 # --- The table --------------------------------------------------------------------------------------------------------
 
-#: What a CPU cannot show: float16 autocast exists on CUDA alone. Each with how a finished fp16 cell shows it.
-NEEDS_CUDA: dict[str, Callable[[Row], bool]] = {
-    "fp16: the forward pass runs under float16 autocast (accelerate's native_amp)": lambda row: (
-        row.seen.get("autocast") == "float16"
+
+def _is_flash(row: Row) -> bool:
+    return row.planned.get("attn_implementation") == "flash_attention_2"
+
+
+def _trains_in(row: Row, dtype: str) -> bool:
+    found = [which for which in row.seen.get("parameters", {}) if which.startswith("trained")]
+    return found == [f"trained {dtype}"]
+
+
+#: What a CPU cannot show: for which cells, and how one that ran shows it.
+NEEDS_CUDA: dict[str, tuple[Callable[[Row], bool], Callable[[Row], bool]]] = {
+    "fp16: the forward pass runs under float16 autocast (accelerate's native_amp)": (
+        lambda row: bool(row.planned.get("fp16")),
+        lambda row: row.seen.get("autocast") == "float16",
     ),
-    "fp16: a GradScaler scales the loss": lambda row: bool(row.seen.get("has_scaler")),
-    "fp16: gradients can be unscaled: every trained parameter is float32": lambda row: all(
-        which == "trained float32" for which in row.seen.get("parameters", {}) if which.startswith("trained")
+    "fp16: a GradScaler scales the loss": (
+        lambda row: bool(row.planned.get("fp16")),
+        lambda row: bool(row.seen.get("has_scaler")),
     ),
-    "fp16: steps are taken: the scale has not collapsed, and the job finished": lambda row: (
-        row.outcome == FINISHED and (row.seen.get("scale") or 0) >= 1
+    "fp16: gradients can be unscaled: every trained parameter is float32": (
+        lambda row: bool(row.planned.get("fp16")),
+        lambda row: _trains_in(row, "float32"),
+    ),
+    "fp16: steps are taken: the scale has not collapsed, and the job finished": (
+        lambda row: bool(row.planned.get("fp16")),
+        lambda row: row.outcome == FINISHED and (row.seen.get("scale") or 0) >= 1,
+    ),
+    "Unsloth trains whole weights in float32, under bfloat16 autocast": (
+        lambda row: row.cell.backend == "unsloth" and row.cell.adapter == "full" and bool(row.planned.get("bf16")),
+        lambda row: row.outcome == FINISHED and _trains_in(row, "float32") and row.seen.get("autocast") == "bfloat16",
+    ),
+    "Unsloth's QLoRA trains float32 adapters, under bfloat16 autocast": (
+        lambda row: (
+            row.cell.backend == "unsloth"
+            and row.planned.get("quantization") == "4bit"
+            and bool(row.planned.get("bf16"))
+        ),
+        lambda row: row.outcome == FINISHED and _trains_in(row, "float32") and row.seen.get("autocast") == "bfloat16",
+    ),
+    "Unsloth trains embeddings and head in float32 beside a bfloat16 base": (
+        lambda row: row.cell.backend == "unsloth" and row.cell.extra == "saved",
+        lambda row: row.outcome == FINISHED and _trains_in(row, "float32"),
+    ),
+    "FlashAttention trains, and all predictions are made": (
+        _is_flash,
+        lambda row: row.outcome == FINISHED and row.num_predictions == 4,
     ),
 }
 
@@ -630,7 +695,8 @@ def table(rows: Iterable[Row]) -> str:
     lines = [head, tuple("---" for _ in head)]
     lines += [
         (
-            row.cell.backend, row.cell.model, row.cell.dtype, row.cell.quantization, row.cell.adapter,
+            row.cell.backend, row.cell.model, row.cell.dtype, row.cell.quantization,
+            f"{row.cell.adapter} {row.cell.extra}".strip(),
             "yes" if row.outcome == FINISHED else row.outcome, str(row.num_predictions or ""),
             "" if row.tokens_per_sec is None else f"{row.tokens_per_sec:,.0f}",
             _size(row.estimated_bytes), _size(row.used_bytes),
@@ -664,9 +730,10 @@ def reasons(rows: list[Row]) -> str:
 
 def proofs(rows: list[Row]) -> str:
     """What only CUDA can show, and whether it was shown."""
-    ran = [row for row in rows if row.planned.get("fp16") and row.seen]
+    on_cuda = [row for row in rows if row.seen.get("device") == "cuda"]
     lines = ["| what only CUDA can show | shown |", "| --- | --- |"]
-    for what, is_shown in NEEDS_CUDA.items():
+    for what, (is_meant, is_shown) in NEEDS_CUDA.items():
+        ran = [row for row in on_cuda if is_meant(row)]
         word = f"{sum(map(is_shown, ran))} of {len(ran)} cells" if ran else "needs CUDA"
         lines.append(f"| {what} | {word} |")
     return "\n".join(lines) + "\n"
@@ -707,6 +774,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the tables there, too")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--fresh", action="store_true", help="no forks: each cell in a process that imports for itself")
+    parser.add_argument("--first", action="store_true", help="what is to be proven first: eleven cells, ten minutes")
     parser.add_argument("--only", default="", metavar="PATTERN", help="cells whose name the regular expression matches")
     parser.add_argument("--dir", type=Path, help="work there and leave everything (default: a temporary directory)")
     options = parser.parse_args()
@@ -721,7 +789,7 @@ def main() -> int:
         return 1
     if here.kind == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = here.uuid or "0"  # a job of one GPU must see one
-    chosen = [cell for cell in cells() if re.search(options.only, cell.name)]
+    chosen = [cell for cell in (first() if options.first else cells()) if re.search(options.only, cell.name)]
     if not chosen:
         print(f"gpu-matrix: no cell's name matches {options.only!r}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
     arrival ── whole ──► claimed/<id>/ ── copied, checked by the preflight helper ──► queued/ or held/, or rejected/
                                                    ├─ names other jobs ──► once those are known, the same
-                                                   └─ names a model to fetch ──► once it is there, checked again
+                                                   └─ names a model or data set to fetch ──► once it is there, again
 
 Nothing here waits: the helper answers when it has looked at the files that a job names. A job that names others may
 have been dropped together with them, in any order: it is settled after the other arrivals of its time. One whose
@@ -16,9 +16,10 @@ import functools
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from honed.error import HonedError, InternalError, InterruptedRunError, SpecErro
 from honed.fetcher import Fetcher
 from honed.job import Job, State
 from honed.log import about
-from honed.snapshot import Missing
+from honed.snapshot import MODEL, Missing
 from honed.spool import Spool
 from honed.watcher import Watcher
 
@@ -55,7 +56,7 @@ NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
 #: Looks at which an arrival could not be taken, after which it is left where it lies.
 MAX_DENIALS = 3
-#: How often one arrival has a model fetched: what is cached can be removed before the next look at it.
+#: How often one arrival has the same thing fetched: what is cached can be removed before the next look at it.
 MAX_FETCHES_PER_ARRIVAL = 3
 
 
@@ -147,7 +148,7 @@ class Acceptance:
         self._quiet_since: float | None = None  # since when nothing else is on its way
         self._last_waiting = 0  # up to which number the last pass has come
         self._fetching: dict[int, _Fetching] = {}
-        self._num_fetches: dict[int, int] = {}
+        self._num_fetches: dict[int, Counter[Missing]] = {}
         self._ask_again: dict[int, Callable[[], None]] = {}  # for accepted jobs that are being checked again
         self._asked_again: set[int] = set()
         self._replanned: list[Replanned] = []
@@ -182,9 +183,14 @@ class Acceptance:
         return len(self._fetching)
 
     @property
+    def num_arriving(self) -> int:
+        """Arrivals that were seen and not taken yet: they may still be being written."""
+        return self._num_unsettled + len(self._listed)
+
+    @property
     def num_unsettled(self) -> int:
-        """Arrivals that may still be being written, or were not looked at yet."""
-        return self._num_unsettled + len(self._listed) + self._must_list
+        """Those, and one for what may have arrived since."""
+        return self.num_arriving + self._must_list
 
     @property
     def has_room(self) -> bool:
@@ -366,18 +372,19 @@ class Acceptance:
     # -- models to fetch ----------------------------------------------------------------------------------------------
 
     def _fetch(self, answer: dict[str, Any], pending: _Pending | None) -> None:
-        """Have the model fetched that a check has missed; the check is made again when it is there."""
+        """Have the model or data set fetched that a check has missed; the check is made again when it is there."""
         number = answer["id"]
         missing = Missing(**answer["needs_fetch"])
         ask_again = self._ask_again[number] if pending is None else functools.partial(self._submit, pending)
         waits = _Fetching(missing, answer, pending, ask_again)
-        self._num_fetches[number] = self._num_fetches.get(number, 0) + 1
-        if self._num_fetches[number] > MAX_FETCHES_PER_ARRIVAL:
+        counts = self._num_fetches.setdefault(number, Counter())
+        counts[missing] += 1
+        if counts[missing] > MAX_FETCHES_PER_ARRIVAL:
             self._end_fetch(
                 number,
                 waits,
                 InternalError(
-                    f"base_model: {missing.repo_id} was fetched, and is not in the cache", hint="see the log"
+                    f"{missing.key}: {missing.repo_id} was fetched, and is not in the cache", hint="see the log"
                 ),
             )
             return
@@ -420,6 +427,7 @@ class Acceptance:
                 "id": number, "name": self._name(waits, number), "uid": uid,
                 "source": pending.claim.name if pending else None, "state": "fetching",
                 "repo_id": waits.missing.repo_id, "revision": waits.missing.revision,
+                "repo_type": waits.missing.repo_type,
                 "num_bytes": progress.get("bytes", 0), "total_bytes": progress.get("of") or None,
                 "problem": progress.get("problem"),
             })  # fmt: skip
@@ -429,7 +437,7 @@ class Acceptance:
         """Refuse an arrival that waits for a model, on its owner's word."""
         waits = self._fetching.pop(number)
         self._fetcher.leave(number)
-        self._end_fetch(number, waits, InterruptedRunError("cancelled, before its base model was fetched"))
+        self._end_fetch(number, waits, InterruptedRunError(f"cancelled, before its {_what(waits)} was fetched"))
 
     def _name(self, waits: _Fetching, number: int) -> str:
         title = waits.pending.claim.title if waits.pending else str(number)
@@ -567,10 +575,17 @@ class Acceptance:
 
     def _submit_again(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
         files = self._spool.job_layout(job.id)
-        commit = None
+        commit, pinned = None, None
+        places: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
-            commit = json.loads(foreign.read_plain(files.plan_path, num_names=1)).get("base_model_commit")
-        self._client.submit(job.id, files.spec_path, self.config, device, jobs=made, commit=commit, uid=job.uid)
+            plan = json.loads(foreign.read_plain(files.plan_path, num_names=1))
+            commit, pinned = plan.get("base_model_commit"), plan.get("precision")
+            places = plan.get("hub_datasets") or {}
+        commits = {key: str(place["commit"]) for key, place in places.items()}
+        self._client.submit(
+            job.id, files.spec_path, self.config, device, jobs=made, commit=commit, dataset_commits=commits,
+            pinned=pinned, uid=job.uid,
+        )  # fmt: skip
 
     def is_asked_again(self, job_id: int) -> bool:
         return job_id in self._asked_again
@@ -583,7 +598,9 @@ class Acceptance:
     def plan_of(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
         """What stands in plan.json."""
         identity = {"id": job.id, "name": job.name, "user_id": str(job.uid), "instance": str(self._spool.root)}
-        return {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir}
+        # Chat templates ask for today's date in local time; every attempt is told that of the acceptance.
+        date = datetime.fromtimestamp(job.submitted_at, UTC).astimezone().isoformat(timespec="seconds")
+        return {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir, "date": date}
 
     # -- one arrival --------------------------------------------------------------------------------------------------
 
@@ -619,6 +636,7 @@ class Acceptance:
             raise SpecError(
                 f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {other.output_dir})",
                 hint="give this job a directory of its own, or leave output_dir out",
+                fix={"output_dir": None},
             )
 
     def _refuse(self, claim: Claim, error: HonedError) -> None:
@@ -642,6 +660,10 @@ class Acceptance:
                                 file=claim.name, hint=error.hint))  # fmt: skip
 
 
+def _what(waits: _Fetching) -> str:
+    return "base model" if waits.missing.repo_type == MODEL else waits.missing.what
+
+
 def _names(answer: dict[str, Any]) -> list[str]:
     """The jobs that a spec names, each once: those it depends on, and those whose outputs it starts from."""
     return list(dict.fromkeys([*map(str, answer["spec"].get("depends_on") or ()), *answer["references"].values()]))
@@ -663,7 +685,9 @@ def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:
     who = f"{key}: job {maker.id} ({maker.name})"
     if key == "adapter" and not makes_adapter:
         raise SpecError(
-            f"{who} makes a whole checkpoint, not an adapter", hint="name it as base_model, or leave it out"
+            f"{who} makes a whole checkpoint, not an adapter",
+            hint="name it as base_model, and leave adapter out",
+            fix={"base_model": spec["adapter"], "adapter": None},
         )
     if key == "base_model" and makes_adapter and spec.get("save_merged", "none") == "none":
         raise SpecError(

@@ -1,4 +1,4 @@
-"""Who may read and write what: POSIX ACLs, and whether a user other than us gets at a path, and what is in the way.
+"""Access rights: POSIX ACLs, and whether another user than ours reaches a path, or what stops them.
 
 An ACL is the value of an extended attribute (linux/posix_acl_xattr.h): a version, then (tag, permissions, id) each,
 in the order of the tags. It replaces the group's bits of the mode by a mask, so that `ls -l` shows the mask there.
@@ -82,8 +82,8 @@ def _union(permissions: list[int]) -> int:
     return found
 
 
-def acl_of(path: Path) -> Acl | None:
-    """A path's ACL; None where it has none beyond its mode."""
+def acl_of(path: Path | int) -> Acl | None:
+    """A path's ACL, or an open file's; None where it has none beyond its mode."""
     try:
         return Acl.decode(os.getxattr(path, ACCESS_XATTR))
     except (OSError, ValueError):
@@ -152,6 +152,12 @@ def user_name(uid: int) -> str:
     return str(uid)
 
 
+def group_name(gid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
+
+
 def workers_user(root: Path) -> Person | None:
     """Who the workers of the instance below `root` are; None where they are the daemon's own user."""
     return person(WORKERS_USER) if root == Path("/") else None
@@ -171,10 +177,7 @@ class Obstacle:
 
     def __str__(self) -> str:
         mode, owner = stat.S_IMODE(self.info.st_mode), user_name(self.info.st_uid)
-        try:
-            group = grp.getgrgid(self.info.st_gid).gr_name
-        except KeyError:
-            group = str(self.info.st_gid)
+        group = group_name(self.info.st_gid)
         return f"{self.path} (mode {mode:04o}, {owner}:{group}) cannot be {self.what} by the user {self.person.name}"
 
 
@@ -241,6 +244,38 @@ def may(path: Path, who: Person, wanted: int) -> bool:
     if groups:
         return any(permissions & mask & wanted == wanted for permissions in groups)
     return acl.other & wanted == wanted
+
+
+def other_writers(file: int) -> str:
+    """Who can write an open file besides its owner, root and us, in words; empty where nobody can.
+
+    A group counts where it has another member by the system's databases; a group's primary members are those that
+    getpwent lists, which a directory service may keep to itself.
+    """
+    info, acl = os.fstat(file), acl_of(file)
+    if (info.st_mode if acl is None else acl.other) & WRITE:
+        return "everybody"
+    # An ACL's mask stands in the place of the group's bits.
+    if not info.st_mode & stat.S_IWGRP:
+        return ""
+    ours = {0, info.st_uid, os.geteuid()}
+    for uid, permissions in {} if acl is None else acl.users.items():
+        if permissions & WRITE and uid not in ours:
+            return f"the user {user_name(uid)}"
+    groups = {info.st_gid: WRITE} if acl is None else {info.st_gid: acl.group, **acl.groups}
+    for gid, permissions in groups.items():
+        if permissions & WRITE and _has_members_besides(gid, ours):
+            return f"the group {group_name(gid)}"
+    return ""
+
+
+def _has_members_besides(gid: int, uids: set[int]) -> bool:
+    with contextlib.suppress(KeyError):
+        for name in grp.getgrgid(gid).gr_mem:
+            found = person(name)
+            if found is None or found.uid not in uids:
+                return True
+    return any(each.pw_gid == gid and each.pw_uid not in uids for each in pwd.getpwall())
 
 
 def home_above(path: Path) -> Path | None:

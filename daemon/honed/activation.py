@@ -1,4 +1,5 @@
-"""What a forward pass keeps for the backward one, estimated from a config's widths: rough, and on the small side."""
+"""Memory that a forward pass keeps for the backward one, estimated from a config's widths: rough, and on the small
+side."""
 
 from __future__ import annotations
 
@@ -17,8 +18,6 @@ from honed.spec import JobSpec
 
 #: Tokens that a row is taken to have where nothing cuts it and no row was looked at.
 UNCUT_LENGTH = 1024
-#: Tokens of the logits that TRL's chunked loss has at a time.
-CHUNKED_TOKENS = 256
 #: What a layer keeps for its backward pass, measured on llama, qwen3, gpt2 and mixtral: numbers of its dtype for each
 #: token, in units of the hidden size beside the MLP, in units of the MLP's width, and what adapters add.
 KEPT_HIDDEN, KEPT_MLP, KEPT_ADAPTER = 10.5, 4.0, 2.5
@@ -36,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much there is at a time."""
+    """The amounts at one time."""
 
     length: int  #: tokens of a batch's longest row
     media: Cost  #: of the row whose media are the most, within it
@@ -46,7 +45,8 @@ class Extent:
 
 
 def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows: Sequence[Row] = ()) -> Extent:
-    """Of the rows as the job cuts them and their media: packed to max_length, else the longest seen, cut where it cuts.
+    """The load of rows and their media as the job cuts them: packed to max_length, else the longest seen, cut where it
+    cuts.
 
     `num_row_tokens`: of the longest row without media that was looked at, if any was.
     """
@@ -79,7 +79,7 @@ def _num_frames(seen: Facts, limits: MediaLimits) -> int:
 
 
 def _num_pixels(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> int:
-    """Of an image or a frame: its pixels, halved for as long as the model's processor makes the same of it. 0 where
+    """Pixels of an image or a frame, halved for as long as the model's processor makes the same of it. 0 where
     that makes no end: a processor whose images are all of one size, or one that is not known here."""
     limits = spec.media.limits
     pixels = math.prod(fitted_size(max(seen.width, 1), max(seen.height, 1), limits))
@@ -135,11 +135,12 @@ def num_bytes(
         kept = unit * widths.hidden * widths.layers + layer
     else:
         kept = layer * widths.layers
-    kept += _autocast_copies(spec, choices, loaded) + _logits_bytes(spec, device, tokens, widths.vocabulary, bytes_each)
+    kept += _autocast_copies(spec, choices, loaded)
+    kept += _logits_bytes(spec, model, device, tokens, widths.vocabulary, bytes_each)
     towers = _towers_bytes(spec, model, choices, size.media, batch * bytes_each)
     has_eval = bool(spec.eval_datasets or spec.eval_split)
     eval_tokens = rows_at_once(training.per_device_eval_batch_size, num_rows) * size.length if has_eval else 0
-    evaluating = _logits_bytes(spec, device, eval_tokens, widths.vocabulary, bytes_each)
+    evaluating = _logits_bytes(spec, model, device, eval_tokens, widths.vocabulary, bytes_each)
     return int(max(kept + towers, evaluating)), int(towers)
 
 
@@ -167,14 +168,13 @@ def rows_at_once(batch_size: int, num_rows: int | None) -> int:
     return batch_size if num_rows is None else min(batch_size, max(num_rows, 1))
 
 
-def _logits_bytes(spec: JobSpec, device: Device, tokens: int, vocabulary: int, size: int) -> int:
-    """As computed, in float32 for the loss, and their gradient: the largest part of a small model with many words."""
+def _logits_bytes(spec: JobSpec, model: BaseModelInfo, device: Device, tokens: int, vocabulary: int, size: int) -> int:
+    """The largest part of a small model with many words."""
     training = spec.training
-    # What the worker leaves to TRL on a GPU; elsewhere it asks for nll.
-    is_chunked = training.use_liger_kernel or training.loss_type == "chunked_nll"
-    if training.loss_type is None and device.kind == "cuda" and not loss.why_whole(spec, None):
-        is_chunked = True
-    return (min(tokens, CHUNKED_TOKENS) if is_chunked else tokens) * vocabulary * (size + 8)
+    # What the worker leaves to TRL on a GPU; elsewhere, and where the model's logits are its own, it asks for nll.
+    asks = training.loss_type == "chunked_nll" or (training.loss_type is None and device.kind == "cuda")
+    is_chunked = training.use_liger_kernel or (asks and not loss.why_whole(spec, None, model.config))
+    return loss.logits_bytes(tokens, vocabulary, size, is_chunked=is_chunked)
 
 
 def _experts_copied(

@@ -1,4 +1,4 @@
-"""What honectl asks over the control socket: who may ask it, and what is answered and done."""
+"""Answers to honectl over the control socket: who may ask for what, and what is done."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class Answers:
                 asker = self._asker(request)
                 return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
                         "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
+                        "num_arriving": self._acceptance.num_arriving,
                         "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
             case "pause" | "resume":
                 if not self._asker(request).is_administrator:
@@ -192,7 +193,7 @@ class Answers:
 
 
 def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
-    """Where a finished job begins that is queued again, in words."""
+    """The place where a finished job begins that is queued again, in words."""
     if from_start or job.state is State.SUCCEEDED:
         return "the start"
     if job.are_checkpoints_pruned:

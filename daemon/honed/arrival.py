@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed import access, durable
+from honed import access, durable, problem
 from honed.durable import Steps, finish
 from honed.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.job import Job, State
@@ -180,6 +180,12 @@ class Arrivals:
                 )
             if info.st_nlink != 1:
                 raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy: cp, not ln")
+            if self._has_workers_user and (others := access.other_writers(fd)):
+                # Whoever can write a file can put a job into it, and move it here: its owner is no proof then.
+                raise SpecError(
+                    f"{claim.name}: {others} can write it, too, so its owner need not be who submits it",
+                    hint="honectl submit FILE; or drop a copy that only you can write: chmod go-w, setfacl -b",
+                )
             data = _read_at_most(fd, max_bytes + 1)
         finally:
             os.close(fd)
@@ -334,6 +340,8 @@ def refusal(name: str, error: HonedError, *, when: str) -> str:
     lines += [f"  {line}" for line in error.message.splitlines()]
     if error.hint:
         lines += ["", f"What to do: {error.hint}"]
+    if error.fix:
+        lines += ["", "To be changed in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
     return "\n".join([*lines, "", "Then drop the job file into incoming/ again.", ""])
 
 

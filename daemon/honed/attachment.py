@@ -1,4 +1,4 @@
-"""What is attached to a row: images, videos and sounds, and where in its messages they stand.
+"""Attachments of a row: images, videos and sounds, and where in its messages they stand.
 
     images, image, videos, video, audios, audio       columns: a path, an embedded file, or a list of them
     <image> <video> <audio>                           in the text: the places of what the columns hold
@@ -55,7 +55,7 @@ MAX_PATH = 4096
 
 
 class RowError(Exception):
-    """Why one row cannot be used."""
+    """The reason why a row cannot be used."""
 
 
 def is_given(value: Any) -> bool:

@@ -107,7 +107,14 @@ class Attempts:
                           started_monotonic=now.monotonic, boot_id=now.boot_id)  # fmt: skip
         offset = self._database.offset(job.id, number)  # what fails here or in the move leaves the job in the queue
         job = self._spool.move(
-            job, State.RUNNING, attempts=(*job.attempts, attempt), stop=None, outcome=None, error=None, needs_bytes=0
+            job,
+            State.RUNNING,
+            attempts=(*job.attempts, attempt),
+            stop=None,
+            outcome=None,
+            error=None,
+            remark="",
+            needs_bytes=0,
         )
         self._follow(job, offset)
         log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend,
@@ -491,8 +498,9 @@ class Attempts:
             self._database.put_job(job)
         else:
             self._database.is_behind = True
-        level = logging.INFO if outcome.is_success or state in {State.HELD, State.CANCELLED} else logging.WARNING
-        why = f": {outcome.error.message}" if outcome.error is not None else ""
+        is_well = (outcome.is_success and not job.remark) or state in {State.HELD, State.CANCELLED}
+        level = logging.INFO if is_well else logging.WARNING
+        why = f": {outcome.error.message}" if outcome.error is not None else f", but {job.remark}" * bool(job.remark)
         log.log(level, "job %d (%s): attempt %d: %s%s; now %s",
                 job.id, job.name, job.attempt.number, outcome.code, why, state,
                 extra=about(job, _kind(job, outcome), code=outcome.code, step=step,
@@ -572,10 +580,10 @@ class Remedy:
 
 
 def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[State, dict[str, Any]]:  # noqa: B008
-    """Where a job goes after an attempt, and what changes in its entry."""
+    """The state that a job goes to after an attempt, and the changes of its entry."""
     problem = outcome.error.as_dict() if outcome.error is not None else None
     if outcome.is_success:
-        return State.SUCCEEDED, {"outcome": outcome.code, "error": None, "stop": None}
+        return State.SUCCEEDED, {"outcome": outcome.code, "error": None, "stop": None, "remark": outcome.remark}
     match job.stop:
         case Stop.CANCEL:
             return State.CANCELLED, {"outcome": "cancelled", "error": None, "stop": None}

@@ -46,7 +46,7 @@ class _Blocking:
 
 
 def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError:
-    """Why a job is held, and what lets it go on."""
+    """The reason why a job is held, and what lets it go on."""
     numbers = [str(each.found.id) for each in blocking if each.found is not None]
     again = ""
     if len(numbers) == len(blocking):
@@ -105,7 +105,7 @@ class Backlog:
 
     @property
     def num_short(self) -> int:
-        """How many wait for disk space."""
+        """The number of jobs that wait for disk space."""
         return len(self._short)
 
     def jobs(self) -> Iterable[Job]:
@@ -374,7 +374,8 @@ class Backlog:
     # -- why a job waits ----------------------------------------------------------------------------------------------
 
     def waits_for(self, job_id: int) -> dict[str, str] | None:
-        """Why a queued job does not run: a word for programs, and words for people. None where it is not queued."""
+        """The reason why a queued job does not run: a word for programs, and words for people. None where it is not
+        queued."""
         job = self._jobs.get(job_id)
         if job is None or job.state is not State.QUEUED:
             return None

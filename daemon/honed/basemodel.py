@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from honed import modality, snapshot
+from honed import lookalike, modality, snapshot
 from honed.error import ModelError
 from honed.modality import Senses
 from honed.problem import shown
@@ -94,6 +94,8 @@ QUANTIZATION_STATE = re.compile(
 
 #: A decoder layer's number in a weight's name, and what config.json calls how many there are.
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+#: One of the two matrices that LoRA adds to a module.
+_MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -161,7 +163,7 @@ class BaseModelInfo:
 
     @cached_property
     def senses(self) -> Senses:
-        """How it takes in what is no text, as its processor's files say; read when first asked for."""
+        """Its way to take in what is no text, as its processor's files say; read when first asked for."""
         return modality.look(self.path, self.config)
 
     @property
@@ -231,7 +233,15 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
 def inspect_adapter(path: Path) -> AdapterInfo:
     """What lies in an adapter's directory. Raises ModelError for whatever would keep the adapter from loading."""
     _check_dir(path, "adapter")
+    if not (path / "adapter_config.json").exists() and (other := lookalike.refuse(path, "adapter")) is not None:
+        raise other
     config = _json(path / "adapter_config.json", hint="an adapter is a directory that peft's save_pretrained wrote")
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise ModelError(
+            f"{path / 'adapter_config.json'}: peft_type {shown(kind)}: LoRA adapters (DoRA, rsLoRA) are trained "
+            "and merged, other kinds are not supported yet",
+            hint="name a LoRA adapter; a job with a lora: section and no adapter makes one",
+        )
     weights = path / "adapter_model.safetensors"
     if not weights.exists() and (path / "adapter_model.bin").exists():
         raise ModelError(
@@ -247,17 +257,72 @@ def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
 
     Names are the worker's to compare, since transformers gives many stored weights others.
     """
+    check_whole(adapter)
     _check_depth(adapter, model)
-    shapes = {} if model.is_quantized else {tensor.name: tensor.shape for tensor in model.tensors}
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for tensor in model.tensors if not model.is_quantized else ():
+        shapes.setdefault(_bare(tensor.name), set()).add(tensor.shape)
     for tensor in adapter.tensors:
-        module, found, _ = tensor.name.removeprefix("base_model.model.").partition(".lora_A.")
-        shape = shapes.get(f"{module}.weight", ())
-        if found and len(shape) == len(tensor.shape) == 2 and tensor.shape[1] not in shape:
+        if (found := _MATRIX.fullmatch(tensor.name)) is None:
+            continue
+        alike = shapes.get(_bare(f"{found['module']}.weight"), set())
+        base = next(iter(alike)) if len(alike) == 1 else ()
+        number, at = (tensor.shape[-1], 1) if found["matrix"] == "A" else (tensor.shape[0], 0)
+        if len(base) == len(tensor.shape) == 2 and number not in base:
             raise ModelError(
-                f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: {tensor.name} takes "
-                f"{tensor.shape[1]} inputs, and {module} of {model.path} has {shape[1]}",
+                f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: {tensor.name} "
+                f"{'takes' if at else 'gives'} {number} {'inputs' if at else 'outputs'}, and {found['module']} of "
+                f"{model.path} has {base[at]}",
                 hint="name the base_model that the adapter was trained on",
             )
+
+
+def check_whole(adapter: AdapterInfo) -> None:
+    """Raises ModelError for a LoRA adapter whose matrices are not those that its adapter_config.json says: peft finds
+    that once the model is loaded."""
+    config, where = adapter.config, adapter.path / "adapter_model.safetensors"
+    if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM"):
+        raise ModelError(
+            f"{adapter.path / 'adapter_config.json'}: task_type {config['task_type']}: not an adapter of a model that "
+            "continues text",
+            hint="name one that was trained as CAUSAL_LM",
+        )
+    if not isinstance(config.get("r"), int):
+        return
+    patterns = config.get("rank_pattern") or {}
+    names = {tensor.name for tensor in adapter.tensors}
+    for tensor in adapter.tensors:
+        found = _MATRIX.fullmatch(tensor.name)
+        if found is None or len(tensor.shape) != 2 or ".experts" in tensor.name:  # peft stacks those of experts
+            continue
+        other = "B" if found["matrix"] == "A" else "A"
+        if f"base_model.model.{found['module']}.lora_{other}.weight" not in names:
+            raise ModelError(
+                f"{where}: {found['module']} has lora_{found['matrix']} and no lora_{other}",
+                hint="the adapter is incomplete: copy it again",
+            )
+        expected = next(
+            (rank for pattern, rank in patterns.items() if _fits(rf"(.*\.)?({pattern})$", found["module"])), config["r"]
+        )
+        rank = tensor.shape[0 if found["matrix"] == "A" else 1]
+        if rank != expected:
+            raise ModelError(
+                f"{where}: {found['module']} has rank {rank}, and adapter_config.json beside it says {expected}",
+                hint="the two are of different adapters: copy the adapter's directory again, whole",
+            )
+
+
+def _fits(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _bare(name: str) -> str:
+    """A weight's name from its layer's number on, with its part: checkpoints differ in what stands before."""
+    found = _LAYER.search(name)
+    return f"{modality.part(name)} {name[found.start() :]}" if found else name
 
 
 def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
@@ -286,11 +351,6 @@ def read_names(path: Path) -> frozenset[str]:
         return frozenset()
     tensors, _, _ = _weights(path, allow_pickle=False)
     return frozenset(tensor.name for tensor in tensors)
-
-
-def is_vision_module(name: str) -> bool:
-    """Whether a module or parameter of that name belongs to a model's eyes or ears, and not to its language."""
-    return modality.part(name) != "language"
 
 
 def resolve(
@@ -364,15 +424,26 @@ def read_header(path: Path, *, hint: str) -> tuple[tuple[Tensor, ...], int]:
             raise ModelError(f"{path}: the file is empty", hint=hint)
         if size < 8:
             raise ModelError(f"{path}: {size} bytes are no safetensors file; it was cut short", hint=hint)
-        length = int.from_bytes(file.read(8), "little")
+        begins = file.read(len(lookalike.LFS_POINTER))
+        _check_fetched(path, begins)
+        length = int.from_bytes(begins[:8], "little")
         if length > MAX_HEADER_BYTES:
             raise ModelError(f"{path}: not a safetensors file: it gives its header {length} bytes", hint=hint)
         if 8 + length > size:
             raise ModelError(
                 f"{path}: cut short: its header should have {length} bytes, and the file has {size}", hint=hint
             )
+        file.seek(8)
         header = file.read(length)
     return _parse_header(path, header, size - 8 - length, hint), size
+
+
+def _check_fetched(path: Path, data: bytes) -> None:
+    if data.startswith(lookalike.LFS_POINTER):
+        raise ModelError(
+            f"{path}: a Git LFS pointer (a few lines of text), not the file itself",
+            hint=f"fetch the files that it stands for: git -C {path.parent} lfs pull",
+        )
 
 
 def _parse_header(path: Path, header: bytes, num_data_bytes: int, hint: str) -> tuple[Tensor, ...]:
@@ -418,11 +489,8 @@ def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
 
 def _config(path: Path) -> dict[str, Any]:
     _check_dir(path, "base_model")
-    if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
-        raise ModelError(
-            f"{path}: an adapter (adapter_config.json, no config.json), not a base model",
-            hint="name it as `adapter:`, and the model it was trained on as `base_model:`",
-        )
+    if not (path / "config.json").exists() and (other := lookalike.refuse(path)) is not None:
+        raise other
     return _json(path / "config.json", hint="a base model is a directory that save_pretrained wrote; copy it again")
 
 
@@ -434,7 +502,7 @@ def _check_dir(path: Path, key: str) -> None:
     except OSError as error:
         raise ModelError(f"{key}: {path}: {error.strerror}", hint="let the group honed-job read it") from error
     if not stat.S_ISDIR(mode):
-        raise ModelError(f"{key}: {path} is a file", hint="name the directory with config.json in it")
+        raise lookalike.refuse_file(path, key)
 
 
 def _open_regular(path: Path, hint: str) -> BinaryIO:
@@ -454,6 +522,7 @@ def _open_regular(path: Path, hint: str) -> BinaryIO:
 def _json(path: Path, *, hint: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     with _open_regular(path, hint) as file:
         data = file.read(max_bytes + 1)
+    _check_fetched(path, data)
     if not data.strip():
         raise ModelError(f"{path}: the file is empty", hint=hint)
     if len(data) > max_bytes:
@@ -548,7 +617,10 @@ def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
                 f"{index_path}: shard {shown(shard)} lies outside the directory", hint="shards are plain names"
             )
         if not (index_path.parent / shard).exists():
-            raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing", hint=hint)
+            shards = set(weight_map.values())
+            gone = sum(not (index_path.parent / each).exists() for each in shards if "/" not in each)
+            more = f" ({gone} of {len(shards)} are)" if gone > 1 else ""
+            raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing{more}", hint=hint)
         found, size = read_header(index_path.parent / shard, hint=hint)
         tensors |= {tensor.name: tensor for tensor in found}
         num_bytes += size
@@ -623,6 +695,7 @@ def _check_tail(path: Path, file: BinaryIO) -> None:
     size = os.fstat(file.fileno()).st_size
     if size == 0:
         raise ModelError(f"{path}: the file is empty", hint="copy the tokenizer again")
+    _check_fetched(path, file.read(len(lookalike.LFS_POINTER)))
     file.seek(max(0, size - 64))
     if path.suffix == ".json" and not file.read().rstrip().endswith(b"}"):
         raise ModelError(f"{path}: cut short: it does not end as JSON does", hint="copy the tokenizer again")

@@ -22,7 +22,7 @@ Key = tuple[int, int, int]
 
 
 def key(job: Job) -> Key:
-    """Where a job stands in the list of all."""
+    """A job's place in the list of all."""
     rank = _RANKS.get(job.state, _ENDED)
     return (rank, -job.id, 0) if rank == _ENDED else (rank, -job.priority, job.id)
 

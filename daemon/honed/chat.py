@@ -16,31 +16,54 @@ The tokenizer comes in as an argument; neither torch nor transformers is importe
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from honed import asking
+from honed import variant as variants
+from honed.asking import Mismatch, Mismatches
 from honed.error import DatasetError
 from honed.expansion import Expanded, Place, carry, find_places
 from honed.maskcheck import IGNORED, Check
 from honed.media import Kind, Media
+from honed.omission import (
+    SILENCED_HINT,
+    Finder,
+    Omission,
+    SilencedError,
+    Tally,
+    advice,
+    by_the_system,
+    said_in_tags,
+    switches,
+    under_another_key,
+)
 from honed.row import Example, words
 from honed.span import Span, common, range_by_offset, runs_of, squeeze, token_ends
 from honed.template import (
     TEMPLATE_ERRORS,
+    CallForm,
     Conversation,
     Probe,
     added_tokens,
     as_parts,
     learn,
+    learn_calls,
     learn_placeholders,
     where,
 )
+
+if TYPE_CHECKING:
+    from honed.spec import JobSpec
 
 __all__ = ["IGNORED", "ChatFormat", "Encoded", "MediaCutError", "Rendered", "trained_share"]
 
@@ -49,6 +72,8 @@ _PROCESSOR_HINT = (
     "`honectl preview` shows the row; the base model's processor may be of another kind than its tokenizer"
 )
 
+#: Arguments of rows for the template for which what it does is remembered.
+MAX_VARIANTS = 32
 #: Rows whose boundaries are computed both ways, from offsets and from token prefixes, before offsets are believed.
 _NUM_OFFSET_TRIALS = 8
 
@@ -66,6 +91,8 @@ class Encoded:
     _shown: tuple[tuple[str, str], ...] = field(
         default=(), repr=False, compare=False
     )  #: their texts, as people see them
+    omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: what the row says and the template leaves out
+    mismatch: Mismatch | None = field(default=None, compare=False)  #: its last turn is asked for otherwise than trained
 
     @property
     def labels(self) -> list[int]:
@@ -111,6 +138,8 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]  #: what is trained on
     places: tuple[Place, ...]  #: where its media belong
+    omitted: tuple[Omission, ...] = ()  #: what the row says and the template leaves out
+    mismatch: Mismatch | None = None  #: its last turn is asked for otherwise than trained
 
 
 #: A processor's side of a row: what it makes of a rendered text and its media, in order of occurrence.
@@ -121,17 +150,36 @@ class ChatFormat:
     """Rows to token ids and masks, with one tokenizer and its chat template, and a processor where rows have media."""
 
     def __init__(
-        self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, expand: Expand | None = None
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        date: datetime | None = None,
+        expand: Expand | None = None,
     ) -> None:
+        """`date` is what templates that ask for today's are told; None leaves that to the clock."""
         self.tokenizer = tokenizer
+        self.template = getattr(tokenizer, "chat_template", None)
         self.expand = expand
         self._kwargs = dict(chat_template_kwargs or {})
+        self._date = date
         self._cached_probe: Probe | None = None
+        self._finder: Finder | None = None
+        self._variants: dict[str, ChatFormat] = {}  # by the arguments of a row
+        self._base: ChatFormat | None = None  # what asks the model, where rows alone have another template
+        self._call_form = CallForm()
         self._takes_parts = False  # whether the template wants content as a list of parts, as those for images do
         self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self._num_trials = 0
         self._bos_ids = self._leading_ids()
         self._eos_id: int | None = tokenizer.eos_token_id
+
+    @classmethod
+    def of(cls, job_spec: JobSpec, tokenizer: Any, *, date: datetime | None = None) -> ChatFormat:
+        """As the job has it. Raises SpecError where the template that it wants for rows is not there."""
+        chat = cls(tokenizer, chat_template_kwargs=job_spec.chat_template_kwargs, date=date)
+        rows_template = variants.read(job_spec.training_chat_template, chat.template)
+        return chat if rows_template is None else chat.training(rows_template)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +216,7 @@ class ChatFormat:
                 text, media, truth = self.asked(example)
                 return self.shown(text, media), self._expanded(text, media).input_ids, truth
             case "messages":
-                text, truth = self._ask(example)
+                text, truth = self._asker(example)._ask(example)
                 return text, self._ids(text), truth
             case "prompt_completion":
                 return example.prompt, self._with_bos(self._ids(example.prompt)), example.completion
@@ -184,9 +232,12 @@ class ChatFormat:
 
     def rendered(self, example: Example) -> Rendered:
         """A row with media before the processor has seen it. Raises DatasetError, as `encode` does."""
-        conversation = Conversation(self, example)
+        chat = self._of(example)
+        conversation = Conversation(chat, example)
         places = self._check_places(conversation.text, example.media, example)
-        return Rendered(conversation.text, tuple(conversation.spans()), places)
+        omitted, spans = chat._omitted(conversation, example), conversation.spans()
+        mismatch = self._mismatch(conversation, spans, example)
+        return Rendered(conversation.text, tuple(spans), places, omitted, mismatch)
 
     def finish(self, example: Example, rendered: Rendered, expanded: Expanded) -> Encoded:
         """The row, from what the processor has made of it."""
@@ -216,18 +267,20 @@ class ChatFormat:
             rendered=rendered.text,
             media_end=len(self._ids(expanded.text[: carried.places[-1].end])),
             _shown=tuple(self._labels(expanded, carried.places)),
+            omitted=rendered.omitted,
+            mismatch=rendered.mismatch,
         )
 
     def asked(self, example: Example) -> tuple[str, tuple[Media, ...], str]:
         """What the model is asked for a prediction, as rendered, the media that it is shown, and the ground truth."""
-        text, truth = self._ask(example)
+        text, truth = self._asker(example)._ask(example)
         media = example.media[: len(self.places(text))]
         self._check_places(text, media, example)
         return text, media, truth
 
     def places(self, text: str) -> list[Place]:
-        """Where media belong in a text that the template has rendered."""
-        return find_places(text, self._placeholders)
+        """The places of media in a text that the template has rendered."""
+        return find_places(text, self.placeholders)
 
     def shown(self, text: str, media: Sequence[Media]) -> str:
         """A rendered text for people: `[image /srv/images/7.png]` in the place of each."""
@@ -248,7 +301,7 @@ class ChatFormat:
     def _check_places(self, text: str, media: Sequence[Media], example: Example) -> tuple[Place, ...]:
         places = self.places(text)
         for kind in dict.fromkeys(each.kind for each in media):
-            if kind not in self._placeholders:
+            if kind not in self.placeholders:
                 raise DatasetError(
                     f"{where(example)}: the chat template has no place for {_A_KIND[kind]}",
                     hint="the base model, or its template, does not take them",
@@ -259,12 +312,13 @@ class ChatFormat:
             raise DatasetError(
                 f"{where(example)}: it has {sum(given.values())} images, videos and sounds, and rendered it has "
                 f"places for {counted}",
-                hint=f"words that read like {', '.join(map(repr, self._placeholders.values()))} count as one",
+                hint=f"words that read like {', '.join(map(repr, self.placeholders.values()))} count as one",
             )
         return tuple(places)
 
     @cached_property
-    def _placeholders(self) -> dict[Kind, str]:
+    def placeholders(self) -> dict[Kind, str]:
+        """What the template writes where an image, a video or a sound belongs, of the kinds that it takes."""
         self.require_template()
         return learn_placeholders(self)
 
@@ -291,34 +345,162 @@ class ChatFormat:
 
     # --- what a person, or generation, should know --------------------------------------------------------------------
 
-    def notes(self) -> list[tuple[str, str]]:
-        """Facts about the template that deserve a word, and their levels: warning, or info where nothing is amiss."""
+    def notes(self, examples: Iterable[Example] = ()) -> list[tuple[str, str]]:
+        """Facts about the template, or about what it makes of these rows, that deserve a word, and their levels:
+        warning, or info where nothing is amiss."""
         probe, eos = self.probe, self.tokenizer.eos_token
         found = []
-        if probe.prompt_extra.strip():
-            said = (
-                f"the chat template's generation prompt ends in {probe.prompt_extra!r}, which the turns that are "
-                "trained on do not begin with; chat_template_kwargs may turn it off"
-            )
-            found.append(("warning", said))
         if not probe.ends:
             said = (
                 "the chat template ends a turn with no token: the model will not learn to stop; name a template that "
                 "does with `chat_template:`"
             )
             found.append(("warning", said))
-        elif not probe.ends[0].endswith(eos or probe.ends[0]):
+        if probe.is_open_inside and (num_rows := sum(map(_trains_inside, examples))):
+            said = (
+                f"the chat template ends only a row's last turn with {probe.ends[0]!r}, and those before it with no "
+                f"token: in {num_rows} rows such turns do not teach the model to stop; name another template with "
+                "`chat_template:`, or make each turn the last of a row"
+            )
+            found.append(("warning", said))
+        if probe.between_calls and (num_rows := sum(map(_calls_together, examples))):
+            said = (
+                f"the chat template ends a turn of one call with {probe.between_calls[0]!r}, and puts that between two "
+                f"calls of a turn, too, as {num_rows} rows have them: answers stop after the first; name another "
+                "template with `chat_template:`"
+            )
+            found.append(("warning", said))
+        if probe.unwritten:
+            ends = " or ".join(map(repr, dict.fromkeys(filter(None, [probe.unwritten, probe.unwritten_call]))))
+            said = (
+                f"the chat template ends a turn only with the mark of the next, and a last one with nothing: {ends} is "
+                "added there and trained, so that the model learns to stop"
+            )
+            found.append(("info", said))
+        elif probe.ends and not probe.ends[0].endswith(eos or probe.ends[0]):
             said = f"turns end in {probe.ends[0]!r}, and the tokenizer's eos token is {eos!r}: both stop generation"
             found.append(("info", said))
         return found
 
+    def advice(self, example: Example, omitted: Sequence[Omission]) -> str:
+        """What helps where the template leaves out some of a row: tried, where something can be tried."""
+        found: dict[str, str] = {}
+        for kind in dict.fromkeys(each.kind for each in omitted):
+            tried = {"reasoning": self._tried_reasoning, "system": self._tried_system}.get(kind)
+            found[kind] = (tried(example) if tried else "") or advice([kind])
+        return "; ".join(found.values())
+
+    def advice_on(self, lost: Tally) -> str:
+        """What helps with all that rows lose."""
+        return "; ".join(self.advice(*lost.rows[kind]) for kind, _ in lost.kinds.most_common())
+
+    def advice_on_asking(self, found: Mismatches) -> str:
+        """What helps where turns are asked for otherwise than they are trained: tried, where something can be."""
+        if (example := found.example) is None:
+            return ""
+        for name in switches(str(self.template)):
+            for value in (True, False):
+                if self._with(name, value)._asks_well(example):
+                    return (
+                        f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the prompt ask as the rows "
+                        "are trained"
+                    )
+        path = variants.find(self.template)
+        if path and self._base is None and self.training(path.read_text(encoding="utf-8"))._asks_well(example):
+            return "`training_chat_template: trl` has the rows trained as the prompt asks"
+        return asking.ADVICE
+
+    def _with(self, name: str, value: bool) -> ChatFormat:
+        """As with one more of the job's chat_template_kwargs."""
+        made = self.variant(kwargs={name: value})
+        made._base = None if self._base is None else self._base.variant(kwargs={name: value})
+        return made
+
+    def _asks_well(self, example: Example) -> bool:
+        """Whether a row is asked for as it is trained, and its last turn loses no reasoning."""
+        try:
+            chat = self._of(example)
+            conversation = Conversation(chat, example)
+            mismatch = self._mismatch(conversation, conversation.spans(), example)
+        except DatasetError:
+            return False
+        lost = chat._found(example, conversation.text)
+        last = max(conversation.trained_indices)
+        return mismatch is None and all((each.kind, each.message) != ("reasoning", last) for each in lost)
+
+    def _tried_reasoning(self, example: Example) -> str:
+        """What has the template, or its training variant, show the row's reasoning; empty where nothing does."""
+        chat, template = self._of(example), str(self.template)
+        for name in switches(template):
+            for value in (True, False):
+                if chat.variant(kwargs={name: value})._shows("reasoning", example):
+                    return (
+                        f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the template show the reasoning"
+                    )
+        for key, other, messages in under_another_key(example.messages):
+            if chat._shows("reasoning", replace(example, messages=messages)):
+                return f"the template reads reasoning from `{other}`: rename the messages' key `{key}`"
+        path = variants.find(template)
+        if path and chat.variant(template=path.read_text(encoding="utf-8"))._shows("reasoning", example):
+            return (
+                "`training_chat_template: trl` takes TRL's training variant of the template, which shows the reasoning"
+            )
+        return ""
+
+    def _tried_system(self, example: Example) -> str:
+        if self._of(example)._shows("system", replace(example, messages=by_the_system(example.messages))):
+            return "the template knows no developer: give those messages the role `system`"
+        return ""
+
+    def _shows(self, kind: str, example: Example) -> bool:
+        """Whether nothing of that kind is left out of a row."""
+        text = self.try_render(example.messages, example.tools)
+        found = Finder(self.try_render).find(example.messages, example.tools, text or "")
+        return text is not None and all(each.kind != kind for each in found)
+
+    def variant(self, *, kwargs: Mapping[str, Any] | None = None, template: str | None = None) -> ChatFormat:
+        """The same with more arguments for the template, or with another template."""
+        made = copy(self)
+        made.template = template or self.template
+        made._kwargs = {**self._kwargs, **(kwargs or {})}
+        made._cached_probe, made._finder, made._takes_parts, made._variants = None, None, False, {}
+        made.__dict__.pop("placeholders", None)
+        return made
+
+    def training(self, template: str) -> ChatFormat:
+        """The same with a template that rows alone are rendered by: the model is asked as before."""
+        made = self.variant(template=template)
+        made._base = self
+        return made
+
+    def _of(self, example: Example) -> ChatFormat:
+        """This one with the row's own arguments for the template."""
+        if not example.chat_template_kwargs:
+            return self
+        key = json.dumps(example.chat_template_kwargs, sort_keys=True, default=str)
+        if key not in self._variants:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            self._variants[key] = self.variant(kwargs=example.chat_template_kwargs)
+        return self._variants[key]
+
+    def _asker(self, example: Example) -> ChatFormat:
+        """What asks the model: the base's own template, unless that refuses the row."""
+        if self._base is not None:
+            asker = self._base._of(example)
+            if asker.try_render(example.messages, example.tools) is not None:
+                return asker
+        return self._of(example)
+
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens at which generation stops: eos and, where it is one token, what ends a turn."""
+        """The tokens at which generation stops: eos and, where it is one token, what ends a turn, unless an answer that
+        begins with reasoning goes on after it."""
         ids = [] if self._eos_id is None else [self._eos_id]
         if self._has_template:
-            ends = [self._ids(end) for end in self.probe.ends]
+            ends = [self._ids(end) for end in self.probe.ends if end not in self.probe.inner]
             ids += [end[0] for end in ends if len(end) == 1]
+        ids += self._base.stop_token_ids if self._base is not None else []
         return list(dict.fromkeys(ids))
 
     # --- the check before the first step -----------------------------------------------------------------------------
@@ -337,14 +519,65 @@ class ChatFormat:
         It looks at the decoded tokens and at the row, not at how the mask was made. `placeholder_ids` are those of
         images, video and audio. Labels are as the model takes them: not shifted, -100 where nothing is learned.
         """
-        Check(self, list(input_ids), list(labels), example, is_truncated, frozenset(placeholder_ids)).run()
+        Check(self._of(example), list(input_ids), list(labels), example, is_truncated, frozenset(placeholder_ids)).run()
 
     # --- conversations -----------------------------------------------------------------------------------------------
 
     def _encode_messages(self, example: Example) -> Encoded:
-        conversation = Conversation(self, example)
+        chat = self._of(example)
+        conversation = Conversation(chat, example)
+        omitted = chat._omitted(conversation, example)
         spans = conversation.spans()
-        return self._encode_spans(conversation.text, spans, example)
+        mismatch = self._mismatch(conversation, spans, example)
+        return replace(chat._encode_spans(conversation.text, spans, example), omitted=omitted, mismatch=mismatch)
+
+    def _mismatch(self, conversation: Conversation, spans: Sequence[Span], example: Example) -> Mismatch | None:
+        """How the prompt of the row's last turn differs from what it was trained to go on from."""
+        last, (start, _), asker = max(conversation.trained_indices), spans[-1], self._asker(example)
+        if not last:
+            return None
+        if asker.template == conversation.template and conversation.is_begun(last):  # the prompt begins the whole row
+            return None
+        try:
+            asked = asker.render(example.messages[:last], example.tools, prompt=True)
+        except TEMPLATE_ERRORS:
+            return None  # which whoever asks says
+        asked += asker.probe.header if asker.probe.ignores_prompt else ""
+        if asker.template == conversation.template:
+            return asking.compare(asked, conversation.text, start)
+        return asking.compare_tails(asked, conversation.text, start, asking.said_before(example.messages, last))
+
+    def _omitted(self, conversation: Conversation, example: Example) -> tuple[Omission, ...]:
+        """What the row says and the template leaves out. Raises SilencedError."""
+        found = self._found(example, conversation.text)
+        for i in conversation.trained_indices if found else ():
+            assert self._finder is not None
+            is_silenced = self._finder.is_silenced(example.messages, example.tools, i, found)
+            if is_silenced and not said_in_tags(conversation.shown(i)):
+                raise SilencedError(
+                    f"{where(example)}: the chat template leaves out all that message {i + 1}, the assistant's, says, "
+                    "and its end alone would be trained",
+                    hint=SILENCED_HINT,
+                )
+        return tuple(found)
+
+    def left_out(self, example: Example, i: int) -> set[str]:
+        """What kinds of what message i says the template leaves out, wholly or in part."""
+        text = self.try_render(example.messages, example.tools)
+        return set() if text is None else {each.kind for each in self._found(example, text) if each.message == i}
+
+    def _found(self, example: Example, text: str) -> list[Omission]:
+        if self._finder is None:
+            self._finder = Finder(self.try_render)
+        return self._finder.find(example.messages, example.tools, text)
+
+    def try_render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+        """The template's text; None where it refuses."""
+        try:
+            self.require_template()  # which learns the form that it takes
+            return self.render(messages, tools)
+        except (DatasetError, *TEMPLATE_ERRORS):
+            return None
 
     def _ask(self, example: Example) -> tuple[str, str]:
         conversation = Conversation(self, example)
@@ -359,15 +592,30 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
         """The template's text. Raises one of `TEMPLATE_ERRORS` where it refuses."""
-        given = [as_parts(message) for message in messages] if self._takes_parts else list(messages)
+        text = self._render(messages, tools, self._call_form, prompt=prompt)
+        probe, is_told = self._cached_probe, bool(messages) and messages[-1]["role"] == "assistant"
+        return probe.close(text, messages[-1]) if probe is not None and is_told and not prompt else text
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, call_form: CallForm, *, prompt: bool = False
+    ) -> str:
+        """As the template has it, whatever it leaves out."""
+        given = [call_form.of(message) for message in messages]
+        given = [as_parts(message) for message in given] if self._takes_parts else given
+        more = dict(self._kwargs)
+        if self._date is not None and "strftime_now" in str(self.template):
+            # A template's variable goes before the global that transformers sets, whichever backend is imported.
+            more = {"strftime_now": self._date.strftime, **more}
+        if self.template != self.tokenizer.chat_template:
+            more["chat_template"] = self.template
         rendered: str = self.tokenizer.apply_chat_template(
-            given, tools=tools, tokenize=False, add_generation_prompt=prompt, **self._kwargs
+            given, tools=tools, tokenize=False, add_generation_prompt=prompt, **more
         )
         return rendered
 
     @property
     def _has_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return bool(self.template)
 
     @property
     def probe(self) -> Probe:
@@ -388,14 +636,18 @@ class ChatFormat:
 
     def _learn(self) -> Probe:
         try:
-            return learn(self)
+            return self._learn_form()
         except TEMPLATE_ERRORS as error:
             self._takes_parts = True
             try:
-                return learn(self)
+                return self._learn_form()
             except TEMPLATE_ERRORS:
                 self._takes_parts = False
                 raise error from None
+
+    def _learn_form(self) -> Probe:
+        self._call_form = learn_calls(lambda messages, form: self._render(messages, None, form))
+        return learn(self)
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 
@@ -526,6 +778,16 @@ def _grid(patches: Sequence[int], num_tokens: int) -> str:
     return "×".join(map(str, [*([frames] if frames > 1 else []), columns // side, rows // side]))
 
 
+def _trains_inside(example: Example) -> bool:
+    """Whether a turn is trained after which the row goes on."""
+    return any(i + 1 < len(example.messages) for i in example.trained_turns)
+
+
+def _calls_together(example: Example) -> bool:
+    """Whether a turn that is trained calls twice."""
+    return any(len(example.messages[i].get("tool_calls") or []) > 1 for i in example.trained_turns)
+
+
 def _halve(text: str) -> tuple[str, str]:
     """A text cut at the white space nearest its middle."""
     middle = len(text) // 2
@@ -535,7 +797,7 @@ def _halve(text: str) -> tuple[str, str]:
 
 
 def trained_share(labels: Iterable[Sequence[int]]) -> float:
-    """Which part of a batch's tokens is trained on, padding counted as not."""
+    """The share of a batch's tokens that is trained on, padding counted as not."""
     rows = [list(row) for row in labels]
     total = sum(map(len, rows))
     return sum(label != IGNORED for row in rows for label in row) / total if total else 0.0

@@ -92,9 +92,12 @@ class Checker:
         jobs: Mapping[str, Path] | None = None,
         *,
         commit: str | None = None,
+        dataset_commits: Mapping[str, str] | None = None,
+        pinned: Mapping[str, Any] | None = None,
         uid: int | None = None,
     ) -> None:
-        """Ask for a job file to be checked; `poll` has the answer. `commit`: the one that a hub id meant before."""
+        """Ask for a job file to be checked; `poll` has the answer. `commit`: the one that a hub id meant before;
+        `dataset_commits`: those of data sets, by key; `pinned`: the precision of the job's earlier plan."""
         request = {
             "id": job_id,
             "spec_path": str(spec_path),
@@ -102,6 +105,8 @@ class Checker:
             "device": device.as_dict() if device else None,
             "jobs": {name: str(path) for name, path in (jobs or {}).items()},
             "commit": commit,
+            "dataset_commits": dict(dataset_commits or {}),
+            "pinned": dict(pinned) if pinned else None,
             "uid": uid,
         }
         line = json.dumps(request).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""What the model wrote, held against the truth: which words are the same, which are wrong, and which are missing."""
+"""Comparison of an answer with the truth: which words are the same, which are wrong, and which are missing."""
 
 from __future__ import annotations
 

@@ -127,8 +127,9 @@ class PolicyConfig(_Section):
     """[policy]: what a job may ask for."""
 
     hub: bool = False
-    """Whether a job may name a hub id that must be fetched: honed fetches it before it accepts the job. Where not, it
-    is refused with the command that fetches it. One in the local cache may always be used."""
+    """Whether a job may name a hub id, of a model or a data set, that must be fetched: honed fetches it before it
+    accepts the job. Where not, it is refused with the command that fetches it. One in the local cache may always be
+    used."""
     trust_remote_code: bool = False
     """Whether a job may run code that comes with a model."""
     pickle: bool = False
@@ -137,6 +138,9 @@ class PolicyConfig(_Section):
     """Directories below which a job may read models and data and write its output; symbolic links are followed first.
     By default it reads all that the workers' user may, and writes into its own directory alone where that user is not
     honed's own. Its own directory, the model cache and what `submit --stage` copied are always allowed."""
+    lent_paths: list[Directory] = []
+    """Directories whose files a job may read though its submitter cannot, such as models under a licence: what it makes
+    of them is the submitter's to read. Anything else that a job names its submitter must be able to read."""
     admin_group: str = "root"
     """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
     share_results: bool = False
@@ -174,7 +178,7 @@ class ReportingConfig(_Section):
     """A wandb server of one's own; by default wandb's."""
 
     def address(self, environment: Mapping[str, str] = os.environ) -> str | None:
-        """Where rows go, if anywhere. Raises SpecError for a METRICS_API_URL that is none."""
+        """The address that rows are sent to, if any. Raises SpecError for a METRICS_API_URL that is none."""
         if not (url := environment.get("METRICS_API_URL")):
             return self.metrics_api_url
         try:
@@ -184,12 +188,13 @@ class ReportingConfig(_Section):
 
 
 class HubConfig(_Section):
-    """[hub]: how models are fetched, where policy.hub allows it."""
+    """[hub]: how models and data sets are fetched, where policy.hub allows it."""
 
     fetch_timeout_sec: Annotated[float, Field(gt=0)] = 86400.0
-    """Seconds that fetching one model may take, all interruptions and retries together; then its jobs are refused."""
+    """Seconds that fetching one model or data set may take, all interruptions and retries together; then its jobs are
+    refused."""
     max_fetches: Annotated[int, Field(ge=1)] = 2
-    """Models that are fetched at a time."""
+    """Models and data sets that are fetched at a time."""
 
 
 class RetentionConfig(_Section):
@@ -312,16 +317,16 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except RecursionError as error:
-        raise SpecError(f"{path}: nested too deeply", hint="see docs/configuration.md for every key") from error
+        raise SpecError(f"{path}: nested too deeply", hint="`man honed.toml` has every key") from error
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(f"{path}: {words}", hint="honed.toml is TOML; see docs/configuration.md") from error
+        raise SpecError(f"{path}: {words}", hint="honed.toml is TOML; see `man honed.toml`") from error
     try:
         Config.model_validate(data)
     except ValidationError as error:
         found = setting.problems(error, Config, setting.lines_of(text))
         told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
-        raise SpecError("; ".join(told), hint="see docs/configuration.md for every key") from error
+        raise SpecError("; ".join(told), hint="`man honed.toml` has every key") from error
     return data
 
 

@@ -256,11 +256,11 @@ class Client:
         raise _remote(answer.get("error") or {})
 
 
-def _remote(data: dict[str, str]) -> HonedError:
+def _remote(data: dict[str, Any]) -> HonedError:
     for kind in (UsageError, NotPermittedError):
         if data.get("code") == kind.code:
-            return kind(data.get("message", ""), hint=data.get("hint", ""))
-    error = HonedError(data.get("message", ""), hint=data.get("hint", ""))
+            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"))
+    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"))
     error.code = data.get("code", "error")  # type: ignore[misc]
     return error
 

@@ -126,7 +126,7 @@ class Database:
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
     def _identities(self) -> list[tuple[int, int] | None]:
-        """Which files the names of the database mean now."""
+        """The files that the names of the database mean now."""
         found: list[tuple[int, int] | None] = []
         for suffix in ("", "-wal"):
             try:
@@ -410,7 +410,8 @@ class Reader:
             self._db.close()
 
     def progress(self, job_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Of each of these jobs that has any: step, num_steps, epoch, loss, eta_sec. A few hundred at a time."""
+        """The progress of each of these jobs that has any: step, num_steps, epoch, loss, eta_sec. A few hundred at a
+        time."""
         some = ", ".join("?" * len(job_ids))
         sql = f"SELECT id, progress FROM jobs WHERE id IN ({some}) AND progress <> '{{}}'"
         return {number: json.loads(text) for number, text in self._rows(sql, *job_ids)}

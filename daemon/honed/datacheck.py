@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from honed import activation, dataset
+from honed import activation, datadir, dataset
 from honed.activation import Row
 from honed.basemodel import BaseModelInfo
 from honed.error import DatasetError
 from honed.media import PLURAL, Kind
 from honed.policy import Named, Policy
+from honed.row import told_unread
 from honed.spec import DatasetSpec, JobSpec
 
 #: Rows of a data set that are looked at.
@@ -29,6 +30,8 @@ TOKENS_PER_TURN = 4
 #: one tick of its file system's clock leaves no trace, nor for some seconds does one through a mapping. What is missed
 #: here the worker finds, which reads every row.
 MAX_REMEMBERED = 256
+#: Characters of the names of columns that are not read, of a data set that is remembered.
+MAX_TOLD = 1000
 SETTLED_NS = 2_000_000_000
 #: What a model must have for each kind of media, in words.
 _SENSES: Mapping[Kind, str] = {"image": "does not see", "video": "does not see", "audio": "does not hear"}
@@ -42,6 +45,7 @@ class Looked:
     num_row_tokens: int | None  #: about how many tokens the longest without media has
     num_rows: int | None  #: in all, where all were looked at
     attached: list[Row]  #: those with images, videos or sounds
+    num_train_rows: int | None = None  #: of those to train on, where all were looked at
 
 
 @dataclass(frozen=True)
@@ -62,26 +66,42 @@ class Cache:
 
     def __init__(self) -> None:
         self._seen: dict[bytes, _Seen] = {}
+        self._rendered: dict[bytes, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def rendered(self, key: bytes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """What rowcheck found in the same rows, rendered by the same template."""
+        return self._rendered.get(key)
+
+    def remember(self, key: bytes, told: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+        if sum(map(len, [*told[0], *told[1]])) <= MAX_TOLD:
+            self._rendered[key] = told
+        while len(self._rendered) > MAX_REMEMBERED:
+            del self._rendered[next(iter(self._rendered))]
 
     def look(self, each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> _Seen:
         """Raises DatasetError. Whether the files may be read was asked before."""
-        key, is_settled = _identity(each, paths)
+        key, is_settled = identity(each, paths, rights)
         if (seen := self._seen.pop(key, None)) is None:
             seen = _look(each, rights)
             found = seen.found
-            is_clean = not (found.num_attached or found.bad or found.overlooked or found.absent)
-            if not is_settled or not is_clean or _identity(each, paths)[0] != key:
+            is_clean = not (
+                found.num_attached or found.bad or found.overlooked or found.absent or found.num_untrained
+                or sum(map(len, found.unread)) > MAX_TOLD or found.census.orders or found.num_unpaired
+            )  # fmt: skip
+            if not is_settled or not is_clean or identity(each, paths, rights)[0] != key:
                 return seen
-            seen = replace(seen, found=replace(found, rows=[], columns=()))
+            seen = replace(seen, found=replace(found, rows=[], columns=(), examples=()))
         self._seen[key] = seen
         while len(self._seen) > MAX_REMEMBERED:
             del self._seen[next(iter(self._seen))]
         return seen
 
 
-def _identity(each: DatasetSpec, paths: Sequence[Path]) -> tuple[bytes, bool]:
-    """A digest of the data set as a job names it and of its files as they are, and whether these were left alone."""
+def identity(each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> tuple[bytes, bool]:
+    """A digest of the submitter, the data set as their job names it and its files as they are; and whether these were
+    left alone. What one submitter's check has found is never told to another."""
     digest, changed_ns = hashlib.sha256(each.model_dump_json().encode()), 0
+    digest.update(repr(rights.dropper).encode())
     for path in paths:
         info = path.stat()
         changed_ns = max(changed_ns, info.st_ctime_ns)
@@ -104,25 +124,41 @@ def check(
     lengths: list[int] = []
     attached: list[Row] = []
     num_rows: int | None = 0
+    num_train_rows: int | None = None
+    inspected: dict[str, tuple[DatasetSpec, dataset.Inspection]] = {}
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
         for number, each in enumerate(datasets):
+            if each.is_missing:
+                num_rows = None
+                continue
             name = f"{key}.{number}"
             try:
+                warnings += [f"{name}: {told}" for told in _check_names(key, each)]
                 seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
                 found = seen.found
-                warnings += [f"{name}: {told}" for told in _overlooked(model, found)]
+                warnings += [f"{name}: {told}" for told in [*_overlooked(model, found), *_untrained(each, found)]]
+                warnings += [f"{name}: {told}" for told in _told_together(found)]
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
-                raise DatasetError(f"{name}: {error.message}", hint=error.hint) from error
+                fix = {_within(name, key): value for key, value in error.fix.items()}
+                raise DatasetError(f"{name}: {error.message}", hint=error.hint, fix=fix) from error
             warnings += [f"{name}: {bad}" for bad in found.bad]
             lengths += [] if seen.num_row_tokens is None else [seen.num_row_tokens]
             attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
-            num_rows = num_rows + found.num_rows if num_rows is not None and found.num_rows < NUM_ROWS else None
-    return Looked(warnings, max(lengths, default=None), num_rows, attached)
+            num_rows = num_rows + found.num_rows if num_rows is not None and found.is_whole else None
+            inspected[name] = (each, found)
+        num_train_rows = num_rows if key == "datasets" else num_train_rows
+    warnings += _check_held_out(job_spec, inspected)
+    return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows)
+
+
+def _within(name: str, key: str) -> str:
+    """A key that a data set's fix sets: the data set's own, or one of another section."""
+    return f"{name}.{key}" if key.partition(".")[0] in DatasetSpec.model_fields else key
 
 
 def _num_tokens(row: Any) -> int:
-    """Of a row, without its tokenizer: few have fewer bytes a token."""
+    """The estimated tokens of a row, without its tokenizer: few have fewer bytes a token."""
     match row:
         case str():
             return math.ceil(len(row.encode(errors="replace")) / BYTES_PER_TOKEN)
@@ -134,8 +170,38 @@ def _num_tokens(row: Any) -> int:
             return 0
 
 
+def _check_names(key: str, each: DatasetSpec) -> list[str]:
+    """What the names of a data set's files say of their splits, as warnings. Raises DatasetError where more than one is
+    there and the job says of none that it is meant."""
+    path, paths = each.place, each.files()
+    told = [
+        f"{each.path}: {name}/ in it has data files, too, and is not read: name it as a data set of its own if it "
+        "should be"
+        for name in datadir.unread(path, paths)
+        if each.split is None
+    ]
+    if key == "datasets" and each.split is None and (word := datadir.held_out_word(path, paths)) is not None:
+        told.append(f"{each.path}: is trained on, and its name says `{word}`: is it held-out data?")
+    if each.split is not None or (found := datadir.mixed(path, paths)) is None:
+        return told
+    if not found.is_certain:
+        what = "trained on" if key == "datasets" else "evaluated on"
+        told.append(f"{each.path}: {found.example} is {what}, too, and its name may mean held-out data")
+        return told
+    meant, others = (found.train, found.held_out) if key == "datasets" else (found.held_out, found.train)
+    lines = " or ".join(f"`split: {split}`" for split in meant)
+    beside = f"; `eval_datasets: [{{path: {each.path}, split: {others[0]}}}]` holds the other out"
+    raise DatasetError(
+        f"{each.path}: some of its files are named as held-out data ({found.example}), and `split` does not say which "
+        "are meant",
+        hint=f"write {lines} below its path{beside if key == 'datasets' else ''}; to read all, name each file as a "
+        "data set of its own",
+        fix={"split": meant[0]} if len(meant) == 1 else None,
+    )
+
+
 def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
-    paths = dataset.files(Path(each.path), split=each.split)
+    paths = each.files()
     for path in paths:  # one of them may be a link to elsewhere
         rights.check_read(Named("path", path, DatasetError))
     seen = cache.look(each, paths, rights)
@@ -161,10 +227,73 @@ def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[
     return told + [f"`columns` names `{each}`, and none of the {found.num_rows} rows has it" for each in found.absent]
 
 
+def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
+    """What is in the rows, and changes nothing of what is trained on; rows with nothing to train on."""
+    told = [told_unread(found.unread, found.format)] if found.unread else []
+    if not found.num_untrained:
+        return told
+    said = f"{found.num_untrained} of the first {found.num_rows} rows have weight 0 on each turn of the assistant"
+    if found.num_untrained == found.num_rows and found.is_whole:
+        raise DatasetError(f"{each.path}: {said}: nothing is left to train on", hint="leave `weight` out of some turns")
+    return [*told, f"{said}, and are left out"]
+
+
+def _told_together(found: dataset.Inspection) -> list[str]:
+    """What rows are beside one another, as warnings."""
+    told, seen = found.census.told_orders(), "" if found.is_whole else "the first "
+    if found.census.has_many_twice:
+        told.append(f"{found.census.num_twice} of {seen}{found.num_rows} rows repeat an earlier row")
+    if found.num_unpaired:
+        told.append(
+            f"{found.num_unpaired} rows have a `label` that is true or false, as preference data (KTO) has, which is "
+            "not supported yet: it is not read, and completions that are labelled false are learned as well"
+        )
+    return told
+
+
+def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec, dataset.Inspection]]) -> list[str]:
+    """Whether anything can be held out, and whether what is held out is trained on, as warnings."""
+    trained = {name: found for name, (_, found) in inspected.items() if name.startswith("datasets.")}
+    is_all = not any(each.is_missing for each in job_spec.datasets)
+    if job_spec.eval_split is not None and is_all and all(found.is_whole for found in trained.values()):
+        num_rows = sum(found.census.num_rows for found in trained.values())
+        said = {each for found in trained.values() for each in found.census.digests}
+        if len(said) < 2:
+            what = "there is one row" if num_rows == 1 else f"all {num_rows} rows have the same content"
+            raise DatasetError(
+                f"eval_split: {what}, of which none can be held out", hint="leave out eval_split, or add rows",
+                fix={"eval_split": None},
+            )  # fmt: skip
+    warnings = []
+    for name, (each, found) in inspected.items():
+        for other, theirs in trained.items() if name.startswith("eval_datasets.") else ():
+            if shared := _shared(each, inspected[other][0]):
+                warnings.append(f"{name}: {shared} is also trained on ({other}): it measures memorization")
+            elif num_shared := found.census.num_in(theirs.census):
+                seen = "" if found.is_whole and theirs.is_whole else "the first "
+                warnings.append(
+                    f"{name}: {num_shared} of {seen}{found.census.num_rows} rows are also trained on ({other}): "
+                    "they measure memorization"
+                )
+    return warnings
+
+
+def _shared(held_out: DatasetSpec, trained: DatasetSpec) -> str:
+    """The first file that two data sets have in common; empty where there is none."""
+    places = {_place(file) for file in trained.files()}
+    files = held_out.files()
+    return str(next((file for file in files if _place(file) in places), ""))
+
+
+def _place(file: Path) -> tuple[int, int]:
+    info = file.stat()
+    return info.st_dev, info.st_ino
+
+
 def _check_attached(
     job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
 ) -> list[str]:
-    """Of the images, videos and sounds in a data set's first rows: what is wrong with some, as warnings."""
+    """Warnings about the images, videos and sounds in a data set's first rows."""
     if not found.num_attached:
         return []
     kinds = {facts.kind for seen in found.attached for facts in seen.media}
@@ -180,6 +309,7 @@ def _check_attached(
             f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'} and "
             f"training.{key}: they are not put into one row with others",
             hint=f"leave {key} out",
+            fix={f"training.{key}": None},
         )
     warnings = _too_long(job_spec, model, each, found)
     if not found.num_broken:

@@ -1,40 +1,56 @@
 """Data sets: files of rows in any of five formats (see row.py), read into one kind of thing, the `Example`.
 
-Rows are read one at a time, never a file at once where its form allows it. A row that cannot be used is counted and the
-first ones are named; a file that cannot be read is an error that names the place.
+Which files, datadir.py says; how each is read, datafile.py. A row that cannot be used is counted and the first ones are
+named; a file that cannot be read is an error that names the place.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
-import json
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, AnyStr
+from typing import TYPE_CHECKING, Any
 
-from honed import attachment
+from honed import attachment, census, misfit
 from honed.attachment import RowError
+from honed.census import Census
+from honed.datadir import files
+from honed.datafile import Broken, check_beginning, form_of, read, read_any
 from honed.error import DatasetError
 from honed.media import Facts, MediaError, probe, require, spill
-from honed.row import FORMATS_HINT, Example, convert, fields, kind_of, recognise, words
+from honed.misfit import Misfit
+from honed.row import (
+    FORMATS_HINT,
+    Example,
+    NoAnswerError,
+    RefusedRowError,
+    convert,
+    fields,
+    kind_of,
+    recognise,
+    unread,
+    words,
+)
 
 if TYPE_CHECKING:
     from honed.spec import DatasetSpec
 
 __all__ = [
     "Attached", "Counts", "Example", "Inspection", "Mixture", "convert", "files", "inspect", "load", "read",
-    "recognise", "split", "words",
+    "read_any", "recognise", "split", "words",
 ]  # fmt: skip
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 #: How many of a data set's bad rows are named; the rest is counted.
 MAX_NAMED = 5
-#: Bytes of one line, embedded images and all. A file without line breaks must not fill the memory.
-MAX_LINE_BYTES = 256 * 1024 * 1024
+#: Of a directory's further files the beginning is looked at, too: so many rows of so many of them, and of a .json file,
+#: which is read whole, where it is no larger.
+NUM_LATER_ROWS = 2
+NUM_LATER_FILES = 20
+MAX_LATER_JSON_BYTES = 2**24
+#: Files of a data set of which the first bytes are looked at.
+NUM_BEGINNINGS = 1000
 #: Images, videos and sounds of a data set that are opened for a look at it.
 NUM_OPENED = 100
 
@@ -50,12 +66,18 @@ class Inspection:
     rows: list[dict[str, Any]]  #: those that are text alone, good or bad
     bad: tuple[str, ...]
     num_rows: int  #: that were looked at
+    is_whole: bool  #: whether these are all that the job reads
     attached: list[Attached]  #: the rows with media, as far as these were opened and are good
     num_attached: int  #: rows with media
     num_broken: int  #: of these, the ones with a file that is missing or cannot be read
     broken: tuple[str, ...]  #: the first few
     overlooked: tuple[str, ...]  #: what seems to be media, and is not read as such
     absent: tuple[str, ...]  #: of the data set's `columns`, those that no row has
+    unread: tuple[str, ...]  #: columns that no format, or not this one, reads
+    num_untrained: int  #: rows with weight 0 on each turn of the assistant
+    census: Census  #: of the good ones
+    num_unpaired: int  #: rows of a prompt and a completion with true or false as their `label`
+    examples: tuple[Example, ...] = ()  #: the good rows that are text alone
 
 
 @dataclass(frozen=True)
@@ -86,206 +108,6 @@ class Mixture:
     counts: list[Counts]
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def files(path: Path, *, split: str | None = None) -> list[Path]:
-    """The data files of a data set: the file itself, or those of a directory by name, hidden ones left out.
-
-    With a split, those of its directory `<split>/`, or those whose names begin with the word. Raises DatasetError where
-    there is none.
-    """
-    if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise DatasetError(
-                f"{path}: not a kind of data file that is read here", hint=f"one of {' '.join(SUFFIXES)}"
-            )
-        if split is not None:
-            raise DatasetError(
-                f"{path}: `split` is for a directory with several, and this is a file",
-                hint="leave `split` out, or name the directory",
-            )
-        return [path]
-    if not path.is_dir():
-        raise DatasetError(f"{path}: no such file or directory", hint="paths are absolute, on the machine that trains")
-    if split is not None and (path / split).is_dir():
-        return files(path / split)
-    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    found = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in SUFFIXES]
-    if split is not None:
-        found = [entry for entry in found if re.split(r"[^0-9A-Za-z]", entry.name, maxsplit=1)[0] == split]
-    if not found:
-        names = ", ".join(entry.name for entry in entries[:8]) or "nothing"
-        what = "data file" if split is None else f"data file of split {split!r}"
-        raise DatasetError(
-            f"{path}: no {what} in this directory (there is: {names})", hint=f"data files end in {' '.join(SUFFIXES)}"
-        )
-    return found
-
-
-def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of one file. Raises DatasetError, which names the file, the place, and what to do."""
-    for n, (row, place) in enumerate(_read_any(path)):
-        if limit is not None and n >= limit:
-            return
-        if not isinstance(row, dict):
-            raise DatasetError(
-                f"{path}: {place}: a row is an object with columns, this is {kind_of(row)}",
-                hint='as in {"prompt": "…", "completion": "…"}',
-            )
-        yield row
-
-
-def _read_any(path: Path) -> Iterator[tuple[Any, str]]:
-    """Each row, or what stands in its place, with where it lies."""
-    try:
-        match path.suffix.lower():
-            case ".jsonl":
-                yield from _read_jsonl(path)
-            case ".json":
-                yield from _read_json(path)
-            case ".csv":
-                yield from _read_csv(path)
-            case ".parquet":
-                yield from _read_parquet(path)
-            case suffix:
-                raise DatasetError(f"{path}: cannot read {suffix or 'a file without suffix'}", hint=" ".join(SUFFIXES))
-    except UnicodeDecodeError as error:
-        raise DatasetError(
-            f"{path}: not UTF-8 at byte {error.start}", hint="convert it, for example with iconv"
-        ) from error
-    except OSError as error:
-        raise DatasetError(
-            f"{path}: {error.strerror or error}", hint="can honed's user and the group honed-job read it?"
-        ) from error
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(_lines(file, path), start=1):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode().rstrip())
-            except UnicodeDecodeError as error:
-                raise DatasetError(
-                    f"{path}: line {number}: not UTF-8 at byte {error.start + 1} of the line",
-                    hint="convert the file, for example with iconv",
-                ) from error
-            except (ValueError, RecursionError) as error:
-                raise DatasetError(
-                    f"{path}: line {number}{_column(error)}: not JSON: {_json_words(error)}",
-                    hint="a .jsonl file has one JSON object on each line",
-                ) from error
-            yield row, f"line {number}"
-
-
-def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES:
-            raise DatasetError(
-                f"{path}: line {number}: longer than {MAX_LINE_BYTES} bytes",
-                hint="each row stands on a line of its own; large images are named by path",
-            )
-        yield line
-
-
-def _read_json(path: Path) -> Iterator[tuple[Any, str]]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        where = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
-        raise DatasetError(
-            f"{path}: {where}not JSON: {_json_words(error)}", hint="one object on each line is a .jsonl file"
-        ) from error
-    rows = data.get("data") if isinstance(data, dict) else data
-    if not isinstance(rows, list):
-        raise DatasetError(
-            f"{path}: a .json file holds a list of rows, or an object with such a list as `data`",
-            hint="rows on lines of their own are a .jsonl file",
-        )
-    yield from ((row, f"row {number}") for number, row in enumerate(rows, start=1))
-
-
-def _read_csv(path: Path) -> Iterator[tuple[Any, str]]:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(_lines(file, path), strict=True)
-        try:
-            if not reader.fieldnames:
-                raise DatasetError(f"{path}: empty", hint="the first line of a .csv file names its columns")
-            for row in reader:
-                if None in row or None in row.values():
-                    raise DatasetError(
-                        f"{path}: line {reader.line_num}: not the header's number of fields ({len(reader.fieldnames)})",
-                        hint="text with commas, quotes or line breaks stands in double quotes",
-                    )
-                yield row, f"line {reader.line_num}"
-        except csv.Error as error:
-            raise DatasetError(
-                f"{path}: line {reader.line_num}: not CSV: {error}",
-                hint="text with commas, quotes or line breaks stands in double quotes",
-            ) from error
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[Any, str]]:
-    try:
-        import pyarrow  # noqa: PLC0415  (heavy, and only where there is such a file)
-        import pyarrow.parquet  # noqa: PLC0415
-    except ImportError as error:
-        raise DatasetError(
-            f"{path}: reading .parquet needs pyarrow", hint="pip install pyarrow, or use .jsonl"
-        ) from error
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _without_nulls(row), f"row {number}"
-    except UnicodeDecodeError as error:
-        raise DatasetError(
-            f"{path}: row {number + 1} or one after it has text that is not UTF-8",
-            hint="write the file again with its text in UTF-8",
-        ) from error
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
-        # The last ones come of values that Python has no word for, such as a date before the year 1.
-        raise DatasetError(
-            f"{path}: not a readable .parquet file: {' '.join(str(error).split())}",
-            hint="copy it again from where it came from, or write it anew",
-        ) from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives each object all the keys that any of them has, so null there means absent."""
-    match value:
-        case dict():
-            return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-        case list():
-            return [_without_nulls(each) for each in value]
-        case _:
-            return value
-
-
-def _column(error: Exception) -> str:
-    return f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-
-
-def _json_words(error: Exception) -> str:
-    match error:
-        case json.JSONDecodeError():
-            return error.msg
-        case RecursionError():
-            return "nested too deeply"
-        case _:  # Python reads no number of more than 4300 digits
-            return "a number with thousands of digits"
-
-
 # --- data sets -------------------------------------------------------------------------------------------------------
 
 
@@ -296,25 +118,36 @@ def inspect(
 
     `permit` is asked before a file that a row names is opened, and raises where it may not be.
     """
-    paths = files(Path(dataset.path), split=dataset.split)
+    paths = dataset.files()
     collected = _Collector(dataset, 0, has_chat_template=True)
     seen = _Looker(permit)
     rows: list[dict[str, Any]] = []
     columns: dict[str, None] = {}
     overlooked: dict[str, None] = {}
+    not_read: dict[str, None] = {}
+    num_untrained = num_unpaired = 0
+    counted = Census()
+    for path in paths[:NUM_BEGINNINGS]:
+        check_beginning(path)
+    beginning = _Beginning(num_rows, dataset.max_rows)
+    examples: list[Example] = []
     for path in paths:
-        for row, place in _read_any(path):
-            if collected.num_rows >= num_rows:
-                break
+        for row, place in beginning.rows(path):
             example = collected.add(row, path, place)
             if isinstance(row, dict):
                 columns |= dict.fromkeys(map(str, row))
                 overlooked |= dict.fromkeys(_overlooked(row, example, dataset.columns or {}))
+            if example is not None:
+                not_read |= dict.fromkeys(map(str, unread(row, collected.format, dataset.columns or {})))
+                num_untrained += bool(example.untrained) and not example.trained_turns
+                num_unpaired += example.kind == "prompt_completion" and misfit.unpaired(row)
+                counted.add(example, f"{path.name}, {place}")
             if example is not None and example.media:
                 seen.look(example, f"{path.name}, {place}")
                 collected.examples[-1] = replace(example, media=())  # embedded files would fill the memory
             elif isinstance(row, dict):
                 rows.append(row)
+                examples += [] if example is None else [example]
     collected.check()
     return Inspection(
         format=collected.format,
@@ -324,13 +157,48 @@ def inspect(
         rows=rows,
         bad=tuple(collected.bad),
         num_rows=collected.num_rows,
+        is_whole=beginning.is_whole,
         attached=seen.attached,
         num_attached=seen.num_rows,
         num_broken=seen.num_broken,
         broken=tuple(seen.broken),
         overlooked=tuple(overlooked),
         absent=tuple(theirs for theirs in (dataset.columns or {}).values() if theirs not in columns),
+        unread=tuple(key for key in not_read if not any(f"`{key}`" in told for told in overlooked)),
+        num_untrained=num_untrained,
+        census=counted,
+        num_unpaired=num_unpaired,
+        examples=tuple(examples),
     )
+
+
+class _Beginning:
+    """The first rows of a data set, and the first few of its later files."""
+
+    def __init__(self, num_rows: int, max_rows: int | None) -> None:
+        self._num_left, self._max_left = num_rows, max_rows
+        self._num_later = 0
+        self.is_whole = True
+
+    def rows(self, path: Path) -> Iterator[tuple[Any, str]]:
+        if self._max_left == 0:
+            return
+        if self._num_left <= 0:
+            self._num_later += 1
+            is_large = form_of(path) == ".json" and path.stat().st_size > MAX_LATER_JSON_BYTES
+            if self._num_later > NUM_LATER_FILES or is_large:
+                self.is_whole = False
+                return
+            self._num_left = NUM_LATER_ROWS
+        for row, place in read_any(path):
+            if self._max_left == 0:
+                break
+            if self._num_left <= 0:
+                self.is_whole = False
+                break
+            self._num_left -= 1
+            self._max_left = None if self._max_left is None else self._max_left - 1
+            yield row, place
 
 
 def _overlooked(row: dict[str, Any], example: Example | None, columns: Mapping[str, str]) -> Iterator[str]:
@@ -387,12 +255,23 @@ def load(
     return Mixture([example for examples in drawn for example in examples], counts)
 
 
-def split(examples: Sequence[Example], eval_split: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Those to train on and those held out, in order, each at least one. Raises DatasetError for a single example."""
+def split(
+    examples: Sequence[Example], eval_split: float, seed: int, *, together: bool = True
+) -> tuple[list[Example], list[Example]]:
+    """Those to train on and those held out, in order, each at least one. Raises DatasetError for a single example.
+
+    Rows that say the same are kept on one side; not so without `together`, as in jobs that began before it.
+    """
     if len(examples) < 2:
         raise DatasetError("one example cannot be split in two", hint="leave out eval_split, or add rows")
     num_held = min(max(round(len(examples) * eval_split), 1), len(examples) - 1)
     held = set(random.Random(seed).sample(range(len(examples)), num_held))
+    held = census.together(examples, held) if together else held
+    if not held or len(held) == len(examples):
+        raise DatasetError(
+            f"all {len(examples)} examples say the same and cannot be split in two", hint="leave out eval_split, or "
+            "add other rows",
+        )  # fmt: skip
     train = [example for n, example in enumerate(examples) if n not in held]
     return train, [example for n, example in enumerate(examples) if n in held]
 
@@ -417,8 +296,8 @@ def _sample(examples: list[Example], number: int, rng: random.Random) -> list[Ex
 
 def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None) -> _Collector:
     collected = _Collector(dataset, index, has_chat_template=has_chat_template, spill_dir=spill_dir)
-    for path in files(Path(dataset.path), split=dataset.split):
-        for row, place in _read_any(path):
+    for path in dataset.files():
+        for row, place in read_any(path):
             if dataset.max_rows is not None and collected.num_rows >= dataset.max_rows:
                 break
             collected.add(row, path, place)
@@ -440,13 +319,20 @@ class _Collector:
         self.num_rows = 0
         self.num_bad = 0
         self.bad: list[str] = []
+        self._num_unanswered = 0
+        self._misfit: Misfit | None = None  #: what the first row is that no format takes
 
     def add(self, row: Any, path: Path, place: str) -> Example | None:
         self.num_rows += 1
         try:
             self.examples.append(self._example(row, path))
+        except RefusedRowError as error:
+            raise DatasetError(f"{path}: {place}: {error}", hint=error.hint) from error
         except RowError as error:
             self.num_bad += 1
+            self._num_unanswered += isinstance(error, NoAnswerError)
+            if self._misfit is None and isinstance(row, dict):
+                self._misfit = misfit.of({**row, **self._renamed(row)})
             if len(self.bad) < MAX_NAMED:
                 self.bad.append(f"{path.name}, {place}: {error}")
             return None
@@ -459,13 +345,29 @@ class _Collector:
                 f"{self._dataset.path}: there is no row in it", hint="was it written to its end? Or name another file"
             )
         if self.num_bad * 2 > self.num_rows or not self.examples:
+            if self._misfit is not None and not self.examples:
+                fix = self._misfit.fix
+                if fix and self._dataset.format != "auto":
+                    fix["format"] = None
+                raise DatasetError(f"{self._dataset.path}: {self._misfit.message}", hint=self._misfit.hint, fix=fix)
+            if self._num_unanswered * 2 > self.num_bad:
+                raise DatasetError(
+                    f"{self._dataset.path}: rows without answers: {self.num_bad} of {self.num_rows} rows cannot be used"
+                    f"{f' as {self.format}' if self.format else ''}: {self.bad[0]}, from which alone is learned",
+                    hint="add the answers; or name the role that answers `assistant` (`gpt` in rows of from and value)",
+                )
             raise DatasetError(
                 f"{self._dataset.path}: {self.num_bad} of {self.num_rows} rows cannot be used"
                 f"{f' as {self.format}' if self.format else ''}: {'; '.join(self.bad)}",
                 hint=f"`format` and `columns` of a data set say how its rows are read. {FORMATS_HINT}",
             )
 
+    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {ours: row[theirs] for ours, theirs in (self._dataset.columns or {}).items() if theirs in row}
+
     def _example(self, row: Any, path: Path) -> Example:
+        if isinstance(row, Broken):
+            raise RowError(row.reason)
         if not isinstance(row, dict):
             raise RowError(f"a row is an object with columns, this is {kind_of(row)}")
         columns = self._dataset.columns

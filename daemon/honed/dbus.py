@@ -49,7 +49,7 @@ class BusAwayError(BusError):
 
 @dataclass(frozen=True)
 class UnitState:
-    """How a loaded unit is."""
+    """The state of a loaded unit."""
 
     active: str  #: active, activating, deactivating, reloading, inactive, failed
     has_job: bool  #: a start or stop of it is queued
@@ -81,7 +81,7 @@ class Systemd:
         self._call(_MANAGER, "KillUnit", "ssi", (unit, whom, signal))
 
     def unit_state(self, unit: str) -> UnitState | None:
-        """How it is; None where it is not loaded, so has ended and left nothing queued. Raises BusError."""
+        """A unit's state; None where it is not loaded, so has ended and left nothing queued. Raises BusError."""
         try:
             (path,) = self._call(_MANAGER, "GetUnit", "s", (unit,))
             address = DBusAddress(path, "org.freedesktop.systemd1", _PROPERTIES)

@@ -13,6 +13,10 @@ from honed.error import EnvironmentInvalidError
 Kind = Literal["cuda", "cpu", "mps"]
 
 
+#: The macOS from which on Metal computes in bfloat16; transformers and accelerate refuse it on an older one.
+MACOS_BFLOAT16 = 14
+
+
 @dataclass(frozen=True)
 class Device:
     """One device, as it was when it was probed."""
@@ -24,6 +28,7 @@ class Device:
     compute_capability: tuple[int, int] | None = None
     total_bytes: int = 0
     free_bytes: int = 0  #: what foreign processes hold is not free
+    has_bfloat16: bool = True  #: of an Apple GPU, which has it from macOS 14 on
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,7 +72,7 @@ class Load:
 
 
 def gpu_loads() -> list[Load]:
-    """How busy and how full each GPU is that answers; empty without NVML's library or driver."""
+    """Use of each GPU that answers, and of its memory; empty without NVML's library or driver."""
     try:
         nvml = _nvml()
     except EnvironmentInvalidError:
@@ -171,7 +176,11 @@ def _is_apple_silicon() -> bool:
 
 def _mps() -> Device:
     total, free = system_memory()
-    return Device(kind="mps", name="Apple GPU", total_bytes=total, free_bytes=free)
+    release = platform.mac_ver()[0].partition(".")[0]
+    return Device(
+        kind="mps", name="Apple GPU", total_bytes=total, free_bytes=free,
+        has_bfloat16=int(release) >= MACOS_BFLOAT16 if release.isdecimal() else True,
+    )  # fmt: skip
 
 
 def system_memory(meminfo_path: Path = Path("/proc/meminfo")) -> tuple[int, int]:

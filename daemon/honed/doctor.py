@@ -1,4 +1,5 @@
-"""Whether this machine can train: versions that fit together, GPU, compiled libraries that load, disk, permissions.
+"""Check whether this machine can train: versions that fit together, GPU, compiled libraries that load, disk,
+permissions.
 
 What needs torch is asked in child processes with a deadline, since a broken installation may hang or crash.
 """
@@ -123,7 +124,7 @@ def _packages() -> list[Finding]:
 #: What an optional package is for.
 _USES = {
     "bitsandbytes": "quantization: 4bit and 8bit",
-    "huggingface_hub": "policy.hub: models that honed fetches",
+    "huggingface_hub": "policy.hub: models and data sets that honed fetches",
     "unsloth": "backend: unsloth",
     "unsloth_zoo": "backend: unsloth",
     "pillow": "rows with images",
@@ -282,7 +283,7 @@ def _disk(name: str, path: Path) -> Finding:
 
 
 def _permissions(layout: Layout) -> Finding:
-    """Of what honed writes; before its first start there is nothing yet."""
+    """Check the files that honed writes; before its first start there is nothing yet."""
     if not layout.spool_dir.is_dir():
         return Finding(
             "permissions", "warning", f"{layout.spool_dir} is not there yet", "honed makes it at its first start"
@@ -337,7 +338,7 @@ def _acls(layout: Layout) -> Finding:
 
 
 def _machine(config: Config) -> list[Finding]:
-    """Of the units and what they lean on."""
+    """Check the units and what they depend on."""
     service, job = _unit("honed.service"), _unit("honed-job@0.service")
     return [_service(service), _job_unit(job), *_fetch_unit(config, job),
             _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
@@ -392,16 +393,16 @@ def _job_unit(unit: dict[str, str]) -> Finding:
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
-    """Of honed-fetch@.service, where policy.hub needs it: where jobs are units, honed itself has no network."""
+    """Check honed-fetch@.service, where policy.hub needs it: where jobs are units, honed itself has no network."""
     if not config.policy.hub or job.get("LoadState") != "loaded":
         return []
     check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
     if unit.get("LoadState") != "loaded":
-        detail = f"policy.hub is on, and the unit is {unit.get('LoadState') or 'not known'}: no model is fetched"
+        detail = f"policy.hub is on, and the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
         return [Finding(check, "error", detail, INSTALL)]
     if unit.get("NeedDaemonReload") == "yes":
         return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
-    return [Finding(check, "ok", "models of the hub are fetched")]
+    return [Finding(check, "ok", "models and data sets of the hub are fetched")]
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
@@ -477,7 +478,7 @@ def _limits() -> Finding:
 
 
 def _reporting(layout: Layout, config: Config) -> list[Finding]:
-    """Of the way to the metrics API, where one is configured."""
+    """Check the way to the metrics API, where one is configured."""
     path, check = layout.outbox_dir, "metrics API"
     address = config.reporting.metrics_api_url
     if address is None or not path.is_dir():
@@ -497,7 +498,7 @@ def _reporting(layout: Layout, config: Config) -> list[Finding]:
 
 
 def _notices(layout: Layout) -> list[Finding]:
-    """Of the notices of jobs' ends, where any are stuck or refused."""
+    """Check the notices of jobs' ends, where any are stuck or refused."""
     check, directory = "notices", notification.notices_dir(layout)
     if not os.access(directory, os.R_OK | os.X_OK):
         return []

@@ -1,32 +1,35 @@
 """Job files as text: YAML, JSON and TOML, read into plain data with the line of every key.
 
-One meaning in all three formats, and nothing clever in any: no tags, anchors or merge keys, no second document, no
-duplicate keys, no dates, no infinities, no number that one reader takes for another. What is refused is refused with
-its line, and in a time bounded by the limits below, whatever the text.
+One meaning in all three formats, and nothing clever in any: no tags, no second document, no duplicate keys, no dates,
+no infinities, no number that one reader takes for another. YAML's anchors, aliases and merge keys are written out,
+within the limits below. What is refused is refused with its line, in a time that these limits bound, whatever the text.
 """
 
 from __future__ import annotations
 
 import bisect
+import copy
 import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
 from typing import Any, NoReturn
 
 import yaml
 
 from honed import tomlmap
-from honed.problem import KeyPath, dotted, fault, shown
+from honed.problem import InvalidSpecError, KeyPath, Line, Problem, dotted, fault, shown
 
 MAX_BYTES = 256 * 1024
 #: Levels of nesting. A spec has five.
 MAX_DEPTH = 50
 #: Keys and list items in one file. A spec has some hundred.
 MAX_VALUES = 20_000
+#: Characters that aliases and merge keys of a file stand for, in all.
+MAX_EXPANDED = 1024 * 1024
 MAX_INTEGER = 2**63 - 1  #: what SQLite, JSON readers and torch can all hold
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
@@ -38,10 +41,17 @@ class Document:
 
     data: dict[str, Any]
     lines: Mapping[KeyPath, int]  #: path of a key or list item -> 1-based line
+    problems: Mapping[KeyPath, Problem] = field(default_factory=dict)  #: values that nobody can read; null in `data`
+    text: str = ""
+    spans: Mapping[KeyPath, tuple[int, int]] = field(default_factory=dict)  #: where in `text` each text value stands
 
 
-def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES) -> Document:
-    """Read a job file. Raises SpecError, which names the line, what stands there and what to do."""
+def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: bool = False) -> Document:
+    """Read a job file. Raises SpecError, which names the line, what stands there and what to do.
+
+    Where `is_lenient`, single values that cannot be read are among the document's `problems`, so that they are told
+    together with what else is wrong.
+    """
     if suffix.lower() not in SUFFIXES:
         raise fault(f"{shown(suffix)} is not a job file's suffix", hint=f"one of {' '.join(SUFFIXES)}")
     if len(data) > max_bytes:
@@ -60,7 +70,9 @@ def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES) -> Document:
         raise fault(f"a job file is a mapping of keys to values, this one is {shown(value)}", line=1)
     if not value:
         raise fault("the file holds no keys", hint="base_model and datasets are the least")
-    return Document(value, record.lines)
+    if record.problems and not is_lenient:
+        raise InvalidSpecError([*record.problems.values()])
+    return Document(value, record.lines, record.problems, text, record.spans)
 
 
 @dataclass
@@ -68,6 +80,9 @@ class _Record:
     """What the readers keep in common: where keys stand, and the limits."""
 
     lines: dict[KeyPath, int] = field(default_factory=dict)
+    order: list[KeyPath] = field(default_factory=list)  #: of `lines`, so that what stands below a key is found
+    spans: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
+    problems: dict[KeyPath, Problem] = field(default_factory=dict)
 
     def note(self, path: KeyPath, line: int, *, once: bool = True) -> None:
         """Note where a key or list item stands. With `once`, a key that is there already is refused."""
@@ -79,7 +94,9 @@ class _Record:
             raise fault(f"more than {MAX_VALUES} keys and values", line=line, hint="data sets are named by path")
         if once and path in self.lines:
             raise fault(f"stands here twice; first on line {self.lines[path]}", line=line, key=dotted(path))
-        self.lines.setdefault(path, line)
+        if path not in self.lines:
+            self.order.append(path)
+            self.lines[path] = line
 
 
 def _decode(data: bytes) -> str:
@@ -147,8 +164,28 @@ _YAML_HINTS = {
     "cannot start any token": "a text that begins with this character stands in quotes",
     "unknown escape character": "in double quotes a backslash is an escape; use single quotes",
 }
+_YAML_ANCHOR = re.compile(r"&\S+\s+")
 #: Thousands of %TAG lines take libyaml seconds (it compares each with all before it); no job file needs one.
 _YAML_DIRECTIVE = re.compile(r"^%[A-Z]", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Anchored:
+    """What an anchor stands for, with where its parts stand, from itself on."""
+
+    value: Any
+    line: int
+    lines: dict[KeyPath, int]
+    spans: dict[KeyPath, tuple[int, int]]
+    num_chars: int
+
+
+#: What the keys at the top begin with that hold anchors and are no part of the job, as in other tools' files.
+HOLDERS = ("x-", "_", ".")
+
+
+#: Keys that a job cannot leave out, or whose default may not be what was meant.
+_MUST: tuple[KeyPath, ...] = (("base_model",), ("datasets",), ("path",), ("lora",), ("adapter",))
 
 
 class _Yaml:
@@ -156,6 +193,10 @@ class _Yaml:
 
     def __init__(self, text: str, record: _Record) -> None:
         self._text, self._record = text, record
+        self._anchors: dict[str, _Anchored | None] = {}  #: None: not closed yet
+        self._used: set[str] = set()
+        self._holders: dict[str, str] = {}  #: keys at the top -> the anchor of their values
+        self._num_chars = self._num_expanded = 0
         self._loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
 
     def document(self) -> Any:
@@ -179,37 +220,144 @@ class _Yaml:
 
     def _value(self, path: KeyPath, event: Any) -> Any:
         line = _line(event)
-        if getattr(event, "anchor", None) is not None:
-            raise fault("an anchor or alias (& or *)", line=line, hint="write the value out, or put it in quotes")
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(path, event)
         if getattr(event, "tag", None) is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             raise fault(f"a YAML tag ({shown(tag)})", line=line, hint="leave it out, or put the text in quotes")
+        anchor = event.anchor
+        if anchor is None:
+            return self._plain(path, event)
+        if (known := self._anchors.get(anchor)) is not None or anchor in self._anchors:
+            first = f"; first on line {known.line}" if known else ""
+            raise fault(f"the anchor &{anchor} stands here twice{first}", line=line, hint="give it another name")
+        self._anchors[anchor] = None
+        begin, num_chars = len(self._record.order), self._num_chars
+        value = self._plain(path, event)
+        self._anchors[anchor] = self._anchored(path, begin, value, line, self._num_chars - num_chars)
+        if len(path) == 1 and str(path[0]).startswith(HOLDERS):
+            self._holders[str(path[0])] = anchor
+        return value
+
+    def _anchored(self, path: KeyPath, begin: int, value: Any, line: int, num_chars: int) -> _Anchored:
+        record = self._record
+        below = record.order[begin:]
+        spans = {each[len(path) :]: record.spans[each] for each in (path, *below) if each in record.spans}
+        return _Anchored(value, line, {each[len(path) :]: record.lines[each] for each in below}, spans, num_chars)
+
+    def _alias(self, path: KeyPath, event: Any) -> Any:
+        anchored = self._meant(event)
+        self._lay(path, anchored, Line(_line(event)))
+        return copy.deepcopy(anchored.value)
+
+    def _meant(self, event: Any) -> _Anchored:
+        """What an alias stands for; the limit on all of them together comes before it is made."""
+        name, line = event.anchor, _line(event)
+        anchored = self._anchors.get(name)
+        if anchored is None:
+            what = "inside its own anchor" if name in self._anchors else f"without an anchor &{name} above it"
+            raise fault(f"an alias (*{name}) {what}", line=line, hint="put it in quotes if it is text")
+        self._used.add(name)
+        self._num_expanded += anchored.num_chars
+        self._num_chars += anchored.num_chars
+        if self._num_expanded > MAX_EXPANDED:
+            raise fault(f"aliases for more than {MAX_EXPANDED} characters", line=line, hint="write out what is needed")
+        return anchored
+
+    def _lay(self, path: KeyPath, anchored: _Anchored, via: Line, keys: Collection[str] | None = None) -> None:
+        """Note what an alias brings, or those `keys` of it that a merge key does."""
+        for below, line in anchored.lines.items():
+            if keys is None or below[0] in keys:
+                self._record.note((*path, *below), Line(line, via), once=False)
+        for below, span in anchored.spans.items():
+            if keys is None or (below and below[0] in keys):
+                self._record.spans[(*path, *below)] = span
+
+    def _plain(self, path: KeyPath, event: Any) -> Any:
         match event:
             case yaml.MappingStartEvent():
                 return self._mapping(path)
             case yaml.SequenceStartEvent():
                 return self._sequence(path)
-            case _ if event.implicit[0]:
-                return _yaml_scalar(event.value, line, path)
             case _:
-                return _text(event.value, line)
+                self._num_chars += len(event.value) + 1
+                return self._scalar(path, event)
+
+    def _scalar(self, path: KeyPath, event: Any) -> Any:
+        line = _line(event)
+        try:
+            value = _yaml_scalar(event.value, line, path) if event.implicit[0] else _text(event.value, line)
+        except InvalidSpecError as error:
+            if path not in self._record.lines:  # a key
+                raise
+            self._record.problems[path] = replace(error.problems[0], key=dotted(path))
+            return None
+        if isinstance(value, str):
+            begin, end = event.start_mark.index, event.end_mark.index
+            if event.anchor is not None and (before := _YAML_ANCHOR.match(self._text, begin, end)):
+                begin = before.end()
+            self._record.spans[path] = (begin, end)
+        return value
 
     def _mapping(self, path: KeyPath) -> dict[str, Any]:
-        mapping = {}
+        mapping: dict[str, Any] = {}
+        merged: list[tuple[_Anchored, Line]] = []
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
             line = _line(event)
-            if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-                raise fault("a key is a word, not a list or mapping", line=line)
-            if getattr(event, "value", "") == "<<" and event.implicit[0]:  # in quotes it is a name
-                raise fault("a merge key (<<)", line=line, hint="write the keys out")
-            if getattr(event, "value", None) == "":
+            if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent | yaml.AliasEvent):
+                raise fault("a key is a word, not a list, mapping or alias", line=line)
+            if event.value == "<<" and event.implicit[0]:  # in quotes it is a name
+                self._record.note((*path, "<<"), line)
+                merged += self._merged((*path, "<<"), self._next(), line)
+                continue
+            if event.value == "":
                 raise fault("a value without a key", line=line)
-            key = self._value(path, event)
-            if not isinstance(key, str):
-                raise fault(f"the key {shown(key)} is not text", line=line, hint="keys are names; quote it if meant")
+            key = self._key(event)
             self._record.note((*path, key), line)
             mapping[key] = self._value((*path, key), self._next())
+        for anchored, via in merged:  # the mapping's own keys win, wherever they stand, then the first that is merged
+            new = {key: value for key, value in anchored.value.items() if key not in mapping}
+            self._lay(path, anchored, via, new.keys())
+            mapping |= copy.deepcopy(new)
+        if not path:
+            for key in [key for key, anchor in self._holders.items() if anchor in self._used]:
+                mapping.pop(key, None)
         return mapping
+
+    def _key(self, event: Any) -> str:
+        if event.anchor is not None:
+            raise fault("an anchor on a key", line=_line(event), hint="put it before the value")
+        if event.tag is not None:
+            raise fault(f"a YAML tag ({shown(event.tag)})", line=_line(event), hint="leave it out")
+        key = _yaml_scalar(event.value, _line(event), ()) if event.implicit[0] else _text(event.value, _line(event))
+        if not isinstance(key, str):
+            raise fault(
+                f"the key {shown(key)} is not text", line=_line(event), hint="keys are names; quote it if meant"
+            )
+        self._num_chars += len(key) + 1
+        return key
+
+    def _merged(self, path: KeyPath, event: Any, line: int, *, is_item: bool = False) -> list[tuple[_Anchored, Line]]:
+        """What a merge key names: a mapping, or a list of them."""
+        if isinstance(event, yaml.SequenceStartEvent) and event.anchor is None and not is_item:
+            found: list[tuple[_Anchored, Line]] = []
+            while not isinstance(item := self._next(), yaml.SequenceEndEvent):
+                self._record.note((*path, len(found)), _line(item))
+                found += self._merged((*path, len(found)), item, line, is_item=True)
+            return found
+        if isinstance(event, yaml.AliasEvent):
+            anchored = self._meant(event)
+        else:
+            begin, num_chars = len(self._record.order), self._num_chars
+            value = self._value(path, event)
+            anchored = self._anchored(path, begin, value, line, self._num_chars - num_chars)
+        if not isinstance(anchored.value, dict):
+            raise fault(
+                f"a merge key (<<) for {shown(anchored.value)}",
+                line=_line(event),
+                hint="it takes a mapping, or a list of",
+            )
+        return [(anchored, Line(line))]
 
     def _sequence(self, path: KeyPath) -> list[Any]:
         items: list[Any] = []
@@ -236,7 +384,10 @@ def _line(event: Any) -> int:
 
 def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
     if text == "":
-        raise fault("nothing stands here", line=line, key=dotted(path), hint="write the value, or leave the key out")
+        raise fault(
+            "the value is empty", line=line, key=dotted(path), hint="write the value, or leave the key out",
+            fix={} if path[-1:] in _MUST or not path else {dotted(path): None},
+        )  # fmt: skip
     if text in _YAML_WORDS:
         return _YAML_WORDS[text]
     if _YAML_INTEGER.fullmatch(text):
@@ -315,7 +466,9 @@ class _Json:
             case "[":
                 return self._sequence(path)
             case '"':
-                return self._string()
+                begin, value = self._at, self._string()
+                self._record.spans[path] = (begin, self._at)
+                return value
             case _:
                 return self._number_or_word()
 
@@ -393,7 +546,10 @@ def _toml(text: str, record: _Record) -> Any:
         record.note(path, line, once=False)
         latest[line] = path
 
-    end = tomlmap.scan(text, note)
+    def place(path: KeyPath, begin: int, stop: int) -> None:
+        record.spans[path] = (begin, stop)
+
+    end = tomlmap.scan(text, note, place)
     known = text if end is None else text[: end + 200]
     try:
         data = tomllib.loads(known)

@@ -7,6 +7,7 @@
     ├── ModelError            model_invalid
     ├── PrecisionError        precision_mismatch
     ├── MaskError             mask_invalid
+    ├── LossError             loss_mismatch
     ├── MemoryShortError      memory_insufficient
     ├── DiskShortError        disk_insufficient
     ├── BackendError          backend_unavailable
@@ -26,7 +27,8 @@ The code is stable and public; so is the exit status with which a worker ends. A
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 #: Characters of a message. What it quotes is another person's text, of any length.
 MAX_CHARS = 16_000
@@ -41,21 +43,28 @@ def plain(text: str) -> str:
 
 
 class HonedError(Exception):
-    """What went wrong, in one sentence; `hint` says what to do."""
+    """What went wrong, in one sentence; `hint` says what to do.
+
+    Where an edit of the job file is the remedy, `fix` has it as data: dotted key → its new value, null to take the key
+    out. A mapping is laid over the one that is there.
+    """
 
     code: ClassVar[str] = "error"
     exit_status: ClassVar[int] = 70  #: EX_SOFTWARE
     is_transient: ClassVar[bool] = False  #: worth another attempt from the last checkpoint
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.message = plain(message)
         self.hint = plain(hint)
+        self.fix = dict(fix or {})
+        self.key: str = ""  #: of a job file, dotted, where one is at fault; see problem.locate
+        self.line: int | None = None
         self.is_refusal = False  #: said of a job file by a check, which is an answer, not a failure
 
-    def as_dict(self) -> dict[str, str]:
-        """As it stands in result files, entries and `--json`."""
-        return {"code": self.code, "message": self.message, "hint": self.hint}
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in result files, entries and `--json`; `fix` only where there is one."""
+        return {"code": self.code, "message": self.message, "hint": self.hint} | ({"fix": self.fix} if self.fix else {})
 
 
 class UsageError(HonedError):
@@ -75,8 +84,8 @@ class SpecError(HonedError):
 class QuotingError(HonedError):
     """One that quotes names and values of files: a line break among them does not begin a line of ours."""
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message.replace("\n", "⏎"), hint=hint.replace("\n", "⏎"))
+    def __init__(self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message.replace("\n", "⏎"), hint=hint.replace("\n", "⏎"), fix=fix)
 
 
 class DatasetError(QuotingError):
@@ -84,6 +93,11 @@ class DatasetError(QuotingError):
 
     code = "dataset_invalid"
     exit_status = 65  #: EX_DATAERR
+
+
+def unreadable(kind: type[HonedError], where: object, error: OSError) -> HonedError:
+    """The refusal of a file that the system does not let honed read."""
+    return kind(f"{where}: {error.strerror or error}", hint="can honed's user and the group honed-job read it?")
 
 
 class ModelError(QuotingError):
@@ -105,6 +119,13 @@ class MaskError(HonedError):
 
     code = "mask_invalid"
     exit_status = 81
+
+
+class LossError(HonedError):
+    """The loss that would be trained is not the one that the model's own logits have."""
+
+    code = "loss_mismatch"
+    exit_status = 89
 
 
 class MemoryShortError(HonedError):
@@ -206,13 +227,16 @@ class InternalError(HonedError):
 BY_CODE: dict[str, type[HonedError]] = {
     error.code: error
     for error in (
-        UsageError, SpecError, DatasetError, ModelError, PrecisionError, MaskError, MemoryShortError, DiskShortError,
+        UsageError, SpecError, DatasetError, ModelError, PrecisionError, MaskError, LossError, MemoryShortError,
+        DiskShortError,
         BackendError, TimeLimitError, OutOfMemoryError, DivergedError, StalledError, RegressedError,
         InterruptedRunError, KilledError, EnvironmentInvalidError, NotPermittedError, InternalError,
     )
 }  # fmt: skip
 
 
-def from_dict(data: dict[str, str]) -> HonedError:
+def from_dict(data: Mapping[str, Any]) -> HonedError:
     """The error that another process wrote down with `as_dict`; an unknown code is an internal error."""
-    return BY_CODE.get(data.get("code", ""), InternalError)(data.get("message", ""), hint=data.get("hint", ""))
+    kind = BY_CODE.get(data.get("code", ""), InternalError)
+    fix = data.get("fix")
+    return kind(data.get("message", ""), hint=data.get("hint", ""), fix=fix if isinstance(fix, dict) else None)

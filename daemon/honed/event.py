@@ -1,4 +1,4 @@
-"""What the worker tells the daemon: lines of JSON, appended to `attempts/<n>/events.jsonl`.
+"""Events from the worker to the daemon: lines of JSON, appended to `attempts/<n>/events.jsonl`.
 
 Each line is an object with `event` (its kind) and `time` (seconds since the epoch). The kinds and their keys:
 
@@ -7,7 +7,10 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
     log          level (error warning info debug), message, code?      for the journal
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,
                  counts [{role, dtype, device, num_parameters}], mended [text]    what the model really is
-    data         num_train, num_eval, num_truncated, num_dropped, num_unusable, lengths {width, counts},
+    data         num_train, num_eval, num_truncated, num_dropped, num_silenced, num_unusable, lengths {width, counts},
+                 num_twice (trained rows that say what one before them says), num_in_both (held out and trained on),
+                 omitted {num_rows, kinds {kind: rows}} (left out by the chat template),
+                 num_asked_otherwise (rows of which the prompt is not what stands before their last turn),
                  datasets [{num_rows, num_taken, num_bad}], eval_datasets, …     what became of the rows
     example      segments [{text, trained}]                            the first example, masked
     memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?, of the tensors

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a text has a picture, a film or a sound."""
+    """The place of an image, a video or a sound in a text."""
 
     kind: Kind
     start: int
@@ -69,14 +69,14 @@ def added_text(with_it: str, without: str, tokens: Sequence[str]) -> str:
 
 
 def find_places(text: str, placeholders: Mapping[Kind, str]) -> list[Place]:
-    """Where the template has written that something belongs, in order."""
+    """Places where the template has written that something belongs, in order."""
     kinds = {placeholder: kind for kind, placeholder in placeholders.items()}
     pattern = re.compile("|".join(map(re.escape, sorted(kinds, key=len, reverse=True))) or r"(?!)")
     return [Place(kinds[match.group()], *match.span()) for match in pattern.finditer(text)]
 
 
 def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[str] = ()) -> Carried:
-    """Where the text between the places lies once they are expanded. Raises ValueError where that cannot be told.
+    """The spans of the text between the places once they are expanded. Raises ValueError where that cannot be told.
 
     `tokens` are those of which nothing is text: `ok` is not found in `<image_soft_token>`.
     """

@@ -1,6 +1,8 @@
-"""Fetches a model from the hub into the cache: a program of its own, without torch. What was cut short is gone on with.
+"""Fetches a model or data set from the hub into the cache: a program of its own, without torch. What was cut short is
+gone on with.
 
     python -m honed.fetch --root DIR REPO_ID [--revision R] [--allow-pickle] [--allow-code]     for people
+    python -m honed.fetch --root DIR --dataset REPO_ID [--revision R] [--name N] [--split S]
     python -m honed.fetch --root DIR --request N                                                for the daemon
 
 For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem"}` on the way and, last,
@@ -8,7 +10,8 @@ For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file
 layout.FetchLayout, and nothing but them: so a service manager may run it as well. Exit statuses: 0 and error.py's.
 
 What is taken: the configuration, the tokenizer and processor, templates, and the weights as safetensors; pickled
-weights only where they are allowed and no others are there; code only where it is allowed. Nothing else.
+weights only where they are allowed and no others are there; code only where it is allowed. Nothing else. Of a data set
+the files of rows that honed reads, as hubdata.py chooses them, and its card; scripts never.
 
 Each file grows in blobs/<hash>.part, is held against its hash, and only then gets its name and its link; so what lies
 in a snapshot is whole, and what a kill leaves is gone on from. A branch means the commit that it had when the fetch
@@ -35,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from honed import config, durable, snapshot
+from honed import config, durable, hubdata, snapshot
 from honed import layout as layouts
 from honed import log as logs
 from honed.basemodel import is_hub_id
@@ -53,6 +56,7 @@ from honed.error import (
 from honed.hub import File, Hub, Listing, TransientError
 from honed.layout import Layout
 from honed.memory import gib
+from honed.snapshot import Missing
 
 log = logging.getLogger("honed.fetch")
 
@@ -93,6 +97,13 @@ class Request:
     pickle: bool
     code: bool
     deadline: float  #: by `boot_time`
+    repo_type: str = snapshot.MODEL
+    name: str | None = None
+    split: str | None = None
+
+    @property
+    def wanted(self) -> Missing:
+        return Missing(self.repo_id, self.revision, self.repo_type, self.name, self.split)
 
     @classmethod
     def read(cls, path: Path) -> Request:
@@ -108,6 +119,8 @@ class Request:
             raise UsageError(f"{self.repo_id!r} is not a hub id", hint="a hub id looks like Qwen/Qwen3-1.7B")
         if not re.fullmatch(r"\w[\w./-]*", self.revision) or ".." in self.revision:
             raise UsageError(f"{self.revision!r} is not a revision", hint="a branch, a tag or a commit")
+        if self.repo_type not in {snapshot.MODEL, snapshot.DATASET}:
+            raise UsageError(f"{self.repo_type!r} is neither {snapshot.MODEL} nor {snapshot.DATASET}")
         return self
 
 
@@ -116,14 +129,15 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 class Fetch:
-    """One model on its way into the cache."""
+    """One model or data set on its way into the cache."""
 
     def __init__(self, request: Request, cache_dir: Path, token: str | None, tell: Tell) -> None:
         self._request = request
         self._cache_dir = cache_dir
-        self._hub = Hub(request.repo_id, request.revision, token)
+        self._wanted = request.wanted
+        self._hub = Hub(self._wanted, token)
         self._tell = tell
-        self._dir = snapshot.repository_dir(cache_dir, request.repo_id)
+        self._dir = snapshot.repository_dir(cache_dir, request.repo_id, request.repo_type)
         self._progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
         self._told_at = 0.0
         self._delay_sec = FIRST_DELAY_SEC
@@ -132,13 +146,13 @@ class Fetch:
         """Returns the snapshot's directory, all of it there. Raises HonedError."""
         with self._turn():
             listing = self._patiently(self._hub.list)
-            self._check(listing)
-            files = self._choose(listing)
-            path = snapshot.snapshot_dir(self._cache_dir, self._request.repo_id, listing.commit)
+            files = self._choose(listing) if self._wanted.repo_type == snapshot.MODEL else self._choose_data(listing)
+            path = snapshot.snapshot_dir(self._cache_dir, self._wanted.repo_id, listing.commit, self._wanted.repo_type)
             self._check_disk(files)
             record = snapshot.Record(
-                self._request.repo_id, listing.commit, {file.name: file.num_bytes for file in files}, self._request.code
-            )
+                self._wanted.repo_id, listing.commit, {file.name: file.num_bytes for file in files}, self._request.code,
+                self._wanted.repo_type, self._wanted.part,
+            )  # fmt: skip
             snapshot.write(self._cache_dir, record)
             self._progress |= {"of": sum(file.num_bytes for file in files), "of_files": len(files)}
             self._progress["bytes"] = sum(self._num_bytes_here(file) for file in files)
@@ -170,9 +184,21 @@ class Fetch:
 
     def _choose(self, listing: Listing) -> list[File]:
         """The small files first, so that what is wrong with them shows early."""
+        self._check(listing)
         names = [name for name in listing.files if self._is_wanted(name)]
         names += self._weights(listing)
         return [self._known(listing, name) for name in names]
+
+    def _choose_data(self, listing: Listing) -> list[File]:
+        """The card first, since it may say which files are which split."""
+        first, card = [], None
+        if hubdata.CARD in listing.files:
+            file = self._known(listing, hubdata.CARD)
+            if file.num_bytes <= hubdata.MAX_CARD_BYTES:
+                self._get(listing.commit, file)
+                first, card = [file], (self._dir / "blobs" / file.blob).read_bytes()
+        names = hubdata.choose(listing.files, card, self._wanted)
+        return [*first, *(self._known(listing, name) for name in names)]
 
     def _is_wanted(self, name: str) -> bool:
         plain = name.removeprefix(TEMPLATE_DIR)
@@ -324,7 +350,7 @@ class Fetch:
             return
         problem = f": {self._progress['problem']}" if self._progress["problem"] else ""
         raise EnvironmentInvalidError(
-            f"base_model: {self._hub.where} could not be fetched in the time that there was "
+            f"{self._wanted.key}: {self._hub.where} could not be fetched in the time that there was "
             f"(hub.fetch_timeout_sec){problem}",
             hint="can this machine reach the hub? drop the job again: what was fetched is kept",
         )
@@ -332,10 +358,10 @@ class Fetch:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """One fetch of a repository at a time."""
-        directory = snapshot.record_dir(self._cache_dir, self._request.repo_id)
+        directory = snapshot.record_dir(self._cache_dir, self._wanted.repo_id, self._wanted.repo_type)
         durable.make_dir(directory)
         with (directory / "lock").open("ab") as lock:
-            self._patiently(lambda: _lock(lock.fileno()))
+            self._patiently(lambda: _lock(lock.fileno(), self._wanted.what))
             yield
 
     def _say(self, *, at_once: bool = False, **changes: Any) -> None:
@@ -356,11 +382,11 @@ class Fetch:
         )
 
 
-def _lock(fd: int) -> None:
+def _lock(fd: int, what: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise TransientError("another fetch of this model runs") from None
+        raise TransientError(f"another fetch of this {what} runs") from None
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -425,12 +451,13 @@ def read_token(layout: Layout, environment: Mapping[str, str]) -> str | None:
 
 
 def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
-    """Returns the snapshot's directory. Raises HonedError for whatever keeps the model from being fetched."""
+    """Returns the snapshot's directory. Raises HonedError for whatever keeps it from being fetched."""
     try:
         import huggingface_hub  # noqa: F401, PLC0415
     except ImportError as error:
         raise EnvironmentInvalidError(
-            f"models cannot be fetched: {error}", hint="pip install 'honed[train]', or set policy.hub = false"
+            f"nothing can be fetched from the hub: {error}",
+            hint="pip install 'honed[train]', or set policy.hub = false",
         ) from error
     made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), tell)
     try:
@@ -447,11 +474,16 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="honed.fetch", description="Fetch a model from the hub into honed's cache.")
+    parser = argparse.ArgumentParser(
+        prog="honed.fetch", description="Fetch a model or data set from the hub into honed's cache."
+    )
     parser.add_argument("--root", type=Path, default=layouts.default_root())
     parser.add_argument("--request", type=int, metavar="N", help="fetch what var/lib/honed/fetch/N.json says")
     parser.add_argument("repo_id", nargs="?", metavar="REPO_ID")
     parser.add_argument("--revision", default="main")
+    parser.add_argument("--dataset", action="store_true", help="REPO_ID is a data set's")
+    parser.add_argument("--name", help="a data set's configuration")
+    parser.add_argument("--split", help="of a data set that split alone")
     parser.add_argument("--allow-pickle", action="store_true", help="take pickled weights where there are no others")
     parser.add_argument("--allow-code", action="store_true", help="take code that comes with the model")
     options = parser.parse_args()
@@ -467,7 +499,11 @@ def main() -> int:
     try:
         timeout_sec = config.load(layout).hub.fetch_timeout_sec
         deadline = boot_time() + timeout_sec
-        request = Request(options.repo_id, options.revision, options.allow_pickle, options.allow_code, deadline)
+        repo_type = snapshot.DATASET if options.dataset else snapshot.MODEL
+        request = Request(
+            options.repo_id, options.revision, options.allow_pickle, options.allow_code, deadline, repo_type,
+            options.name, options.split,
+        )  # fmt: skip
         print(json.dumps({"ok": True, "path": str(fetch(request.checked(), layout, _print))}), flush=True)
     except HonedError as error:
         return _end(error)

@@ -1,4 +1,5 @@
-"""The daemon's end of fetching (fetch.py): arrivals that wait for a model, each model fetched once for all of them.
+"""The daemon's end of fetching (fetch.py): arrivals that wait for a model or data set, each fetched once for all
+of them.
 
     want ── var/lib/honed/fetch/<n>.json ──► a process with --request n ──► <n>.result.json ── poll
 
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,7 +113,7 @@ class ProcessFetchRunner:
 
 @dataclass
 class _Fetch:
-    """One model; its number is that of the first arrival that waits for it."""
+    """One model or data set; its number is that of the first arrival that waits for it."""
 
     number: int
     missing: Missing
@@ -131,12 +132,12 @@ class _Fetch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(self.request[key] for key in ("repo_id", "revision", "pickle", "code"))
+        return (*(self.request[key] for key in ("repo_id", "revision", "pickle", "code")), *astuple(self.missing)[2:])
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """The end of a fetch, for one of those that waited for it; `error` where the model is not there."""
+    """The end of a fetch, for one of those that waited for it; `error` where it is not there."""
 
     number: int
     error: HonedError | None
@@ -174,14 +175,15 @@ class Fetcher:
                     "code",
                     "deadline",
                 }:
-                    fetch = _Fetch(number, Missing(request["repo_id"], request["revision"]), request, is_started=True)
+                    said = {each.name: request[each.name] for each in fields(Missing) if each.name in request}
+                    fetch = _Fetch(number, Missing(**said), request, is_started=True)
                     self._fetches[number] = fetch
                 continue  # its deadline holds when it is asked for again
             self._runner.stop(number)
             self._remove_files(number)
 
     def want(self, number: int, missing: Missing) -> None:
-        """Have a model fetched; `poll` tells this number of the end."""
+        """Have it fetched; `poll` tells this number of the end."""
         self.leave(number)
         policy = self.config.policy
         request = {**asdict(missing), "pickle": policy.pickle, "code": policy.trust_remote_code}
@@ -229,13 +231,13 @@ class Fetcher:
         return ended
 
     def progress(self, number: int) -> dict[str, Any]:
-        """How far the fetch is that this number waits for, in the fetch's own words; nothing before it is started."""
+        """Progress of the fetch that this number waits for, in the fetch's own words; nothing before it is started."""
         return next((fetch.progress for fetch in self._fetches.values() if number in fetch.waiting), {})
 
     def status(self, *, is_named: bool = True) -> list[str]:
         """A few words on each fetch."""
         return [
-            f"fetching {fetch.missing.repo_id if is_named else 'a model'}{_share(fetch.progress)}"
+            f"fetching {fetch.missing.repo_id if is_named else f'a {fetch.missing.what}'}{_share(fetch.progress)}"
             for fetch in self._fetches.values()
         ]
 
@@ -246,7 +248,10 @@ class Fetcher:
         now = self._clock()
         for fetch in sorted(self._fetches.values(), key=lambda fetch: fetch.number):
             started = [other for other in self._fetches.values() if other.is_started]
-            is_taken = any(other.missing.repo_id == fetch.missing.repo_id for other in started)
+            is_taken = any(
+                (other.missing.repo_id, other.missing.repo_type) == (fetch.missing.repo_id, fetch.missing.repo_type)
+                for other in started
+            )
             if fetch.is_started or is_taken or len(started) >= self.config.hub.max_fetches or now < fetch.not_before:
                 continue
             self._layout.fetch(fetch.number).result_path.unlink(missing_ok=True)
@@ -286,7 +291,7 @@ class Fetcher:
         fetch.num_bytes_at_death = num_bytes
         if boot_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
             return EnvironmentInvalidError(
-                f"base_model: {fetch.name} could not be fetched: the fetch died {fetch.num_deaths} times",
+                f"{fetch.missing.key}: {fetch.name} could not be fetched: the fetch died {fetch.num_deaths} times",
                 hint="see the journal; drop the job again to go on: what was fetched is kept",
             )
         delay = min(FIRST_DELAY_SEC * 2 ** (fetch.num_deaths - 1), MAX_DELAY_SEC)

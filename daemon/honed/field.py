@@ -40,10 +40,21 @@ class Expected:
     words: str
 
 
-def refuse(message: str, hint: str = "") -> NoReturn:
-    """Refuse a value from within a validator, in a sentence of its own."""
+@dataclass(frozen=True)
+class Place:
+    """Among a key's metadata: its value names a file or a directory, or may."""
+
+
+def names_place(annotation: Any) -> bool:
+    """Whether a key's value names a file or a directory."""
+    return isinstance(annotation, Place) or any(names_place(each) for each in get_args(annotation))
+
+
+def refuse(message: str, hint: str = "", *, write: Any = None, fix: Mapping[str, Any] | None = None) -> NoReturn:
+    """Refuse a value from within a validator, in a sentence of its own. `write` is the value that is meant, where it is
+    known; `fix` what is to be changed in the job file where that is more than this key."""
     # Braces would be taken for places in a template.
-    raise PydanticCustomError(REFUSED, "{message}", {"message": message, "hint": hint})
+    raise PydanticCustomError(REFUSED, "{message}", {"message": message, "hint": hint, "write": write, "fix": fix})
 
 
 def describe(annotation: Any) -> str:
@@ -97,7 +108,7 @@ def _base_words(base: Any) -> str:
     if origin is list:
         return f"a list, each item {describe(args[0])}"
     if isinstance(base, type) and issubclass(base, BaseModel):
-        return "a section of keys"
+        return "a mapping"
     if origin is dict and args[1] is not Any:
         return f"a mapping, each value {describe(args[1])}"
     return "a mapping of keys to values"
@@ -148,12 +159,26 @@ def _is_steps(value: float) -> bool:
     return 0 < value < 1 or (value >= 1 and value == int(value))
 
 
+#: A variable of a shell.
+VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+#: What to do about a relative path in a file that has lost its place.
+RELATIVE = "begin with /; honectl submit takes one from the job file's place"
+
+
 def absolute(value: str) -> str:
     """A path as it is kept. Refuses one that is relative."""
     if value.startswith("~"):
-        refuse(f"paths are absolute, {_shown(value)} begins with ~", "whose home is not known here; write it out")
+        refuse(
+            f"paths are absolute, {_shown(value)} begins with ~",
+            "whose home is not known here: write it out, or drop the file with honectl submit",
+        )
+    if found := VARIABLE.match(value):
+        refuse(
+            f"paths are absolute, {_shown(value)} begins with a variable of the shell",
+            f"{found[0]} is not known here: write it out, or set it and drop the file with honectl submit",
+        )
     if not value.startswith("/"):
-        refuse(f"paths are absolute, got {_shown(value)}", "begin with /")
+        refuse(f"paths are absolute, got {_shown(value)}", RELATIVE)
     if _BREAK.search(value):
         refuse(f"a path with a line break or a control character, {_shown(value)}", "rename the file")
     return str(PurePosixPath(value))
@@ -171,9 +196,11 @@ def _shown(value: str) -> str:
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Lt(1)]
+#: 0 is kept as null: no share at all.
+ShareOrZero = Annotated[float, Ge(0), Lt(1), AfterValidator(lambda value: value or None)]
 Seconds = Annotated[float, Gt(0), Expected("a number of seconds, more than 0")]
 Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of texts")]
-AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path")]
+AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path"), Place()]
 #: TRL's and transformers' way with steps: a number of them, or below 1 a share of the run.
 Steps = Annotated[
     float, any_of(_is_steps, int, float), Expected("a whole number of steps, or a share of the run below 1")

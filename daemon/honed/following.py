@@ -64,8 +64,10 @@ def states(instance: Instance, reference: str) -> Iterator[dict[str, Any]]:
 
 
 def say_end(job: dict[str, Any]) -> None:
-    style = terminal.STATE_STYLES.get(job["state"], "")
-    terminal.say(f"job {job['id']} ({job['name']}): {job['state']}", style=style)
+    remark = terminal.plain(job.get("remark") or "", limit=400)
+    style = "yellow" if remark else terminal.STATE_STYLES.get(job["state"], "")
+    words = f"{job['state']}, but {remark}" if remark else job["state"]
+    terminal.say(f"job {job['id']} ({job['name']}): {words}", style=style)
     if job["state"] == "succeeded":
         terminal.say(f"  {job['artifacts']['output_dir']}")
     elif job["error"]:

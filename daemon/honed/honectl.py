@@ -141,7 +141,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_files(add: Add) -> None:
     """What is done with job files."""
-    verb = add("submit", submission.submit, "check job files, then drop them into the spool")
+    verb = add(
+        "submit",
+        submission.submit,
+        "check job files and drop them into the spool; relative paths become absolute",
+    )
     verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
     verb.add_argument("--hold", action="store_true", help="accept it, and start it only when it is released")
     verb.add_argument(

@@ -419,7 +419,7 @@ class Housekeeper:
         return bool(missing)
 
     def pruned(self, arguments: dict[str, Any], asker: Asker) -> dict[str, Any]:
-        """How far the removal is of what was asked for: {number: {num_bytes, num_files, problem}} of what is done."""
+        """Progress of the removal of what was asked for: {number: {num_bytes, num_files, problem}} of what is done."""
         kind = "checkpoints" if arguments.get("checkpoints") else "job"
         try:
             numbers = [int(each) for each in arguments.get("ids") or ()]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed import __version__
-from honed.error import EnvironmentInvalidError, ModelError
+from honed.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError
+from honed.snapshot import DATASET, Missing
 
 #: Seconds in which the hub has to answer, or to send something more.
 TIMEOUT_SEC = 30.0
@@ -45,23 +46,30 @@ class TransientError(Exception):
 class Hub:
     """One revision of a repository. Each question raises TransientError or HonedError; an OSError is this machine's."""
 
-    def __init__(self, repo_id: str, revision: str, token: str | None) -> None:
-        self._repo_id = repo_id
-        self._revision = revision
+    def __init__(self, wanted: Missing, token: str | None) -> None:
+        self._wanted = wanted
+        self._repo_id = wanted.repo_id
+        self._revision = wanted.revision
         self._token: str | bool = token or False  # False: not the one of the environment either
 
     @property
     def where(self) -> str:
         return f"{self._repo_id} at {self._revision}"
 
+    def fault(self, message: str, *, hint: str = "") -> HonedError:
+        """What is wrong with the repository itself, as the error of its kind, which names its key."""
+        kind = DatasetError if self._wanted.repo_type == DATASET else ModelError
+        return kind(f"{self._wanted.key}: {message}", hint=hint)
+
     def list(self) -> Listing:
         """A mirror may leave sizes (-1) and hashes ("") to the file's own address."""
         import huggingface_hub  # noqa: PLC0415  (it belongs to the worker's packages)
 
         with self._translated():
-            found = huggingface_hub.HfApi(token=self._token).model_info(
-                self._repo_id, revision=self._revision, files_metadata=True, timeout=TIMEOUT_SEC
-            )
+            found = huggingface_hub.HfApi(token=self._token).repo_info(
+                self._repo_id, repo_type=self._wanted.repo_type, revision=self._revision, files_metadata=True,
+                timeout=TIMEOUT_SEC,
+            )  # fmt: skip
         commit = str(found.sha)
         if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
             raise EnvironmentInvalidError(f"{self.where}: the hub gives {commit!r} as its commit")
@@ -104,7 +112,7 @@ class Hub:
     def _url(self, commit: str, name: str) -> str:
         import huggingface_hub  # noqa: PLC0415
 
-        return str(huggingface_hub.hf_hub_url(self._repo_id, name, revision=commit))
+        return str(huggingface_hub.hf_hub_url(self._repo_id, name, repo_type=self._wanted.repo_type, revision=commit))
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -116,13 +124,13 @@ class Hub:
             yield
         except errors.OfflineModeIsEnabled as error:
             raise EnvironmentInvalidError(
-                f"base_model: {self.where} cannot be fetched: HF_HUB_OFFLINE is set",
+                f"{self._wanted.key}: {self.where} cannot be fetched: HF_HUB_OFFLINE is set",
                 hint="take it out of honed's environment, or set policy.hub = false",
             ) from error
         except errors.HfHubHTTPError as error:
             raise self._from_status(error) from error
         except errors.HFValidationError as error:
-            raise ModelError(f"base_model: {self.where}: {error}") from error
+            raise self.fault(f"{self.where}: {error}") from error
         except httpx.TransportError as error:
             raise TransientError(f"the hub cannot be reached ({type(error).__name__}: {error})") from error
         except OSError:  # some are ValueErrors as well
@@ -136,29 +144,31 @@ class Hub:
     def _from_status(self, error: Any) -> Exception:
         from huggingface_hub import errors  # noqa: PLC0415
 
-        where, status = f"base_model: {self.where}", error.response.status_code
+        where, status, what = f"{self._wanted.key}: {self.where}", error.response.status_code, self._wanted.what
+        page = f"{_endpoint()}/{'datasets/' if self._wanted.repo_type == DATASET else ''}{self._repo_id}"
         files = "/etc/honed/hf-token, or the credential hf-token"
         with_token = "with the token that there is" if self._token else "without a token"
         match error:
             case errors.GatedRepoError():
                 return EnvironmentInvalidError(
                     f"{where} is gated, and is not given out {with_token}",
-                    hint=f"accept its terms at {_endpoint()}/{self._repo_id}, and put a token of that account into "
-                    f"{files}",
+                    hint=f"accept its terms at {page}, and put a token of that account into {files}",
                 )
             case errors.RevisionNotFoundError():
-                return ModelError(f"{where}: no such revision", hint="name a branch, a tag or a commit of that model")
+                return self.fault(
+                    f"{self.where}: no such revision", hint=f"name a branch, a tag or a commit of that {what}"
+                )
             case errors.RepositoryNotFoundError() | errors.DisabledRepoError():
-                return ModelError(
-                    f"{where}: {_endpoint()} gives out no such model {with_token}",
-                    hint=f"is the name right? a private model needs a token, in {files}",
+                return self.fault(
+                    f"{self.where}: {_endpoint()} gives out no such {what} {with_token}",
+                    hint=f"is the name right? a private {what} needs a token, in {files}",
                 )
             case _ if status in {401, 403}:
                 return EnvironmentInvalidError(
                     f"{where}: the hub refuses it {with_token} ({status})", hint=f"put a valid token into {files}"
                 )
             case errors.EntryNotFoundError():
-                return ModelError(f"{where}: the hub has not the files that it lists: {error.response.url}")
+                return self.fault(f"{self.where}: the hub has not the files that it lists: {error.response.url}")
             case _ if status in TRANSIENT_STATUSES:
                 return TransientError(f"the hub answers {status}")
             case _:

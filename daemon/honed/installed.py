@@ -1,10 +1,11 @@
-"""What is installed beside honed, read from packages' metadata: nothing is imported, so it takes milliseconds.
+"""Packages installed beside honed, read from packages' metadata: nothing is imported, so it takes milliseconds.
 
 The windows are those of pyproject.toml, in which the training stack and Unsloth fit together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -195,3 +196,39 @@ def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
     )
     writing = re.findall(r'\("([\w.-]+)", "', "".join(blocks))
     return frozenset([*known, *writing]), frozenset(writing)
+
+
+_ASSIGNED = re.compile(r"\b\w+\.(\w+)\s*(?::[^=\n]+)?=[^=]")
+
+
+@lru_cache(maxsize=64)
+def attribute_names(model_type: str) -> frozenset[str] | None:
+    """What the classes of a model type call their parts, read from the source of the installed transformers; None
+    where there is none."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None or not re.fullmatch(r"[\w.-]+", model_type):
+        return None
+    folder = Path(package.origin).parent / "models"
+    found: set[str] = set()
+    names = (_module_names().get(model_type, model_type), re.sub(r"_(text|vision|audio).*", "", model_type))
+    for name in dict.fromkeys(names):
+        for source in (folder / name.replace("-", "_")).glob("*.py"):
+            if source.name.startswith(("modeling_", "vision", "perceiver")):
+                with contextlib.suppress(OSError, ValueError):
+                    found |= set(_ASSIGNED.findall(source.read_text(encoding="utf-8")))
+    return frozenset(found) or None
+
+
+@cache
+def _module_names() -> dict[str, str]:
+    """The folder of a model type, where it has another name."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return {}
+    auto = Path(package.origin).parent / "models" / "auto"
+    try:
+        text = (auto / "auto_mappings.py").read_text() + (auto / "configuration_auto.py").read_text()
+    except OSError:
+        return {}
+    blocks = re.findall(r"^SPECIAL_MODEL_TYPE_TO_MODULE_NAME\b.*?^\)", text, re.M | re.S)
+    return dict(re.findall(r'"([\w.-]+)"[,:] "(\w+)"', "".join(blocks)))

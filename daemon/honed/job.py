@@ -17,7 +17,7 @@ from honed.clock import Moment
 
 
 class State(StrEnum):
-    """Where a job's entry lies."""
+    """The place of a job's entry."""
 
     QUEUED = "queued"  #: waits for its turn
     HELD = "held"  #: waits for a person
@@ -43,7 +43,7 @@ MOVES: dict[State, frozenset[State]] = {
 
 
 class Stop(StrEnum):
-    """Why a running job was asked to stop, and so where it goes when it has."""
+    """The reason why a running job was asked to stop, which decides where it goes then."""
 
     CANCEL = "cancel"  #: to cancelled
     HOLD = "hold"  #: to held
@@ -118,6 +118,7 @@ class Job:
     stop: Stop | None = None
     outcome: str | None = None
     error: dict[str, str] | None = None  #: code, message, hint
+    remark: str = ""  #: what is to be said of a success: that it learned nothing, or the wrong thing
     adjustments: tuple[Adjustment, ...] = ()  #: steps down the ladder, which the next attempt takes with it
     needs_bytes: int = 0  #: free space for its checkpoints, without which it is not started again
     is_pinned: bool = False  #: a person keeps it: neither retention nor prune touches it

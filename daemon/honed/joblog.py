@@ -1,4 +1,4 @@
-"""What a job's attempts told: the journal's entries, or the words in its attempts' own files."""
+"""The log of a job's attempts: the journal's entries, or the words in its attempts' own files."""
 
 from __future__ import annotations
 

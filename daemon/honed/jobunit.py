@@ -1,4 +1,5 @@
-"""What a job's unit calls: honed-job@ID.service starts with `honed-job-start ID` and ends with `honed-job-end ID`.
+"""Programs that a job's unit calls: honed-job@ID.service starts with `honed-job-start ID` and ends with `honed-job-end
+ID`.
 
 The daemon has written jobs/<id>/start.json before it asks systemd for the unit:
 
@@ -144,7 +145,7 @@ def open_up(directory: Path) -> None:
 
 
 def _signal_number(name: str) -> int | None:
-    """Of systemd's spelling: KILL, ABRT."""
+    """The number of a signal in systemd's spelling: KILL, ABRT."""
     try:
         return int(signal.Signals[f"SIG{name}"])
     except KeyError:

@@ -1,4 +1,4 @@
-"""What a job that ran out of memory changes before its next attempt: one step down a ladder, in what costs least.
+"""Changes to a job that ran out of memory before its next attempt: one step down a ladder, in what costs least.
 
     train      per_device_train_batch_size divided, gradient_accumulation_steps multiplied by the same
                gradient_checkpointing

@@ -1,4 +1,4 @@
-"""Where everything lies, below one prefix (`--root DIR`, or `HONED_ROOT`; `/` for the system's own instance).
+"""Paths of everything, below one prefix (`--root DIR`, or `HONED_ROOT`; `/` for the system's own instance).
 
 etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
 etc/honed/hf-token                             the hub's token, where one is needed
@@ -43,7 +43,8 @@ class Layout:
 
     @property
     def staged_dir(self) -> Path:
-        """Where `submit --stage` copies what the workers cannot reach. Not in the spool, which is closed to them."""
+        """The place of `submit --stage`'s copies of what the workers cannot reach. Not in the spool, which is closed
+        to them."""
         return self.state_dir / "staged"
 
     @property

@@ -1,4 +1,4 @@
-"""What honectl shows of jobs: all of them, one of them, what its model wrote, and where its page lies."""
+"""Displays of jobs in honectl: all of them, one of them, what its model wrote, and where its page lies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from honed.error import EnvironmentInvalidError, NotPermittedError
 from honed.instance import Instance
 from honed.trial import MAX_PRIORITY
 
+#: Characters of an outcome and its remark in a line of the list.
+MAX_OUTCOME = 60
 #: Jobs up to which JSON is drawn in colours; more of it is for a script.
 MAX_PRETTY = 500
 COLUMNS = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
@@ -47,6 +49,8 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if terminal.console.is_terminal:
         _say_narrow(columns, rows)
     else:
+        for row in rows:  # --json has it whole
+            row[columns.index("outcome")] = terminal.plain(row[columns.index("outcome")], limit=MAX_OUTCOME)
         terminal.table(columns, rows, right=[*RIGHT])
     if left := _left_out(jobs, counts):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
@@ -72,6 +76,10 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
     state, outcome = columns.index("state"), columns.index("outcome")
     for row in rows:
         row[outcome] = str(row[outcome]).removeprefix(row[state]).removeprefix(", ")
+    remarks = [f"job {row[0]}: succeeded, {row[outcome]}" for row in rows if str(row[outcome]).startswith("but ")]
+    for row in rows:
+        if str(row[outcome]).startswith("but "):
+            row[outcome] = "but: see below"
     too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
     waits: list[str] = []
     if terminal.console.width < BROAD:
@@ -85,6 +93,8 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
     terminal.table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], right=[*RIGHT])
     for line in waits:
         terminal.say(line, style="dim")
+    for line in remarks:
+        terminal.say(line, style="yellow")
 
 
 def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
@@ -99,16 +109,18 @@ def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
 
 
 def _outcome(job: dict[str, Any]) -> str:
-    return ", ".join(filter(None, [job["outcome"], "pinned" if job.get("is_pinned") else ""]))
+    remark = f"but {job['remark']}" if job.get("remark") else ""
+    return ", ".join(filter(None, [job["outcome"], remark, "pinned" if job.get("is_pinned") else ""]))
 
 
 def _fetch_line(arrival: dict[str, Any]) -> str:
-    """What waits for a model and is no job yet, and how far that is."""
+    """What waits for a fetch and is no job yet, and how far that is."""
     done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
     share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
     problem = f"; {arrival['problem']}" if arrival["problem"] else ""
     if arrival["repo_id"] is None:
-        return f"{arrival['id']}: waits for a model that is fetched{share}"
+        what = "a data set" if arrival.get("repo_type") == "dataset" else "a model"
+        return f"{arrival['id']}: waits for {what} that is fetched{share}"
     name = terminal.plain(arrival["name"], limit=40)
     return f"{arrival['id']} ({name}): fetching {arrival['repo_id']} at {arrival['revision']}{share}{problem}"
 
@@ -119,8 +131,10 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print_json(json.dumps(job))
         return 0
     step, loss, eta = terminal.progress_cells(job)
+    remark = terminal.plain(job.get("remark") or "", limit=400)
     terminal.say(
-        f"job {job['id']} ({job['name']}): {job['state']}", style=terminal.STATE_STYLES.get(job["state"], "bold")
+        f"job {job['id']} ({job['name']}): {job['state']}{', but ' if remark else ''}{remark}",
+        style="yellow" if remark else terminal.STATE_STYLES.get(job["state"], "bold"),
     )
     facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]],
              ["waits", (job.get("waiting_for") or {}).get("detail")],
@@ -145,7 +159,7 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         if item["event"] == "fallback":
             words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
             terminal.say(words, style="yellow")
-        if item["event"] == "worse" and isinstance(found := item.get("found"), list):
+        if item["event"] == "worse" and not remark and isinstance(found := item.get("found"), list):
             terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()

@@ -1,7 +1,9 @@
-"""Which loss a job's other keys leave to choose from.
+"""Losses that a job's other keys and its model allow.
 
-What TRL takes by itself on a GPU goes in chunks and never has all logits: it passes an adapter on the head by, and has
-nothing to smooth labels with. The worker takes the plain loss then.
+What TRL takes by itself on a GPU goes in chunks and never has all logits: it passes an adapter on the head by, has
+nothing to smooth labels with, and multiplies by the head's weights alone, whatever else the model does on the way to
+its logits (Granite divides them). The worker takes the plain loss then. `worker/losscheck.py` compares the loss with
+the model's logits, for what is not known here.
 """
 
 from __future__ import annotations
@@ -19,10 +21,39 @@ from honed.spec import JobSpec
 
 #: What families call the layer that writes.
 _HEADS = ("lm_head", "embed_out", "output_layer")
+#: Tokens of the logits that TRL's chunked loss has at a time.
+CHUNKED_TOKENS = 256
+#: What a model does to its logits, or to what its head is given, that the chunked loss leaves out: keys of config.json,
+#: and the value with which nothing is done.
+_SCALES: Mapping[str, float] = {"logits_scaling": 1, "lm_head_multiplier": 1, "logits_mup_width_multiplier": 1}
+#: Families that do so whatever their config.json says; whose head is more than one layer; that keep a key that the
+#: chunked loss applies, and they do not; or whose parts it cannot tell apart.
+_OWN_HEADS = frozenset({
+    "recurrent_gemma", "minicpm3", "modernbert-decoder", "mpt", "llama4", "llama4_text", "mllama", "mllama_text_model",
+    "inkling_text", "inkling_mm_model",
+})  # fmt: skip
 
 
-def why_whole(spec: JobSpec, adapter_config: Mapping[str, Any] | None) -> str | None:
-    """Why the loss must see all logits at once; None where it need not. `adapter_config` is peft's, of `adapter:`."""
+def own_head(config: Mapping[str, Any]) -> str | None:
+    """What a model does on the way to its logits that the chunked loss does not know; `config` is its config.json."""
+    for found in (config, config.get("text_config")):
+        if not isinstance(found, Mapping):
+            continue
+        for key, nothing in _SCALES.items():
+            if isinstance(value := found.get(key), int | float) and value != nothing:
+                return f"{key}: {value:g} of its config.json"
+        if (name := found.get("model_type")) in _OWN_HEADS:
+            return f"the head of {name}"
+    return None
+
+
+def why_whole(
+    spec: JobSpec, adapter_config: Mapping[str, Any] | None, config: Mapping[str, Any] | None = None
+) -> str | None:
+    """The reason why the loss must see all logits at once; None where it need not.
+
+    `adapter_config` is peft's, of `adapter:`; `config` the model's config.json.
+    """
     if spec.training.label_smoothing_factor:
         return "label_smoothing_factor"
     lora = spec.lora.target_modules if spec.lora is not None else None
@@ -30,24 +61,30 @@ def why_whole(spec: JobSpec, adapter_config: Mapping[str, Any] | None) -> str | 
         return "lora.target_modules with the head"
     if adapter_config is not None and any(_is_head(each) for each in _targets(adapter_config.get("target_modules"))):
         return "an adapter on the head"
-    return None
+    return f"the model ({why})" if config is not None and (why := own_head(config)) else None
 
 
-def default_type(spec: JobSpec, *, has_gpu: bool) -> str | None:
+def default_type(spec: JobSpec, *, has_gpu: bool, config: Mapping[str, Any] | None = None) -> str | None:
     """What is taken where the spec names none; None leaves it to TRL, whose own saves a GPU's memory.
 
     From TRL 1.15 on that one is a Triton kernel, which a CPU cannot run.
     """
-    return None if has_gpu and why_whole(spec, _adapter_config(spec)) is None else "nll"
+    return None if has_gpu and why_whole(spec, _adapter_config(spec), config) is None else "nll"
+
+
+def logits_bytes(num_tokens: int, vocabulary: int, size: int, *, is_chunked: bool) -> int:
+    """What logits take: as computed, in `size` bytes each, in float32 for the loss, and their gradient."""
+    return (min(num_tokens, CHUNKED_TOKENS) if is_chunked else num_tokens) * vocabulary * (size + 8)
 
 
 def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
     """Raises SpecError for a loss that the model or the adapter does not go with."""
-    why = why_whole(spec, adapter.config if adapter else None)
+    why = why_whole(spec, adapter.config if adapter else None, model.config)
     if spec.training.loss_type == "chunked_nll" and why:
         raise SpecError(
-            f"training.loss_type: chunked_nll does not go with {why}: it never has all logits",
+            f"training.loss_type: chunked_nll does not go with {why}: it never has the model's logits",
             hint="write nll, or leave loss_type out",
+            fix={"training.loss_type": "nll"},
         )
     known, _ = installed.known_model_types()
     is_own = "auto_map" in model.config and model.model_type not in known
@@ -56,6 +93,7 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
             f"training.label_smoothing_factor: transformers would smooth the labels of {model.model_type} without "
             "moving them to the token before, which trains it to repeat each token",
             hint="leave it out",
+            fix={"training.label_smoothing_factor": None},
         )
 
 

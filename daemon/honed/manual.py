@@ -103,7 +103,8 @@ def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, s
             "honed-job", "a job for honed",
             "A job is one file in YAML, JSON or TOML. Keys keep the spelling of the library that owns them. "
             "`honectl check FILE` shows all that would be refused, with key and line; `honectl plan FILE` what would "
-            "be done and why. Paths are absolute, and secrets never stand in a job.",
+            "be done and why. Paths are absolute; `honectl submit` and `check` take relative ones from the file's "
+            "place. Secrets never stand in a job.",
             spec,
         ),
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from honed.error import MaskError
 from honed.row import Example, words
 from honed.span import Span, runs_of, squeeze
-from honed.template import where
+from honed.template import TEMPLATE_ERRORS, turn_marks, where
 
 if TYPE_CHECKING:
     from honed.chat import ChatFormat
@@ -72,16 +72,17 @@ class Check:
     # --- conversations
 
     def _check_turns(self, runs: list[Span]) -> None:
-        messages = self.example.messages
-        first = self.example.num_prompt_messages
-        awaited = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+        awaited = self.example.trained_turns
         for n, run in enumerate(runs):
             if not awaited:
                 raise self._error("more is trained on than the assistant's turns", run[0])
             is_cut = self.is_truncated and n == len(runs) - 1
             turns = self._match(run, awaited, is_cut=is_cut, is_alone=len(runs) - n >= len(awaited))
             awaited = awaited[len(turns) :]
-            self._check_edges(run, words(messages[turns[0]]), is_cut=is_cut)
+            self._check_order(run, turns)
+            self._check_edges(run, words(self.example.messages[turns[0]]), is_cut=is_cut)
+            if not is_cut:
+                self._check_end(run, turns[-1])
         if awaited and not self.is_truncated:
             raise self._error(f"message {awaited[0] + 1}, the assistant's, is not trained on")
 
@@ -114,7 +115,7 @@ class Check:
         return matched
 
     def _place(self, text: str, at: int, i: int, *, is_cut: bool) -> Span | None:
-        """Where a run holds message i's words, [start, end); in one that is cut off, a beginning of them will do."""
+        """The span of message i's words in a run, [start, end); in one that is cut off, a beginning of them will do."""
         message = self.example.messages[i]
         content = squeeze(words(message))
         told = [content, squeeze(words(message).split("</think>")[-1])]
@@ -125,6 +126,14 @@ class Check:
                 called = [text.find(name, start + len(word)) + len(name) for name in names if name in text[start:]]
                 if len(called) == len(names) or is_cut or not content:
                     return start, max([start + len(word), *called])
+        if content and names:
+            by_name, by_words = _found(names[:1], text, at), _found(told, text, at)
+            if by_name and by_words:  # the calls first
+                return min(by_name[0], by_words[0]), max(by_name[1], by_words[1])
+            # Many templates show a turn's words or its calls, not both.
+            lost = self.chat.left_out(self.example, i) if by_name or by_words else set()
+            if alone := (by_words if "tool_calls" in lost else None) or (by_name if "answer" in lost else None):
+                return alone
         if not is_cut:
             return None
         fronts = ["", *[squeeze(lead) for _, lead in self.chat.probe.fronts]]
@@ -158,18 +167,37 @@ class Check:
         ends = [squeeze(end) for end in self.chat.probe.ends if squeeze(end) not in said]
         if not back or back in self.chat.probe.backs or back in ends:
             return
+        if self.example.messages[i].get("tool_calls") and self._told(i).endswith(back):
+            return  # one of several calls ends as the last does
         if any(back.find(end) not in (-1, len(back) - len(end)) for end in ends if end):
             raise self._error(f"more is trained on than message {i + 1} and its end token", run[1] - 1)
 
     def _check_foreign(self, rest: str, run: Span) -> None:
         """The trained text apart from the assistant's words must not hold anyone else's."""
         probe = self.chat.probe
-        own = squeeze(str([m for m in self.example.messages if m["role"] == "assistant"]))
+        trained = self.example.trained_turns
+        own = squeeze(str([self.example.messages[i] for i in trained]))
         own += "".join(map(squeeze, [*probe.ends, *probe.backs, *(part for front in probe.fronts for part in front)]))
         for i, message in enumerate(self.example.messages):
             told = squeeze(words(message))
-            if message["role"] != "assistant" and len(told) >= _MIN_FOREIGN and told in rest and told not in own:
+            if i not in trained and len(told) >= _MIN_FOREIGN and told in rest and told not in own:
                 raise self._error(f"message {i + 1}, the {message['role']}'s, is trained on", run[0])
+
+    def _check_order(self, run: Span, turns: list[int]) -> None:
+        """Tell apart turns that say the same, some not trained on: those before the run lie before it, those after,
+        after."""
+        for i in turns:
+            told = squeeze(words(self.example.messages[i]))
+            same = [
+                k for k, m in enumerate(self.example.messages)
+                if m["role"] == "assistant" and k not in turns and _is_simple(m) and told and told == squeeze(words(m))
+            ]  # fmt: skip
+            if not any(k in self.example.untrained for k in same):
+                continue
+            before, after = squeeze(self._text(0, run[0])), squeeze(self._text(run[1], len(self.ids)))
+            num_before, num_after = sum(k < i for k in same), sum(k > i for k in same)
+            if before.count(told) < num_before or (not self.is_truncated and after.count(told) < num_after):
+                raise self._error(f"a turn of weight 0, which says what message {i + 1} says, is trained on", run[0])
 
     def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
         """The run's two ends: the header before it whole and untrained, its own front whole, its end token trained."""
@@ -194,6 +222,38 @@ class Check:
             raise self._error("what follows the end token is trained on", run[1] - 1)
         if not ended and not is_cut and any(_overlap(squeeze(text), squeeze(after), squeeze(end)) for end in ends):
             raise self._error("the end token of the turn is not trained on", run[1] - 1)
+
+    def _check_end(self, run: Span, i: int) -> None:
+        """What ends message i's turn is trained on: without it the model would not learn to stop."""
+        text, after = self._text(*run).rstrip(), self._text(run[1], len(self.ids)).lstrip()
+        ends, messages = [squeeze(end) for end in self.chat.probe.ends], self.example.messages
+        if any(squeeze(text).endswith(end) for end in ends):
+            return
+        following = messages[i + 1] if i + 1 < len(messages) else None
+        calls = bool(messages[i].get("tool_calls"))
+        missing = self.chat.probe.unwritten_call if calls else self.chat.probe.unwritten
+        # Where no mark is a token, what ends a call is not told from its arguments' end, and is trained with it.
+        if following is None and (missing or (ends and (after or not calls))):
+            raise self._error(
+                "the row ends without what ends a turn, so that the model would not learn to stop", run[1]
+            )
+        if following is not None and following["role"] == "assistant":
+            return
+        # By the row alone: the turn as it is rendered without what comes after it, and the mark of what does.
+        told = self._told(i)
+        whole, reached = squeeze(self._text(0, len(self.ids))), len(squeeze(self._text(0, run[1])))
+        if told.startswith(whole[:reached]) and whole.startswith(told) and len(told) > reached:
+            raise self._error(f"the end of message {i + 1}, {whole[reached : len(told)]!r}, is not trained on", run[1])
+        marks = [mark for mark in turn_marks(self.chat.tokenizer) if squeeze(after).startswith(squeeze(mark))]
+        if marks and not any(text.endswith(mark) for mark in turn_marks(self.chat.tokenizer)):
+            raise self._error(f"the end of message {i + 1}, {marks[0]!r}, is not trained on", run[1])
+
+    def _told(self, i: int) -> str:
+        """The conversation up to message i as it is rendered alone, without white space."""
+        try:
+            return squeeze(self.chat.render(self.example.messages[: i + 1], self.example.tools))
+        except TEMPLATE_ERRORS:
+            return ""
 
     # --- the other kinds
 
@@ -282,8 +342,14 @@ def _reasoning(message: Mapping[str, Any]) -> str:
     return squeeze(str(named) or (inside.removeprefix("<think>") if answer != words(message) else ""))
 
 
+def _found(wanted: list[str], text: str, at: int) -> Span | None:
+    """The place of the first word that a text has from `at` on."""
+    places = ((text.find(word, at), len(word)) for word in wanted)
+    return next(((start, start + length) for start, length in places if start >= 0), None)
+
+
 def _overlap(before: str, after: str, text: str) -> int:
-    """How many of `text`'s last characters lie in `after`, where `text` lies across the two; 0 where it does not."""
+    """The number of `text`'s last characters lie in `after`, where `text` lies across the two; 0 where it does not."""
     return next((n for n in range(1, len(text) + 1) if after.startswith(text[-n:]) and before.endswith(text[:-n])), 0)
 
 

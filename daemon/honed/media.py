@@ -93,7 +93,7 @@ class Media:
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """How large media may become before the model's processor sees them; None leaves them as they are."""
+    """Limits to the size of media before the model's processor sees them; None leaves them as they are."""
 
     max_pixels: int | None = None  #: of an image or frame; larger ones are made smaller, in proportion
     min_pixels: int | None = None  #: smaller ones are enlarged
@@ -139,7 +139,7 @@ def _rounded(side: int, scale: float) -> int:
 
 
 def num_taken(num_frames: int, limits: MediaLimits, *, is_list: bool = False) -> int:
-    """How many of a video's frames are taken."""
+    """The number of a video's frames that are taken."""
     wanted = limits.num_frames or (num_frames if is_list else NUM_FRAMES)
     return min(wanted, num_frames)
 
@@ -225,7 +225,7 @@ def _is_dir(path: Path | None) -> bool:
 
 
 def _absence(path: Path) -> str:
-    """Why a path is no file that can be read."""
+    """The reason why a path is no file that can be read."""
     try:
         if path.is_dir():
             return "a directory, not a file"

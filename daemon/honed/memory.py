@@ -1,4 +1,4 @@
-"""How much memory a job will take, estimated before anything is loaded, without torch.
+"""Memory that a job will take, estimated before anything is loaded, without torch.
 
     headers ──► the parameters as they will be loaded ──► weights (quantization state included)
     lora, or all of them ──► the trained parameters ──► adapter, gradients, optimizer
@@ -11,6 +11,7 @@ refused only where it cannot fit even if gradients and activations are never the
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -100,14 +101,24 @@ def estimate(
         return Memory(3 * 4 * largest, adapter.num_bytes if adapter else 0, 0, 0, 0, available_bytes, 0, 0)
     learns = parameter.trained(spec, model, adapter)
     size = BITS[choices.adapter_dtype or choices.load_dtype] // 8
+    optim = choices.optim or spec.training.optim
     states = [
-        (shape, _state_bytes(spec, shape, size, is_embedding=place in learns.embeddings))
+        (
+            shape,
+            _state_bytes(
+                optim, shape, size, is_embedding=place in learns.embeddings, is_compensated=_is_compensated(choices)
+            ),
+        )
         for place, shape in enumerate(learns.shapes)
     ]
-    is_paged = (spec.training.optim or "").startswith("paged_") and device.kind == "cuda"
-    has_gradients = not re.search("lomo|layerwise", spec.training.optim or "")
+    is_paged = optim.startswith("paged_") and device.kind == "cuda"
+    has_gradients = not re.search("lomo|layerwise", optim)
     extent = activation.extent(spec, model, num_row_tokens, rows)
     activation_bytes, tower_bytes = activation.num_bytes(spec, model, device, choices, loaded, extent, num_rows)
+    if _is_compensated(choices) and model.tensors:  # a weight and its gradient are widened while it is stepped
+        activation_bytes = max(activation_bytes, 8 * max(map(math.prod, learns.shapes), default=0))
+        if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
+            activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
     return Memory(
         weights_bytes=parameter.weights_bytes(model, loaded, choices),
         adapter_bytes=learns.num_added * size,
@@ -127,7 +138,7 @@ def estimate(
 
 
 def _num_pixels(extent: Extent, rows: Sequence[Row], num_rows: int | None) -> int:
-    """Of the largest picture of all: where not every one was looked at, no fewer than one is taken to have."""
+    """The size of the largest picture of all: where not every one was looked at, no fewer than one is taken to have."""
     is_whole = num_rows is not None and sum(len(row.media) for row in rows) < NUM_OPENED
     return extent.num_pixels if is_whole or not extent.num_pixels else max(extent.num_pixels, ASSUMED_PIXELS)
 
@@ -155,9 +166,24 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
 )
 
 
-def _state_bytes(spec: JobSpec, shape: Shape, size: int, *, is_embedding: bool) -> int:
-    """The optimizer's state for one trained tensor, whose elements have `size` bytes."""
-    name, number = spec.training.optim or "", math.prod(shape)
+def bytes_per_parameter(choices: Precision, optim: str) -> float:
+    """Bytes for each parameter of a large matrix in full fine-tuning: the weight, its gradient, and what the optimizer
+    keeps."""
+    size, shape = BITS[choices.load_dtype] // 8, (4096, 4096)
+    state = _state_bytes(optim, shape, size, is_embedding=False, is_compensated=_is_compensated(choices))
+    return 2 * size + state / math.prod(shape)
+
+
+def _is_compensated(choices: Precision) -> bool:
+    return choices.master_weights == "compensated"
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_bytes(name: str, shape: Shape, size: int, *, is_embedding: bool, is_compensated: bool) -> int:
+    """The optimizer's state for one trained tensor, whose elements have `size` bytes. Many tensors have one shape."""
+    number = math.prod(shape)
+    if is_compensated and size == 2:  # moments as for float32, and the remainders
+        return _state_bytes(name, shape, 4, is_embedding=is_embedding, is_compensated=False) + 2 * number
     kind, num_states = next((kind, each) for pattern, kind, each in OPTIMIZERS if re.fullmatch(pattern, name))
     match kind:
         case "8bit" if number >= MIN_8BIT_SIZE and not is_embedding:

@@ -285,6 +285,19 @@ BY_ERROR: dict[str, Message] = {
         """,
         "man:honed-job(5)",
     ),
+    "loss_mismatch": Message(
+        "1b5151d11ddc4a15a9574499c463171d",
+        "The loss that would have been trained is not the model's",
+        """
+        Before the first step the loss is computed on a slice of one row, as it would be trained and from the model's
+        own logits. The two differ: a kernel, or a loss that goes in chunks, leaves out what the model does to its
+        logits, or the model's code computes its loss otherwise. No step was trained.
+
+        The message has both numbers, and says what helps: training.loss_type: nll, another batch size, or backend:
+        transformers.
+        """,
+        "man:honed-job(5)",
+    ),
     "memory_insufficient": Message(
         "3ee3fcd3adeb413ba19cc1fac94984a8",
         "The job cannot fit into the memory of this machine's devices",

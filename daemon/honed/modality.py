@@ -1,4 +1,4 @@
-"""What a model that sees or hears makes of an image, a video or a sound: tokens, and positions in its tower.
+"""Images, videos and sounds in a model that sees or hears: tokens, and positions in its tower.
 
     preprocessor_config.json, processor_config.json, video_preprocessor_config.json ──► how media are cut up
     config.json                                                                     ──► how wide and deep the towers are
@@ -9,10 +9,11 @@ it. So a number here is an estimate: what is trained on is counted by the proces
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +39,48 @@ _AUDIO = re.compile(r"(^|\.)(audio|speech)\w*(\.|$)")
 _VISION = re.compile(r"(^|\.)(visual\w*|vision\w*|vit\w*|vqmodel|img_\w+|image_\w+)(\.|$)")
 
 
+#: What the job that is at hand says of its model's parts: see `naming`. Each with the names that were looked at.
+_named: dict[Part, re.Pattern[str]] = {}
+_known: dict[str, Part] = {}
+
+
+@contextlib.contextmanager
+def naming(patterns: Mapping[Part, str]) -> Iterator[None]:
+    """Within it, what a job's own regular expressions name comes before what is known of families.
+
+    It is the process's, as every module of the daemon's side and of the worker asks `part`: both have one job at a
+    time in hand.
+    """
+    global _named, _known
+    before = _named, _known
+    # A projector may lie within the eyes or ears that it leads from.
+    order: tuple[Part, ...] = ("projector", "audio", "vision", "language")
+    _named, _known = {kind: re.compile(patterns[kind]) for kind in order if kind in patterns}, {}
+    try:
+        yield
+    finally:
+        _named, _known = before
+
+
 def part(name: str) -> Part:
     """What a module or parameter belongs to, by its name."""
+    if not _named:
+        return _usual(name)
+    if name not in _known:
+        kinds = [kind for kind, pattern in _named.items() if is_within(name, pattern)]
+        _known[name] = kinds[0] if kinds else _usual(name)
+    return _known[name]
+
+
+def is_within(name: str, pattern: re.Pattern[str]) -> bool:
+    """Whether a name, or that of a module above it, matches somewhere: as it is stored, loaded, or within an adapter's
+    wrapper."""
+    words = name.removeprefix("base_model.model.").removeprefix("model.").split(".")
+    above = (".".join(words[:count]) for count in range(1, len(words) + 1))
+    return any(pattern.search(each) or pattern.search(f"model.{each}") for each in above)
+
+
+def _usual(name: str) -> Part:
     if _PROJECTOR.search(name):
         return "projector"
     if _AUDIO.search(name):
@@ -74,7 +115,7 @@ NOTHING = Cost(0, 0, 0)
 
 @dataclass(frozen=True)
 class Senses:
-    """How a model takes in what is no text."""
+    """A model's way to take in what is no text."""
 
     config: Mapping[str, Any]  #: of the model that is trained
     processor: Mapping[str, Any]  #: processor_config.json without what has a part of its own

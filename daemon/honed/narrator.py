@@ -1,4 +1,4 @@
-"""What a job's worker tells, in words: for the daemon's log, and for `honectl logs` where there is no journal."""
+"""A worker's events in words: for the daemon's log, and for `honectl logs` where there is no journal."""
 
 from __future__ import annotations
 
@@ -15,26 +15,41 @@ from honed.progress import figure, progress_text
 
 #: Seconds between progress lines of one job in the log.
 PROGRESS_LOG_INTERVAL_SEC = 30.0
-#: Characters of the first example that an entry shows.
-MAX_EXAMPLE_CHARS = 4_000
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 
 
-def example_text(data: Mapping[str, Any], *, limit: int | None = None) -> str:
+#: What a `data` event counts, in words, in the order in which it is told.
+_ROW_WORDS = {
+    "num_train": "to train on",
+    "num_eval": "held out",
+    "num_tokens": "tokens",
+    "num_trained_tokens": "trained tokens",
+    "num_truncated": "cut at training.max_length",
+    "num_dropped": "left out",
+    "num_silenced": "left out since the template removes an answer",
+    "num_unusable": "that cannot be read as rows",
+    "num_twice": "that repeat an earlier row",
+    "num_in_both": "held out and trained on, too",
+    "num_asked_otherwise": "that predictions ask in another form",
+    "num_media": "images, videos and sounds",
+    "num_broken": "with a broken image, video or sound",
+    "num_too_long": "too long for their images, videos or sounds",
+}
+
+
+def example_text(data: Mapping[str, Any]) -> str:
     """The first example as it is trained on: what is between ⟦ and ⟧ is trained, the rest is masked."""
-    text = "".join(
+    return "".join(
         f"⟦{part.get('text')}⟧" if part.get("trained") else str(part.get("text"))
         for part in event.items(data, "segments")
         if isinstance(part, dict)
     )
-    if limit is not None and len(text) > limit:
-        return f"{text[:limit]}… ({len(text)} characters in all)"
-    return text
 
 
 def row_counts(data: Mapping[str, Any]) -> str:
-    """`train 384, eval 48, truncated 0, dropped 0, …`."""
-    return ", ".join(f"{key[4:].replace('_', ' ')} {value}" for key, value in data.items() if key[:4] == "num_")
+    """`384 to train on, 48 held out, 3 cut at training.max_length`: what there is none of is left out."""
+    counts = {key: value for key in _ROW_WORDS if type(value := data.get(key)) is int}
+    return ", ".join(f"{value:,} {_ROW_WORDS[key]}" for key, value in counts.items() if value or key == "num_train")
 
 
 @dataclass
@@ -48,7 +63,7 @@ class Narrator:
     _logged_at: float = 0.0
 
     def words(self) -> str:
-        """How far it is: its step, or its stage where there is no step yet."""
+        """Its progress: its step, or its stage where there is no step yet."""
         return progress_text(self.progress) if self.progress else self.stage
 
     def tell(self, job: Job, item: event.Event) -> None:
@@ -80,9 +95,8 @@ class Narrator:
                 self._say(job, logging.INFO, f"goes on from step {data.get('step')}", step=data.get("step"))
             case "data":
                 self._say(job, logging.INFO, f"rows: {row_counts(data)}", stage="data")
-            case "example":
-                text = example_text(data, limit=MAX_EXAMPLE_CHARS)
-                self._say(job, logging.INFO, f"the first example, trained on between ⟦ and ⟧:\n{text}", stage="data")
+            case "example":  # its text is its owner's: in the report and `honectl preview`, and in nobody's journal
+                self._say(job, logging.DEBUG, "the first example is rendered", stage="data")
             case "predictions":
                 num_rows = len(rows) if isinstance(rows := data.get("rows"), list) else 0
                 num_failed = data.get("num_failed", 0)

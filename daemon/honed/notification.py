@@ -1,4 +1,4 @@
-"""Who wants to know is told of a job's end: here is what is said, and the notices on their way to honed-send.
+"""Notifications of a job's end: their text, and the notices on their way to honed-send.
 
     a job ends ── spool/ended/<id>: the end has yet to be told ── its entry moves ── a notice for each receiver
 
@@ -186,6 +186,8 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
     """What a receiver gets to know of a job's end. `text` says it for people, as chat servers show it."""
     host, error = socket.gethostname(), shown["error"]
     lines = [f"honed on {host}: job {job.id} ({plain(job.name)}) {'was ' * (job.state == 'cancelled')}{job.state}"]
+    if job.remark:
+        lines[0] += f", but {plain(job.remark)}"
     if error:
         lines[0] += f": {error['code']}"
         lines.append(plain(error["message"])[:MAX_TEXT])
@@ -203,6 +205,7 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
         "user_id": str(job.uid),
         "state": job.state.value,
         "outcome": job.outcome,
+        "remark": job.remark,
         "error": error,
         "metrics": shown["metrics"],
         "output_dir": shown["artifacts"]["output_dir"],

@@ -1,4 +1,4 @@
-"""What systemd is told: readiness, status, watchdog, reload, stop. Does nothing where systemd did not start us."""
+"""Messages to systemd: readiness, status, watchdog, reload, stop. Does nothing where systemd did not start us."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an attempt ended, from the two witnesses: the worker's result file and its process's exit.
+"""The end of an attempt, from its two witnesses: the worker's result file and its process's exit.
 
 What the worker explains is believed; success needs both, a result that says so and an exit that does not belie it. A
 worker that died without a word (a signal, an exit without its result) is `killed`, and tried again.
@@ -16,6 +16,8 @@ from honed import durable, error, foreign
 from honed.runner import Exit
 
 SUCCEEDED = "succeeded"
+#: Characters of a remark.
+MAX_REMARK = 400
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Outcome:
     artifacts: dict[str, str] = field(default_factory=dict)
     phase: str = ""  #: what the worker was at, by its own word
     needed_bytes: int = 0  #: free space without which it cannot go on
+    remark: str = ""  #: what is to be said of a success
 
     @property
     def is_success(self) -> bool:
@@ -39,7 +42,8 @@ class Outcome:
         """Whether a fresh process with another backend may do better: this one cannot, or not as planned, and found out
         before a step was trained."""
         is_before_training = not self.step
-        return self.code == error.BackendError.code or (self.code == error.PrecisionError.code and is_before_training)
+        is_other = self.code in {error.PrecisionError.code, error.LossError.code}
+        return self.code == error.BackendError.code or (is_other and is_before_training)
 
 
 def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
@@ -55,6 +59,7 @@ def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcom
         "step": step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
         "metrics": _mapping(result.get("metrics")),
         "artifacts": {key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
+        "remark": error.plain(str(result.get("remark") or "")).replace("\n", " ")[:MAX_REMARK],
         "phase": str(result.get("phase") or "")[:32],
         "needed_bytes": number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
     }
@@ -67,7 +72,9 @@ def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcom
     reported = result.get("error")
     if not isinstance(reported, dict):
         reported = error.InternalError("the worker failed and did not say why").as_dict()
-    return _of(error.from_dict({key: str(value) for key, value in reported.items()}), **facts)
+    return _of(
+        error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), **facts
+    )
 
 
 def _mapping(value: Any) -> dict[str, Any]:

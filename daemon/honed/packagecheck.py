@@ -52,12 +52,14 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
                 f"{name} {found} {why}", hint=f"pip install '{name}{installed.WINDOWS[name]}'"
             )
     _check_optimizer(job_spec.training.optim)
+    _check_kernels(job_spec.training.optim, planned_for)
     _check_liger(job_spec, planned_for)
     torch = here.versions["torch"] or ""
     if planned_for.kind == "cuda" and torch.endswith("+cpu"):
         raise EnvironmentInvalidError(
             f"torch {torch} was built without CUDA, and the job is planned for {planned_for.name}",
             hint="install torch from the ordinary index, or write resources: {gpus: 0}",
+            fix={"resources.gpus": 0},
         )
     if job_spec.guard is not None:
         score.check(job_spec.guard.metric, "guard.metric")
@@ -88,6 +90,28 @@ def _check_optimizer(optimizer: str) -> None:
             _check_there(f"training.optim: {optimizer}", module, wanted)
 
 
+def _check_kernels(optimizer: str, planned_for: Device) -> None:
+    """Raises SpecError for an optimizer of bitsandbytes that would fail in its first step there."""
+    is_paged = optimizer.startswith("paged_")
+    match planned_for.kind:
+        case "mps" if _of_bitsandbytes(optimizer) and (is_paged or "8bit" in optimizer):
+            why, instead = "bitsandbytes has neither 8-bit nor paged optimizers for Apple GPUs", "adamw_torch"
+        case "cpu" if optimizer.startswith("paged_ademamix"):
+            why = "bitsandbytes pages AdEMAMix on GPUs alone, and the job is planned for a CPU"
+            instead = optimizer.removeprefix("paged_").removesuffix("_32bit")
+        case _:
+            return
+    raise SpecError(f"training.optim: {why}", hint=f"optim: {instead}", fix={"training.optim": instead})
+
+
+def unpaged(job_spec: JobSpec, planned_for: Device) -> list[str]:
+    """What is said of an optimizer that has its states paged on NVIDIA GPUs alone."""
+    optimizer = job_spec.training.optim
+    if not optimizer.startswith("paged_") or planned_for.kind == "cuda":
+        return []
+    return [f"training.optim: {optimizer} pages its states on NVIDIA GPUs alone: here they stay in memory"]
+
+
 def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
     if not job_spec.training.use_liger_kernel:
         return
@@ -95,6 +119,7 @@ def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
         raise SpecError(
             "training.use_liger_kernel: Liger's kernels run on GPUs alone, and the job is planned for a CPU",
             hint="leave it out",
+            fix={"training.use_liger_kernel": None},
         )
     _check_there("training.use_liger_kernel", *LIGER)
 

@@ -48,12 +48,13 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
         return
     raise SpecError(
         f"training.{key}: {model.path}: {why}: each row would be trained as if those before it were a part of it",
-        hint=f"{key}: false; train_sampling_strategy: group_by_length saves most of the padding, too",
+        hint=f"leave {key} out; train_sampling_strategy: group_by_length saves most of the padding, too",
+        fix={f"training.{key}": None},
     )
 
 
 def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
-    """How packed rows reach each other in such a model; None where they do not, or nothing says so."""
+    """The way in which packed rows reach each other in such a model; None where they do not, or nothing says so."""
     types = [installed.MODEL_TYPE_ALIASES.get(each, each) for each in (model_type, *_nested_types(config))]
     if found := next((each for each in types if each in RECURRENT), None):
         return f"{found} has layers that hand a state on from token to token"

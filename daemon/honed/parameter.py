@@ -327,7 +327,7 @@ def _rank(lora: LoraSpec, parameter: Parameter) -> int:
 
 
 def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[str, str]) -> set[str]:
-    """Which of router, gate_up_proj and down_proj get an adapter."""
+    """Those of router, gate_up_proj and down_proj that get an adapter."""
     targets = lora.target_modules
     if targets == "all-linear":
         return set(names.values())

@@ -1,13 +1,15 @@
-"""Where a job's output goes: whether it may be written there, and whether it has room."""
+"""Checks of a job's output directory: whether it may be written there, and whether it has room."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
 from honed import memory, precision
-from honed.basemodel import BITS
+from honed.basemodel import BITS, BaseModelInfo
 from honed.error import DiskShortError, SpecError
 from honed.layout import Layout
 from honed.plan import Plan
@@ -28,18 +30,32 @@ def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Po
     # Where it really lies: a rename onto a symbolic link would fail when all is done.
     path = Path(job_spec.output_dir).resolve()
     if path.is_mount():
-        raise SpecError(f"output_dir: {path} is a mount point", hint="name a directory in it")
+        inner = _free(path / "output")
+        raise SpecError(
+            f"output_dir: {path} is a mount point", hint=f"name a directory in it: write output_dir: {inner}",
+            fix={"output_dir": str(inner)},
+        )  # fmt: skip
     if any(
         path == ours or path in ours.parents or ours in path.parents for ours in (layout.spool_dir, layout.state_dir)
     ):
         raise SpecError(
-            f"output_dir: {path} is honed's own", hint="leave it out: a job has a directory there by itself"
+            f"output_dir: {path} is honed's own",
+            hint="leave it out: a job has a directory there by itself",
+            fix={"output_dir": None},
         )
     try:
         _check_output_dir(path, layout, job_id, rights)
     except OSError as error:
         raise SpecError(f"output_dir: {path}: {error.strerror}", hint="name a directory that can be made") from error
     return path
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first of `path-2`, `path-3`, … where nothing is yet."""
+    return next(
+        each for number in itertools.count(1)
+        if not os.path.lexists(each := path if number == 1 else path.with_name(f"{path.name}-{number}"))
+    )  # fmt: skip
 
 
 def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Policy) -> None:
@@ -53,7 +69,8 @@ def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Po
     if found is not None and not _is_own_output(path, layout, job_id):
         raise SpecError(
             f"output_dir: {path} is not empty (there is {found}), and nothing is overwritten",
-            hint="name a new directory, or empty this one",
+            hint=f"name a new directory: write output_dir: {_free(path)}; or empty this one",
+            fix={"output_dir": str(_free(path))},
         )
 
 
@@ -67,6 +84,37 @@ def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
     return job_id is not None and owner == (job_id, str(layout.root))
 
 
+def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None) -> list[str]:
+    """What to tell of an output directory within what the job starts from. Raises SpecError for one among its data,
+    where the next job would read it as rows."""
+    if job_spec.output_dir is None:
+        return []
+    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        for number, each in enumerate(datasets):
+            if each.is_missing:
+                continue
+            data = each.place.resolve()
+            if output_dir == data or (data.is_dir() and data in output_dir.parents):
+                raise SpecError(
+                    f"output_dir: {output_dir} is in {data}, which {key}.{number} reads",
+                    hint="name a directory beside the data, or leave output_dir out",
+                    fix={"output_dir": None},
+                )
+            if output_dir in data.parents:
+                raise SpecError(
+                    f"output_dir: {key}.{number} reads {data}, which is in it",
+                    hint="name a directory of its own, or leave output_dir out",
+                    fix={"output_dir": None},
+                )
+    named = [("base_model", model.path)] if model is not None else []
+    named += [("adapter", Path(job_spec.adapter))] if job_spec.adapter and job_spec.adapter.startswith("/") else []
+    return [
+        f"output_dir: {output_dir} lies in {key}, {source}: who copies or removes the one takes the other along"
+        for key, path in named
+        if (source := path.resolve()) in output_dir.parents
+    ]
+
+
 def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
     """Hold what the job will write against the free disk. Raises DiskShortError."""
     written = made.memory.weights_bytes if precision.is_full(job_spec) else made.memory.adapter_bytes
@@ -75,6 +123,8 @@ def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
     num_kept = (job_spec.training.save_total_limit or NUM_CHECKPOINTS) + int(job_spec.training.load_best_model_at_end)
     checkpoints = (num_kept + 1) * (written + made.memory.optimizer_bytes + beside)
     output = written + beside
+    if (saved := made.precision.save_dtype) is not None:
+        output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
     if job_spec.kind == "merge":
         checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
     if job_spec.save_merged != "none":

@@ -1,4 +1,4 @@
-"""Which device a job goes to: what there is, what of it is free, and for which of it the job's plan was made."""
+"""The choice of a job's device: which there are, which are free, and for which the job was planned."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Placement:
         self._unfit.setdefault(job.id, {})[found.uuid or found.kind] = why
 
     def obstacles(self, job: Job) -> tuple[str, str] | None:
-        """Why none of the devices is to be had for a job, as they were last looked at: `unfit` where none will ever be,
+        """The reason why no device is to be had for a job, as last looked at: `unfit` where none will ever be,
         else `device`, with the words for a person. None where one is."""
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
         users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}

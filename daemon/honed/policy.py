@@ -1,6 +1,7 @@
-"""What a job may read and write on this machine: what the configuration allows, and what its worker can reach.
+"""Files that a job may read and write here: what the configuration allows, and what its submitter can read and
+its worker can reach.
 
-    allowed_paths ── inside? ──► honed's own places ── the dropper's? ──► modes, ACLs, homes ── the workers' user?
+    allowed_paths ── inside? ──► honed's own places ── the dropper's? ──► modes, ACLs ── the dropper? the workers' user?
 
 Looked at before a file is opened: the check runs with honed's rights, and what a job names is another person's word.
 Links are followed first, so that what counts is where a path really lies.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed import access
+from honed import access, variant
 from honed.access import READ, WRITE, Person
 from honed.config import Config
 from honed.error import DatasetError, HonedError, ModelError, SpecError
@@ -40,20 +41,22 @@ class Named:
 
 @dataclass(frozen=True)
 class Policy:
-    """Of one instance, for one dropper. `workers` is None where they are honed's own user, who reads what we read."""
+    """The policy of one instance, for one dropper. `workers` is None where they are honed's own user, who reads what
+    we read."""
 
     layout: Layout
     allowed: tuple[Path, ...] | None  #: None: everything
     dropper: Person | None
     workers: Person | None
+    lent: tuple[Path, ...] = ()  #: what jobs may read though their submitters cannot
 
     @classmethod
     def of(cls, layout: Layout, config: Config, uid: int | None) -> Policy:
         named = config.policy.allowed_paths
         allowed = None if named is None else tuple(Path(path).resolve() for path in named)
-        return cls(
-            layout, allowed, access.person(os.getuid() if uid is None else uid), access.workers_user(layout.root)
-        )
+        dropper = access.person(os.getuid() if uid is None else uid)
+        lent = tuple(Path(path).resolve() for path in config.policy.lent_paths)
+        return cls(layout, allowed, dropper, access.workers_user(layout.root), lent)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -63,6 +66,8 @@ class Policy:
             self._check_allowed(named, path)
             self._check_own_places(named, path)
             if self.workers is not None:
+                self._check_home(named, path)
+                self._check_dropper(named, path)
                 self._check_reach(named, path, self.workers)
 
     def _check_allowed(self, named: Named, path: Path) -> None:
@@ -79,7 +84,8 @@ class Policy:
         return tuple(path.resolve() for path in (layout.cache_dir, layout.staged_dir, layout.jobs_dir))
 
     def _check_own_places(self, named: Named, path: Path) -> None:
-        """Of honed's own files, those that the dropper may read by their own modes and ACLs: what their jobs made."""
+        """Check files of honed's own: the dropper may read those that their modes and ACLs allow, what their jobs
+        made."""
         real = _real(path)
         if self.workers is None or self.dropper is None:
             return
@@ -91,13 +97,32 @@ class Policy:
         ours = (layout.spool_dir, layout.state_dir, layout.config_path.parent, layout.runtime_dir)
         return tuple(place.resolve() for place in ours)
 
-    def _check_reach(self, named: Named, path: Path, workers: Person) -> None:
+    def _check_dropper(self, named: Named, path: Path) -> None:
+        """Refuse what the submitter cannot read without honed: its rights, and the workers', are lent to nobody."""
+        if self.dropper is None or _is_below(_real(path), *self.lent, self._shared()):
+            return
+        if (found := access.obstacle(path, self.dropper)) is not None:
+            raise named.error(
+                f"{named.key}: {path}: {found}, who submits the job",
+                hint=f"its owner lets you read it: setfacl -m u:{self.dropper.name}:"
+                f"{'rx' if found.path.is_dir() else 'r'} {found.path}; or an administrator adds its directory to "
+                "policy.lent_paths, for every submitter",
+            )
+
+    def _shared(self) -> Path:
+        """The cache of models and data sets, which is everybody's."""
+        return self.layout.cache_dir.resolve()
+
+    def _check_home(self, named: Named, path: Path) -> None:
+        """Refuse what the services' sandbox hides: nobody's modes can be seen there."""
         home = access.home_above(path)
         if home is not None and not (self.allowed and _is_below(_real(path), *self.allowed)):
             raise named.error(
                 f"{named.key}: {path} lies below {home}, which is closed to honed's services",
                 hint="honectl submit --stage copies it in; or put it elsewhere, such as below /srv",
             )
+
+    def _check_reach(self, named: Named, path: Path, workers: Person) -> None:
         if (found := access.obstacle(path, workers)) is not None:
             raise named.error(
                 f"{named.key}: {path}: {found}",
@@ -119,7 +144,7 @@ class Policy:
         return Grant(closed, allowed, tuple(dict.fromkeys(self._whole(_real(named.path)) for named in inputs)))
 
     def _whole(self, real: Path) -> Path:
-        """Of what was staged or what a job made, all of it: a row names images that lie beside it."""
+        """All that was staged, or that a job made: a row names images that lie beside it."""
         for place in (self.layout.staged_dir.resolve(), self.layout.jobs_dir.resolve()):
             if real.is_relative_to(place) and real != place:
                 return place / real.relative_to(place).parts[0]
@@ -128,7 +153,7 @@ class Policy:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_write(self, path: Path) -> None:
-        """Of an output directory, there or not. Raises SpecError where it is not allowed, or cannot be made."""
+        """Check an output directory, there or not. Raises SpecError where it is not allowed, or cannot be made."""
         places = self.allowed
         if places is None and self.workers is not None:
             places = ()  # the workers' sandbox is read-only but for what it is opened to
@@ -137,6 +162,7 @@ class Policy:
                 f"output_dir: {path} lies outside of what jobs may write here",
                 hint="leave output_dir out: a job has a directory of its own; or the administrator adds it to "
                 f"policy.allowed_paths, which has: {_listed(places)}",
+                fix={"output_dir": None},
             )
         # The output is made whole beside the directory and renamed, so its parent has to let us write, too.
         for place in (nearest_existing(path.parent), nearest_existing(path)):
@@ -152,7 +178,9 @@ class Policy:
             if found is None:
                 return
             why, who = str(found), f"the user {self.workers.name}"
-        raise SpecError(f"output_dir: {why}", hint=f"let {who} write it, or leave output_dir out")
+        raise SpecError(
+            f"output_dir: {why}", hint=f"let {who} write it, or leave output_dir out", fix={"output_dir": None}
+        )
 
 
 @dataclass(frozen=True)
@@ -198,9 +226,12 @@ def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Itera
         yield Named("adapter", adapter, ModelError)
     if job_spec.chat_template is not None:
         yield Named("chat_template", Path(job_spec.chat_template))
+    if (rows_template := job_spec.training_chat_template) not in (None, variant.ASKED):
+        yield Named("training_chat_template", Path(rows_template))
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
         for number, each in enumerate(datasets):
-            yield Named(f"{key}.{number}.path", Path(each.path), DatasetError)
+            if not each.is_missing:
+                yield Named(f"{key}.{number}.path", each.place, DatasetError)
             match each.media_dir:
                 case MediaDirSpec() as places:
                     for kind, place in places:

@@ -1,4 +1,4 @@
-"""How many positions a model has, where it looks them up in a table: past its end there is no number to take.
+"""The number of positions of a model, where it looks them up in a table: past its end there is no number to take.
 
 Models that turn by the position (RoPE) have no such table: they go on, and worse than they were trained to.
 """
@@ -36,7 +36,8 @@ def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> li
     if fills and is_tabled:
         raise SpecError(
             f"{asked}: {model.path} has {limit} positions, and packing_strategy: wrapped fills all of {longest}",
-            hint=f"max_length: {limit}",
+            hint=f"write training.max_length: {limit}",
+            fix={"training.max_length": limit},
         )
     longest = longest if cut_at is None else min(longest, cut_at)
     end = f"; a row that has more ends the job: max_length: {limit} cuts it" if is_tabled else ""
@@ -52,12 +53,14 @@ def check_rows(spec: JobSpec, model_type: str, config: Mapping[str, Any], longes
     longest = min(longest, spec.training.max_length or longest)  # a packing that splits rows does so later
     if model_type in TABLED and limit is not None and longest > limit:
         raise DatasetError(
-            f"the longest row has {longest} tokens, and the model has {limit} positions", hint=f"max_length: {limit}"
+            f"the longest row has {longest} tokens, and the model has {limit} positions",
+            hint=f"write training.max_length: {limit}, which cuts it",
+            fix={"training.max_length": limit},
         )
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """Of the language model, as config.json has it."""
+    """The language model's positions, as config.json has them."""
     inner = config.get("thinker_config") or config
     inner = inner.get("text_config") or inner if isinstance(inner, dict) else config
     found = [inner.get(key) for key in _KEYS] if isinstance(inner, dict) else []

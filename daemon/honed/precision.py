@@ -16,6 +16,7 @@ from honed.basemodel import BaseModelInfo
 from honed.device import Device
 from honed.error import ModelError, SpecError
 from honed.modality import Part
+from honed.rung import Rung, accumulates, candidates, loses
 from honed.spec import JobSpec
 
 #: bfloat16 in hardware begins with Ampere, and so does FlashAttention 2.
@@ -63,8 +64,12 @@ class Precision:
     adapter_dtype: str | None  #: of every trainable parameter beside a frozen base; None for full fine-tuning
     quantization: str  #: none, 4bit, 8bit
     attn_implementation: str
-    reasons: dict[str, str]  #: why, for each field above
+    reasons: dict[str, str]  #: why, for each of these fields
     warnings: tuple[str, ...] = ()
+    #: Of full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
+    master_weights: str | None = None
+    optim: str | None = None  #: what the plan has chosen to step the weights; None: what the job says
+    save_dtype: str | None = None  #: of a full fine-tuning's output; None: as it was trained
 
     def as_dict(self) -> dict[str, Any]:
         choices = asdict(self)
@@ -79,13 +84,29 @@ class _Choice:
     warning: str = ""
 
 
-def decide(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_flash_attn: bool = False) -> Precision:
-    """All of a job's precision. Raises SpecError or ModelError where what was asked for cannot be had here."""
+def decide(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    *,
+    has_flash_attn: bool = False,
+    rung: Rung | None = None,
+    adapter_dtype: str | None = None,
+) -> Precision:
+    """All of a job's precision. Raises SpecError or ModelError where what was asked for cannot be had here.
+
+    `rung`: of full fine-tuning, the way to keep the weights; by default the best that the job may be trained on.
+    `adapter_dtype`: the one that an earlier plan of the job has chosen.
+    """
     quantization = _quantization(spec, model, device)
-    load = _load_dtype(spec, model, device, is_quantized=quantization.value != "none")
+    if is_full(spec) and rung is None:
+        rung = rungs(spec, model, device)[0]
+    load = _load_dtype(spec, model, device, rung, is_quantized=quantization.value != "none")
     flag = _flag(spec, model, device, load.value)
-    adapter = _adapter_dtype(spec, load.value, is_quantized=quantization.value != "none")
-    attention = _attention(spec, model, device, load.value, quantization.value, has_flash_attn=has_flash_attn)
+    adapter = _adapter_dtype(spec, load.value, adapter_dtype)
+    attention = _attention(spec, model, device, load.value, quantization.value, has_flash_attn=has_flash_attn,
+                           has_autocast=flag.value != "")  # fmt: skip
+    master, optim, save = _kept(spec, model, rung)
     is_quantized = quantization.value != "none"
     precision = Precision(
         load_dtype=load.value,
@@ -103,8 +124,18 @@ def decide(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_flash_att
             "adapter_dtype": adapter.reason,
             "quantization": quantization.reason,
             "attn_implementation": attention.reason,
+            "master_weights": master.reason,
+            "optim": optim.reason,
+            "save_dtype": save.reason,
         },
-        warnings=tuple(choice.warning for choice in (quantization, load, flag, attention) if choice.warning),
+        warnings=tuple(
+            choice.warning
+            for choice in (quantization, load, flag, adapter, attention, master, optim, save)
+            if choice.warning
+        ),
+        master_weights=master.value or None,
+        optim=optim.value or None,
+        save_dtype=save.value or None,
     )
     _check(precision, device)
     return precision
@@ -118,6 +149,14 @@ def _check(precision: Precision, device: Device) -> None:
     assert not precision.fp16 or device.kind == "cuda"
     assert not precision.fp16 or precision.adapter_dtype == "float32" or precision.load_dtype == "float32"
     assert precision.compute_dtype in (None, precision.load_dtype)
+    # A float32 model gets no flag, except full fine-tuning under autocast.
+    assert (
+        precision.load_dtype != "float32" or precision.adapter_dtype is None or not (precision.bf16 or precision.fp16)
+    )
+    assert precision.master_weights is None or precision.adapter_dtype is None
+    assert (precision.master_weights == "float32") == (
+        precision.load_dtype == "float32" and precision.master_weights is not None
+    )
 
 
 def is_full(spec: JobSpec) -> bool:
@@ -135,17 +174,19 @@ PART_KEYS: dict[Part, str] = {
 
 
 def trained_parts(spec: JobSpec) -> frozenset[Part]:
-    """The parts of a model that are trained: without `lora` the language model, whole."""
+    """The parts of a model that are trained: without `lora` by themselves, by default the language model."""
     if spec.lora is None:
-        return frozenset({"language"})
+        return frozenset(spec.train_parts)
     return frozenset(part for part, key in PART_KEYS.items() if getattr(spec.lora, key))
 
 
 def can_bfloat16(device: Device) -> bool:
-    """A CPU and an Apple GPU compute in bfloat16, if slowly; an NVIDIA GPU from Ampere on.
+    """A CPU computes in bfloat16, if slowly; an Apple GPU from macOS 14 on; an NVIDIA GPU from Ampere on.
 
     torch.cuda.is_bf16_supported() is no help: it says yes on a T4, which emulates.
     """
+    if device.kind == "mps":
+        return device.has_bfloat16
     return device.kind != "cuda" or (device.compute_capability or (0, 0)) >= BFLOAT16_CAPABILITY
 
 
@@ -188,6 +229,7 @@ def _quantization(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choic
         raise SpecError(
             f"quantization: 8bit needs compute capability 7.5; {_device_words(device)} has less",
             hint="quantization: 4bit runs on it",
+            fix={"quantization": "4bit"},
         )
     return _Choice(asked, "as the job asks", _int8_warning(asked, model))
 
@@ -205,10 +247,15 @@ def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, st
     where = f"{model.path / 'config.json'}: the checkpoint is quantized to {stored}"
     if is_full(spec):
         raise ModelError(
-            f"{where}, so only an adapter can be trained on it", hint="add `lora:`, or take the unquantized one"
+            f"{where}, so only an adapter can be trained on it",
+            hint="add `lora:`, or take the unquantized one",
+            fix={"lora": {}},
         )
     if spec.quantization not in ("none", stored):
-        raise ModelError(f"{where}, not {spec.quantization}", hint=f"quantization: {stored}, or leave it out")
+        raise ModelError(
+            f"{where}, not {spec.quantization}", hint="leave quantization out, or take the unquantized checkpoint",
+            fix={"quantization": None},
+        )  # fmt: skip
     if device.kind == "mps":
         raise ModelError(
             f"{where}, and bitsandbytes does not run on Apple GPUs", hint="take the unquantized checkpoint"
@@ -221,12 +268,14 @@ def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, st
     return _Choice(stored, "the checkpoint is stored so", _int8_warning(stored, model))
 
 
-def _load_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, *, is_quantized: bool) -> _Choice:
+def _load_dtype(
+    spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung | None, *, is_quantized: bool
+) -> _Choice:
+    if rung is not None:
+        return _full_dtype(spec, model, device, rung)
     if spec.dtype != "auto":
         return _asked_dtype(spec, model, device)
     stored = "float32" if model.stored_dtype == "float64" else model.stored_dtype
-    if is_full(spec):
-        return _full_dtype(model, device, stored)
     fragile = overflows_float16(model)
     if stored == "bfloat16" or (stored == "float16" and not fragile):
         if stored == "float16" or can_bfloat16(device):
@@ -248,34 +297,103 @@ def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Cho
     return _Choice("float16", f"{why}, so float16")
 
 
-def _full_dtype(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
-    if stored == "bfloat16" and can_bfloat16(device):
-        return _Choice("bfloat16", "the checkpoint stores bfloat16")
-    if stored == "float16" and overflows_float16(model) and can_bfloat16(device):
-        return _Choice("bfloat16", f"stored in float16, in which {model.model_type} is known to overflow")
-    if stored == "float32":
-        return _Choice("float32", "the checkpoint stores float32, and all of it is trained")
-    why = (
-        "gradients of float16 weights cannot be unscaled"
-        if stored == "float16"
-        else f"{_device_words(device)} has no bfloat16"
+def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbytes: bool = False) -> tuple[Rung, ...]:
+    """The ways to keep the weights of a full fine-tuning here, the best first. Raises SpecError where there is none.
+
+    float16 weights are none: their gradients cannot be unscaled.
+    """
+    if model.quantization is not None:
+        raise ModelError(
+            f"{model.path / 'config.json'}: the checkpoint is quantized, so only an adapter can be trained on it",
+            hint="add `lora:`, or take the unquantized one",
+            fix={"lora": {}},
+        )
+    _check_bfloat16(spec, device)
+    can_half = can_bfloat16(device) and spec.dtype in ("auto", "bfloat16")
+    if device.kind == "mps" and spec.master_weights == "compensated":
+        raise SpecError(
+            "master_weights: compensated is not tried on Apple GPUs",
+            hint="master_weights: float32, or none",
+            fix={"master_weights": "float32"},
+        )
+    found = candidates(spec, can_half=can_half, has_8bit=has_bitsandbytes and device.kind != "mps")
+    if device.kind == "mps":
+        found = tuple(each for each in found if each.master_weights != "compensated")
+    if not found:
+        raise SpecError(
+            f"master_weights: {spec.master_weights} is for bfloat16, which {_device_words(device)} does not have",
+            hint="master_weights: auto takes float32 here",
+            fix={"master_weights": "auto"},
+        )
+    return found
+
+
+def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung) -> _Choice:
+    """The weights' dtype in full fine-tuning."""
+    stored = model.stored_dtype
+    if rung.master_weights == "float32":
+        what = "full fine-tuning keeps float32 weights: half precision would round small updates away"
+        return _Choice("float32", "as the job asks" if spec.dtype == "float32" else what)
+    if not can_bfloat16(device):
+        raise SpecError(
+            f"this job was planned with bfloat16 weights, which {_device_words(device)} cannot compute with",
+            hint="it runs on a device with bfloat16",
+        )
+    what = "bfloat16 weights, " + (
+        "with the rest of a float32 beside each" if rung.master_weights == "compensated" else "without a master copy"
     )
-    return _Choice("float32", f"stored in {stored}, but {why}: full fine-tuning keeps float32 weights")
+    if stored in ("bfloat16", "float16") or rung.is_pinned:
+        return _Choice("bfloat16", what)
+    return _Choice(
+        "bfloat16", what, f"the checkpoint stores {stored}, of which bfloat16 weights keep 8 bits of the mantissa"
+    )
+
+
+def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choice, _Choice, _Choice]:
+    """The way in which full fine-tuning keeps the weights, the optimizer, and the dtype of the output."""
+    is_asked = "optim" in spec.training.model_fields_set
+    if rung is None:
+        optim_reason = "as the job asks" if is_asked else "the default of training.optim"
+        nothing = _Choice("", "the base is frozen")
+        return nothing, _Choice("", optim_reason), _Choice("", "an adapter is saved as it was trained")
+    if rung.is_pinned:
+        chosen = "chosen when the job was planned first, and kept for its life"
+    else:
+        chosen = "as the job asks" if spec.master_weights != "auto" else "the best that fits into the device's memory"
+    name = rung.optim or spec.training.optim
+    warning = loses(name, spec.training.optim_args) if rung.master_weights == "none" else ""
+    master = _Choice(rung.master_weights, chosen, f"master_weights: {warning}" if warning else "")
+    added = accumulates(rung, spec.training.gradient_accumulation_steps)
+    optim = _Choice(rung.optim or "", "as the job asks" if is_asked else chosen, added)
+    return master, optim, _save_dtype(spec, model, rung)
+
+
+def _save_dtype(spec: JobSpec, model: BaseModelInfo, rung: Rung) -> _Choice:
+    if rung.is_pinned:
+        return _Choice(rung.save_dtype or "", "chosen when the job was planned first")
+    if spec.save_dtype != "auto":
+        return _Choice(spec.save_dtype, "as the job asks")
+    if model.stored_dtype in (*HALF, "float32"):
+        return _Choice(model.stored_dtype, "what the checkpoint stores: cast once, when all is trained")
+    return _Choice("float32", f"the checkpoint stores {model.stored_dtype}")
 
 
 def _asked_dtype(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
     asked = spec.dtype
-    if asked == "bfloat16" and not can_bfloat16(device):
-        raise SpecError(
-            f"dtype: bfloat16 needs compute capability 8.0; {_device_words(device)} has less",
-            hint="dtype: auto chooses what this device can",
-        )
-    if asked == "float16" and is_full(spec):
-        why = "as the job asks for float16, whose gradients cannot be unscaled: full fine-tuning keeps float32 weights"
-        return _Choice("float32", why, f"dtype: float16 with full fine-tuning: {why}")
+    _check_bfloat16(spec, device)
     if asked == "float16" and overflows_float16(model):
         return _Choice(asked, "as the job asks", f"dtype: {model.model_type} is known to overflow in float16")
     return _Choice(asked, "as the job asks")
+
+
+def _check_bfloat16(spec: JobSpec, device: Device) -> None:
+    if spec.dtype == "bfloat16" and not can_bfloat16(device):
+        raise SpecError(
+            f"dtype: bfloat16 needs {'macOS 14' if device.kind == 'mps' else 'compute capability 8.0'}; "
+            f"{_device_words(device)} has less",
+            hint="dtype: auto chooses what this device can",
+            fix={"dtype": "auto"},
+        )
 
 
 def _flag(spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str) -> _Choice:
@@ -286,47 +404,75 @@ def _flag(spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str) 
             return _Choice("fp16", "the model is in float16, and a half-precision model gets its own flag")
         case "float16":
             return _Choice("", "float16 autocast exists on CUDA alone")
-        case _ if is_full(spec) and device.kind == "cuda" and spec.dtype != "float32":
+        case _ if is_full(spec) and spec.dtype != "float32":
             return _full_autocast(spec, model, device)
-        case _ if is_full(spec) and device.kind != "cuda":
-            return _Choice("", "float32 weights, and autocast would gain nothing here")
+        case _ if is_full(spec):
+            return _Choice("", "float32 throughout, as the job asks")
         case _:
             return _Choice("", "a float32 model gets no flag")
 
 
 def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
     """Float32 weights under autocast: bfloat16 where the checkpoint's numbers are of its range, or float32's."""
-    wants_float16 = spec.dtype == "float16" or model.stored_dtype == "float16"
+    wants_float16 = spec.dtype == "float16" or (spec.dtype == "auto" and model.stored_dtype == "float16")
     fragile = overflows_float16(model)
+    if device.kind == "mps":
+        what = "autocast on Apple GPUs is not proven"
+        return _Choice("", f"float32 throughout: {what}", _no_float16(spec, what))
+    if device.kind == "cpu" and (wants_float16 or (spec.dtype == "auto" and model.stored_dtype != "bfloat16")):
+        what = "float16 autocast exists on CUDA alone" if wants_float16 else "autocast would gain nothing here"
+        return _Choice("", f"float32 throughout: {what}", _no_float16(spec, what))
     if can_bfloat16(device) and (fragile or not wants_float16):
-        return _Choice("bf16", "full fine-tuning with float32 weights, computed in bfloat16 under autocast")
+        why = "full fine-tuning with float32 weights, computed in bfloat16 under autocast"
+        return _Choice("bf16", why, _no_float16(spec, f"bfloat16 instead: {model.model_type} is known to overflow"))
     if fragile:
-        return _Choice(
-            "", f"float32 throughout: no bfloat16 here, and {model.model_type} is known to overflow in float16"
-        )
+        why = f"float32 throughout: no bfloat16 here, and {model.model_type} is known to overflow in float16"
+        return _Choice("", why, _no_float16(spec, why))
     return _Choice("fp16", "full fine-tuning with float32 weights, computed in float16 under autocast")
 
 
-def _adapter_dtype(spec: JobSpec, load_dtype: str, *, is_quantized: bool) -> _Choice:
+def _no_float16(spec: JobSpec, why: str) -> str:
+    """A warning where a job asks for float16 and is not computed in it."""
+    return f"dtype: float16: {why}" if spec.dtype == "float16" else ""
+
+
+def _adapter_dtype(spec: JobSpec, load_dtype: str, pinned: str | None) -> _Choice:
+    """The dtype of what is trained beside a frozen base: float32, whatever the base is loaded or quantized in."""
     if is_full(spec):
         return _Choice("", "full fine-tuning: there is no adapter")
-    if is_quantized and load_dtype == "bfloat16":
-        return _Choice(
-            "bfloat16", "QLoRA's own recommendation, and what SFTTrainer casts a quantized model's adapters to"
-        )
+    if spec.adapter_dtype == "bfloat16":
+        if load_dtype != "bfloat16":
+            raise SpecError(
+                f"adapter_dtype: bfloat16 goes with a model in bfloat16; this one is loaded in {load_dtype}",
+                hint="adapter_dtype: auto keeps adapters in float32",
+                fix={"adapter_dtype": "auto"},
+            )
+        why = "adapters in bfloat16 lose updates smaller than 1/256 of a weight; docs/precision.md has the figures"
+        return _Choice("bfloat16", "as the job asks", f"adapter_dtype: {why}")
+    if spec.adapter_dtype == "float32":
+        return _Choice("float32", "as the job asks")
+    if pinned == "bfloat16" and load_dtype == "bfloat16":
+        return _Choice("bfloat16", "chosen when the job was planned first, and kept for its life")
     if load_dtype == "float16":
         return _Choice("float32", "a GradScaler cannot unscale half-precision gradients")
     if load_dtype == "bfloat16":
-        return _Choice("float32", "small updates would be lost in bfloat16; peft keeps adapters so by default")
+        return _Choice("float32", "small updates would be lost in bfloat16, and an adapter is a small part of memory")
     return _Choice("float32", "as the model")
 
 
 def _attention(
-    spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str, quantization: str, *, has_flash_attn: bool
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    load_dtype: str,
+    quantization: str,
+    *,
+    has_flash_attn: bool,
+    has_autocast: bool,
 ) -> _Choice:
     asked = spec.attn_implementation
     if asked == "flash_attention_2":
-        _check_flash_attention(device, load_dtype, has_flash_attn=has_flash_attn)
+        _check_flash_attention(device, load_dtype, has_flash_attn=has_flash_attn, has_autocast=has_autocast)
         warning = ""
         if quantization != "none":
             warning = (
@@ -344,14 +490,16 @@ def _attention(
     return _Choice(asked, "as the job asks", warning)
 
 
-def _check_flash_attention(device: Device, load_dtype: str, *, has_flash_attn: bool) -> None:
+def _check_flash_attention(device: Device, load_dtype: str, *, has_flash_attn: bool, has_autocast: bool) -> None:
     reasons = {
         f"FlashAttention runs on NVIDIA GPUs alone, and this is {device.name}": device.kind != "cuda",
         f"FlashAttention 2 needs compute capability 8.0; {_device_words(device)} has less": device.kind == "cuda"
         and not can_bfloat16(device),
-        f"FlashAttention takes half precision, and the model is loaded in {load_dtype}": load_dtype not in HALF,
+        f"FlashAttention takes half precision, and the model is loaded in {load_dtype}": load_dtype not in HALF
+        and not has_autocast,
         "the package flash_attn is not installed": not has_flash_attn,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise SpecError(f"attn_implementation: {reason}", hint="attn_implementation: auto takes sdpa")
+            raise SpecError(f"attn_implementation: {reason}", hint="attn_implementation: auto takes sdpa",
+                            fix={"attn_implementation": None})  # fmt: skip

@@ -1,9 +1,10 @@
 """Everything about a job that can be known before its model is loaded, checked without torch.
 
-    spec ── permissions ── base model ── adapter ── chat template ── data sets ── packages ── plan ── memory ──
-    output dir ── disk
+    spec ── permissions ── base model ── adapter ── chat template ── data sets ── first rows ── packages ── plan ──
+    memory ── output dir ── disk
 
-The order is here; what is looked at lies by subject: modelcheck, templatecheck, datacheck, packagecheck, placecheck.
+The order is here; what is looked at lies by subject: modelcheck, target, templatecheck, datacheck,
+rowcheck, packagecheck, placecheck.
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
@@ -12,8 +13,8 @@ stage that it is in stands in a file, `--stage-fd`, for whom it takes too long:
 
     > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
     < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
-       "needs_fetch": {"repo_id", "revision"} | null, …}
-    < {"id": 7, "ok": false, "error": {"code", "message", "hint"}}
+       "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
+    < {"id": 7, "ok": false, "error": {"code", "message", "hint", "fix"?}}
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ from honed import (
     basemodel,
     datacheck,
     device,
+    hubdata,
     installed,
     loss,
+    modality,
     modelcheck,
     niceness,
+    pace,
     packagecheck,
     placecheck,
     plan,
@@ -46,7 +50,10 @@ from honed import (
     problem,
     receiver,
     remedy,
+    rowcheck,
+    rung,
     spec,
+    target,
     templatecheck,
 )
 from honed import layout as layouts
@@ -61,6 +68,7 @@ from honed.error import (
     InternalError,
     MemoryShortError,
     SpecError,
+    unreadable,
 )
 from honed.layout import Layout
 from honed.plan import Plan
@@ -85,9 +93,19 @@ class Verdict:
     warnings: list[str]
     adapter_path: Path | None = None
     waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
-    needs_fetch: Missing | None = None  #: the base model, where it is not in the cache and may be fetched
+    needs_fetch: Missing | None = None  #: the base model or a data set, not in the cache, that may be fetched
     commit: str | None = None  #: the one that the base model's hub id means; a branch may mean another one tomorrow
     lines: Mapping[str, int] = field(default_factory=dict)  #: of the keys at the job file's top level
+    hub_datasets: Mapping[str, hubdata.Place] = field(default_factory=dict)  #: where data sets of the hub lie, by key
+
+    def places(self) -> dict[str, Any]:
+        """`hub_datasets`, as it stands in the plan."""
+        sets = {"datasets": self.spec.datasets, "eval_datasets": self.spec.eval_datasets}
+        made = {}
+        for key, place in self.hub_datasets.items():
+            section, _, number = key.partition(".")
+            made[key] = place.as_dict(sets[section][int(number)].path)
+        return made
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,8 @@ class _Asked:
     job_id: int | None
     jobs: Mapping[str, Path]
     commit: str | None
+    dataset_commits: Mapping[str, str]
+    pinned: Mapping[str, Any] | None
     uid: int | None
     progress: Progress
     cache: datacheck.Cache | None
@@ -118,6 +138,8 @@ def check(
     job_id: int | None = None,
     jobs: Mapping[str, Path] | None = None,
     commit: str | None = None,
+    dataset_commits: Mapping[str, str] | None = None,
+    pinned: Mapping[str, Any] | None = None,
     uid: int | None = None,
     progress: Progress = lambda _stage: None,
     cache: datacheck.Cache | None = None,
@@ -126,16 +148,25 @@ def check(
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
-    as where the base model has yet to be fetched. `commit` is what a hub id's branch meant when the job was accepted.
+    as where the base model or a data set has yet to be fetched. `commit` is what a hub id's branch meant when the job
+    was accepted, `dataset_commits` the same of data sets, by key, and `pinned` the precision of the plan that the job
+    has had.
     `uid` is who dropped it, by default whoever asks. `cache` is for who checks many: data sets are looked at once.
     An exception that nobody foresaw is an InternalError, its traceback on stderr.
     """
     try:
-        asked = _Asked(layout, config, device, job_id, jobs or {}, commit, uid, progress, cache)
+        asked = _Asked(
+            layout, config, device, job_id, jobs or {}, commit, dataset_commits or {}, pinned, uid, progress, cache
+        )
         progress("spec")
         parsed = spec.read(spec_path, max_bytes=config.spool.max_spec_bytes)
         try:
-            verdict = _check(spec.validate(parsed.data, parsed.lines), asked)
+            job_spec = spec.of(parsed)
+            with modality.naming(job_spec.parts.patterns):
+                job_spec, places, missing = hubdata.located(
+                    job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits
+                )
+                verdict = replace(_check(job_spec, asked, missing), hub_datasets=places)
         except HonedError as error:
             problem.locate(error, parsed.data, parsed.lines)
             raise
@@ -149,15 +180,13 @@ def check(
             hint="rows on lines of their own (.jsonl) and .parquet are read piece by piece",
         ) from error
     except OSError as error:
-        raise EnvironmentInvalidError(
-            f"{error.filename or spec_path}: {error.strerror}", hint="can the group honed-job read it?"
-        ) from error
+        raise unreadable(EnvironmentInvalidError, error.filename or spec_path, error) from error
     except Exception as error:
         traceback.print_exc()
         raise unforeseen(error) from error
 
 
-def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
+def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:
     layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
     if asked.commit is not None:
         job_spec = job_spec.model_copy(update={"revision": asked.commit})
@@ -165,35 +194,45 @@ def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
     progress("permissions")
     _check_rights(job_spec, rights, config, jobs)
     waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
-    if waits_for:
-        return _check_the_rest(job_spec, asked, waits_for)
+    if waits_for or missing is not None:
+        return _check_the_rest(job_spec, asked, waits_for, missing)
     progress("base model")
     try:
         model = modelcheck.inspect(job_spec, layout, config, jobs)
     except UncachedError:
-        return _check_the_rest(job_spec, asked, {})
+        return _check_the_rest(job_spec, asked, {}, None)
     progress("adapter")
     adapter = modelcheck.inspect_adapter(job_spec, jobs)
     if adapter is not None:
         basemodel.check_fits(adapter, model)
+        target.check_adapter(adapter, model)
     modelcheck.check_merge(job_spec, model, adapter)
     loss.check(job_spec, model, adapter)
+    named = [*_of_itself(job_spec), *modelcheck.warnings(model), *target.check(job_spec, model)]
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
     looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
-    warnings = looked.warnings + position.check(job_spec, model, looked.num_row_tokens)
+    warnings = named + looked.warnings + position.check(job_spec, model, looked.num_row_tokens)
+    warnings += pace.warnings(job_spec, looked.num_train_rows)
+    progress("rows in the chat template")
+    warnings += [*templatecheck.unused(job_spec, model), *rowcheck.check(job_spec, model, rights, cache=asked.cache)]
     progress("packages")
     here = installed.look()
     candidates = _devices(job_spec, config, asked.device)
     packagecheck.check(job_spec, model, candidates[0], here)
     warnings += packagecheck.outside_window(here) + packagecheck.lacking(looked.attached, here)
+    warnings += packagecheck.unpaged(job_spec, candidates[0])
     progress("plan")
+
+    earlier = asked.pinned or {}
+    pinned = rung.pinned(earlier)
 
     def planned(changed: JobSpec, target: Device) -> Plan:
         return plan.make(
             changed, model, target, config=config, installed=here, adapter=adapter,
-            num_row_tokens=looked.num_row_tokens, num_rows=looked.num_rows, rows=looked.attached,
+            num_row_tokens=looked.num_row_tokens, num_rows=looked.num_rows, rows=looked.attached, pinned=pinned,
+            adapter_dtype=earlier.get("adapter_dtype"),
         )  # fmt: skip
 
     def fitting(target: Device) -> Plan:
@@ -202,10 +241,11 @@ def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
         remedy.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
         return made
 
-    made = _first_that_fits(candidates, fitting)
+    made = replace(_first_that_fits(candidates, fitting), rows_template=templatecheck.for_rows(job_spec, model))
     progress("output directory")
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
     progress("disk")
+    warnings += placecheck.check_apart(job_spec, output_dir, model)
     placecheck.check_disk(job_spec, made, layout, output_dir)
     adapter_path = adapter.path if adapter else None
     return Verdict(
@@ -213,42 +253,56 @@ def _check(job_spec: JobSpec, asked: _Asked) -> Verdict:
     )
 
 
-def _check_the_rest(job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, str]) -> Verdict:
-    """Of a job that waits for another's files, or for a model from the hub: all that stands without them."""
+def _check_the_rest(
+    job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, str], missing_data: Missing | None
+) -> Verdict:
+    """Checks of a job that waits for another's files, or for what has to be fetched, all that stands without them."""
     layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
     model, missing = None, None
+    warnings = _of_itself(job_spec)
     if "base_model" not in waits_for:
         progress("base model")
         try:
             model = modelcheck.inspect(job_spec, layout, config, jobs)
             modelcheck.check_merge(job_spec, model, None)
+            warnings += [*modelcheck.warnings(model), *target.check(job_spec, model)]
         except UncachedError as error:
             missing = error.missing
     if "adapter" not in waits_for:
         progress("adapter")
-        modelcheck.inspect_adapter(job_spec, jobs)
+        adapter = modelcheck.inspect_adapter(job_spec, jobs)
+        if adapter is not None and model is not None:
+            basemodel.check_fits(adapter, model)
+            target.check_adapter(adapter, model)
+        elif adapter is not None:
+            basemodel.check_whole(adapter)
     progress("chat template")
     has_chat_template = templatecheck.check(job_spec, model)
     progress("datasets")
     looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
-    warnings = looked.warnings
+    warnings += looked.warnings + pace.warnings(job_spec, looked.num_train_rows)
+    progress("rows in the chat template")
+    warnings += [*templatecheck.unused(job_spec, model), *rowcheck.check(job_spec, model, rights, cache=asked.cache)]
     progress("packages")
     here = installed.look()
     packagecheck.check(job_spec, model, _devices(job_spec, config, asked.device)[0], here)
     warnings += packagecheck.outside_window(here)
     progress("output directory")
     output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
+    warnings += placecheck.check_apart(job_spec, output_dir, model)
     warnings += [
         f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
         for key, name in waits_for.items()
     ]
-    if missing is not None:
-        where = f"{missing.repo_id} at {missing.revision} is not, or not wholly, in the local cache"
+    # Data sets first: they are small, and what is wrong with them shows early.
+    for each in filter(None, (missing_data, missing)):
+        where = f"{each.repo_id} at {each.revision} is not, or not wholly, in the local cache"
         warnings.append(
-            f"base_model: {where}: it is fetched from the hub first, and the job is checked and planned then"
+            f"{each.key}: {where}: it is fetched from the hub first, and the job is checked and planned then"
         )
     commit = modelcheck.commit(job_spec, model) if model is not None else None
-    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing, commit=commit)
+    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing_data or missing,
+                   commit=commit)  # fmt: skip
 
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
@@ -259,13 +313,20 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
-    """The plan for the first device on which the job fits. Raises what the largest one says where there is none."""
-    refusals = []
+    """The plan for the first device on which the job fits, on the best rung that any of them has for it. Raises what
+    the largest one says where there is none."""
+    refusals, lower = [], []
     for candidate in candidates:
         try:
-            return fitting(candidate)
+            made = fitting(candidate)
         except MemoryShortError as error:
             refusals.append((candidate.total_bytes, error))
+        else:
+            if not made.num_passed:
+                return made
+            lower.append(made)
+    if lower:
+        return min(lower, key=lambda made: made.num_passed)
     raise max(refusals, key=lambda refusal: refusal[0])[1]
 
 
@@ -274,8 +335,22 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
         raise SpecError(
             "trust_remote_code: code that comes with a model may not run here",
             hint="leave it out, or the administrator sets policy.trust_remote_code in honed.toml",
+            fix={"trust_remote_code": None},
         )
     receiver.check(job_spec.notify, config.notify)
+
+
+def _of_itself(job_spec: JobSpec) -> list[str]:
+    """A job that names its own name means an earlier one of that name, if there is one."""
+    if job_spec.name is None:
+        return []
+    named = [key for key, name in spec.references(job_spec).items() if name == job_spec.name]
+    named += ["depends_on"] if job_spec.name in job_spec.depends_on else []
+    return [
+        f"{key}: {job_spec.name} is this job's own name: an earlier job of that name is meant, and where there is none "
+        "this one is refused"
+        for key in named
+    ]
 
 
 def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
@@ -330,6 +405,8 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
             job_id=request_id,
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
             commit=request.get("commit"),
+            dataset_commits=request.get("dataset_commits"),
+            pinned=request.get("pinned"),
             uid=request.get("uid"),
             progress=progress,
             cache=cache,
@@ -348,6 +425,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
             "warnings": verdict.warnings,
             "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None,
             "base_model_commit": verdict.commit,
+            "hub_datasets": verdict.places(),
             "may_read": _grant(verdict, Policy.of(layout, config, request.get("uid"))) if verdict.plan else None,
         },
         "output_dir": str(verdict.output_dir),

@@ -1,14 +1,17 @@
-"""What is wrong with a job file: each problem with its key and line, all of them as one `SpecError`.
+"""Problems of a job file: each with its key and line, all of them as one `SpecError`.
 
 Where a check of something that the file names says no, `locate` finds the key and the line that named it.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from honed.error import HonedError, ModelError, SpecError
 
@@ -21,6 +24,17 @@ MAX_PROBLEMS = 50
 MAX_SHOWN = 60
 
 
+class Line(int):
+    """A line of a job file, from 1. `via` is that of the alias or merge key that brings what stands there."""
+
+    via: int | None
+
+    def __new__(cls, line: int, via: int | None = None) -> Self:
+        made = super().__new__(cls, line)
+        made.via = via
+        return made
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong. `str()` is one line for a person."""
@@ -29,9 +43,11 @@ class Problem:
     line: int | None  #: 1-based
     message: str
     hint: str = ""  #: what to do, a few words
+    fix: Mapping[str, Any] = field(default_factory=dict)  #: the same as data, where it is an edit: see HonedError.fix
 
     def __str__(self) -> str:
-        line = f"line {self.line}: " if self.line is not None else ""
+        via = f" (brought in on line {self.line.via})" if isinstance(self.line, Line) and self.line.via else ""
+        line = f"line {self.line}{via}: " if self.line is not None else ""
         key = f"{self.key}: " if self.key else ""
         return f"{line}{key}{self.message}" + (f" ({self.hint})" if self.hint else "")
 
@@ -43,13 +59,112 @@ class InvalidSpecError(SpecError):
         told = [str(problem) for problem in problems[:MAX_PROBLEMS]]
         if len(problems) > MAX_PROBLEMS:
             told.append(f"and {len(problems) - MAX_PROBLEMS} more")
-        super().__init__("\n".join(told), hint="docs/job-spec.md has every key")
+        super().__init__("\n".join(told), hint="`man honed-job` has every key", fix=_together(problems))
         self.problems = tuple(problems)
 
 
-def fault(message: str, *, line: int | None = None, key: str = "", hint: str = "") -> InvalidSpecError:
+def _together(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The fixes of several problems as one; of two that set the same key, the first counts."""
+    fix: dict[str, Any] = {}
+    for problem in problems:
+        for key, value in problem.fix.items():
+            if isinstance(value, dict) and isinstance(fix.get(key), dict):
+                fix[key] = value | fix[key]
+            fix.setdefault(key, value)
+    return fix
+
+
+def faults(error: HonedError) -> list[dict[str, Any]]:
+    """What is wrong with a job file, one by one, as `honectl check --json` has it."""
+    if isinstance(error, InvalidSpecError):
+        return [
+            {"key": each.key, "line": each.line, "code": error.code, "message": each.message, "hint": each.hint,
+             "fix": dict(each.fix) or None}
+            for each in error.problems
+        ]  # fmt: skip
+    place = f"line {error.line}: " if error.line is not None else ""
+    message = error.message.removeprefix(place).removeprefix(f"{error.key}: ")
+    return [
+        {"key": error.key, "line": error.line, "code": error.code, "message": message, "hint": error.hint,
+         "fix": error.fix or None}
+    ]  # fmt: skip
+
+
+def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
+    """A job file's content with a fix applied. What is taken out goes first; sections that hold nothing then stay."""
+    content: dict[str, Any] = copy.deepcopy(dict(data))
+    removed = sorted((as_path(key) for key, value in fix.items() if value is None), key=_last_first)
+    for path in removed:
+        above = at(content, path[:-1])
+        if isinstance(above, dict):
+            above.pop(path[-1], None)
+        elif isinstance(above, list) and isinstance(path[-1], int) and path[-1] < len(above):
+            del above[path[-1]]
+    for key, value in fix.items():
+        if value is not None:
+            _set(content, as_path(key), copy.deepcopy(value))
+    return content
+
+
+def told_fix(fix: Mapping[str, Any]) -> list[str]:
+    """A fix in words, one change a line."""
+    return [f"{key}: taken out" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
+
+
+def written(value: Any) -> str:
+    """A value as it is written in a job file, on one line."""
+    match value:
+        case str():
+            return value if _NO_QUOTES.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+        case dict():
+            return "{" + ", ".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(written, value)) + "]"
+        case float():
+            return f"{value:g}" if float(f"{value:g}") == value else str(value)
+        case _:
+            return json.dumps(value)
+
+
+#: Texts that YAML takes for nothing else, such as a number, a date or true.
+_NO_QUOTES = re.compile(r"(?!(?i:true|false|null)$|[\d.]+e?[\d.+-]*$|0[xob]|\d{4}-\d)[A-Za-z0-9/][\w./:-]*(?<!:)")
+
+
+def as_path(key: str) -> KeyPath:
+    """The path that a dotted key says."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def _last_first(path: KeyPath) -> tuple[Any, ...]:
+    """Later list items first, so that earlier numbers stay true; a list's items before the list."""
+    return (-len(path), *(-part if isinstance(part, int) else 0 for part in path))
+
+
+def at(value: Any, path: KeyPath) -> Any:
+    """What stands at a path, None where nothing does."""
+    for part in path:
+        if isinstance(value, list):
+            value = value[part] if isinstance(part, int) and part < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _set(content: dict[str, Any], path: KeyPath, value: Any) -> None:
+    above: Any = content
+    for part, below in itertools.pairwise(path):
+        if not isinstance(inner := at(above, (part,)), list if isinstance(below, int) else dict):
+            inner = above[part] = {}
+        above = inner
+    there = at(above, path[-1:])
+    above[path[-1]] = there | value if isinstance(there, dict) and isinstance(value, dict) else value
+
+
+def fault(
+    message: str, *, line: int | None = None, key: str = "", hint: str = "", fix: Mapping[str, Any] | None = None
+) -> InvalidSpecError:
     """The error for one problem."""
-    return InvalidSpecError([Problem(key=key, line=line, message=message, hint=hint)])
+    return InvalidSpecError([Problem(key=key, line=line, message=message, hint=hint, fix=fix or {})])
 
 
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
@@ -65,26 +180,29 @@ def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, i
     named = re.match(r"([a-z_]+(?:\.\w+)*): ", error.message)
     path = tuple(int(part) if part.isdecimal() else part for part in named[1].split(".")) if named else ()
     if path and path[:1] in lines:
-        error.message = f"line {line_of(path, lines)}: {error.message}"
+        error.key, error.line = dotted(path), line_of(path, lines)
+        error.message = f"line {error.line}: {error.message}"
         return
-    about = [(text, path) for path, text in _texts(data, ()) if _is_about(error.message, text)]
+    about = [(text, path) for path, text in texts(data) if _is_about(error.message, text)]
     path = max(about, key=lambda each: len(each[0]))[1] if about else ()
     if not path and isinstance(error, ModelError) and "adapter" not in data:
         path = ("base_model",)  # a hub id's files lie in the cache
     if (line := line_of(path, lines)) is not None:
-        error.message = f"line {line}: {dotted(path)}: {error.message}"
+        error.key, error.line = dotted(path), line
+        error.message = f"line {line}: {error.key}: {error.message}"
 
 
-def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every text in plain data, and where it stands."""
     match value:
         case str():
             yield path, value
         case dict():
             for key, each in value.items():
-                yield from _texts(each, (*path, key))
+                yield from texts(each, (*path, key))
         case list():
             for index, each in enumerate(value):
-                yield from _texts(each, (*path, index))
+                yield from texts(each, (*path, index))
 
 
 def _is_about(message: str, text: str) -> bool:

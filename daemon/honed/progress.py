@@ -1,4 +1,4 @@
-"""How far a run is, in words: for the log, for STATUS= of honed and of a job's unit."""
+"""The progress of a run in words: for the log, for STATUS= of honed and of a job's unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs tell the world: rows on their way to a metrics API, and pages; the programs that send and make them."""
+"""Data of jobs on their way out: rows for a metrics API, and pages; the programs that send and make them."""
 
 from __future__ import annotations
 

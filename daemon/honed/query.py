@@ -1,4 +1,4 @@
-"""What honed says of its jobs, in the shapes of `--json`: read from the spool and the database, by the daemon for its
+"""Descriptions of jobs, in the shapes of `--json`: read from the spool and the database, by the daemon for its
 control socket and by honectl itself when honed is down."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which jobs a list is to have: all where nothing is said."""
+    """The jobs that a list is to have: all where nothing is said."""
 
     states: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  #: numbers, too
@@ -165,11 +165,11 @@ def accepted(spool: Spool, layout: Layout, source: str, asker: Asker, since: str
 
 
 def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
-    """Of somebody else's job, what one wants to know who waits behind it."""
+    """Facts of somebody else's job for those who wait behind it."""
     if asker.may_read(job):
         return summary(job, progress)
     steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
-    row = {**summary(job, steps), "name": "", "outcome": None, "source": None}
+    row = {**summary(job, steps), "name": "", "outcome": None, "remark": "", "source": None}
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
@@ -181,6 +181,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "name": job.name,
         "state": job.state.value,
         "outcome": job.outcome,
+        "remark": job.remark,
         "priority": job.priority,
         "submitted_at": timestamp(job.submitted_at),
         "uid": job.uid,
@@ -193,7 +194,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
 
 
 def _waiting_for(job: Job) -> dict[str, str] | None:
-    """Why a job waits, as far as its entry says; what the daemon knows of queued ones it adds itself."""
+    """The reason why a job waits, as far as its entry says; what the daemon knows of queued ones it adds itself."""
     match job.state, job.error:
         case State.HELD, {"message": message}:
             return {"reason": "person" if job.held_for is None else "dependency", "detail": message}

@@ -29,7 +29,11 @@ def check(notify: NotifySpec | None, config: NotifyConfig) -> None:
         ("mail", why_not_mail(notify.mail, config) if notify.mail else None),
     ):
         if why is not None:
-            raise SpecError(f"notify.{key}: {why}", hint=f"leave it out, or the administrator allows it: {_KEYS[key]}")
+            raise SpecError(
+                f"notify.{key}: {why}",
+                hint=f"leave it out, or the administrator allows it: {_KEYS[key]}",
+                fix={f"notify.{key}": None} if notify.webhook and notify.mail else {"notify": None},
+            )
 
 
 _KEYS = {
@@ -39,7 +43,7 @@ _KEYS = {
 
 
 def why_not_webhook(webhook: str, config: NotifyConfig) -> str | None:
-    """Why a job may not have this address called; None where it may."""
+    """The reason why a job may not have this address called; None where it may."""
     if WEBHOOK_NAME.fullmatch(webhook):
         names = ", ".join(sorted(config.webhook_files)) or "none at all"
         return None if webhook in config.webhook_files else f"no webhook is named {webhook!r} here; there is {names}"
@@ -73,7 +77,7 @@ def _place(parts: SplitResult) -> tuple[str, str, int | None]:
 
 
 def why_not_mail(address: str, config: NotifyConfig) -> str | None:
-    """Why a job may not have mail sent there; None where it may."""
+    """The reason why a job may not have mail sent there; None where it may."""
     if config.smtp_host is None or config.mail_from is None:
         return "no mail is sent from here"
     if not MAIL_ADDRESS.fullmatch(address):
@@ -101,7 +105,7 @@ def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
 
 
 def password(config: NotifyConfig) -> str:
-    """Of the mail server. Raises EnvironmentInvalidError."""
+    """The password of the mail server. Raises EnvironmentInvalidError."""
     if config.smtp_password_file is None:
         raise EnvironmentInvalidError("notify.smtp_user needs a password", hint="notify.smtp_password_file")
     return _lines(Path(config.smtp_password_file), "the password of the mail server")[0]

@@ -9,6 +9,7 @@ python -m honed.reference --check docs/    ends with 1 where one is not what it 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,10 @@ _SPEC_INTRODUCTION = """\
 A job is one file, in YAML, JSON or TOML, with the same keys and the same meaning. Keys keep the spelling of the library
 that owns them (transformers, trl, peft). An unknown key is refused with the nearest known one, and every refusal names
 the key and the line. `honectl check FILE` shows all faults of the file itself at once, and the first of what it names
-(models, data, memory, disk). Paths are absolute. Secrets never stand in a spec.
+(models, data, memory, disk); with `--json` each fault has its `fix`, the edit that mends it: a key and its new value,
+or null to take the key out. Paths are absolute; `honectl submit` and `check` take relative ones from the file's place.
+YAML's anchors and merge keys are written out; a key at the top that begins with `x-`, `_` or `.` may hold an anchor.
+Secrets never stand in a spec.
 
 ```yaml
 {sample}```
@@ -62,6 +66,84 @@ _TOML_INTRODUCTION = """\
 """
 
 
+_ROWS = """\
+## Rows
+
+What each format's rows hold. A column that is not read is named by `honectl check`; nothing is refused for it.
+
+| Format | Columns | Trained on |
+|---|---|---|
+| `messages` | `messages` (or `conversations`): a list of messages; `tools` | each turn of the assistant |
+| `prompt_completion` | `prompt` and `completion`: two strings, or two lists of messages | the completion |
+| `alpaca` | `instruction`, `input`, `output`, `system`, `history` | the output, and the answers of the history |
+| `sharegpt` | `conversations`: a list of `from` and `value`; `system`, `tools` | each turn of the assistant |
+| `text` | `text` | all of it |
+
+A message has `role` and `content`, and where there are any `tool_calls` and `reasoning_content`. A call's arguments are
+an object or its JSON, and its content may be null: the template gets the form that it shows.
+
+**What ends a turn** is trained with it, so that the model learns to stop: `<|im_end|>`, or the next turn's mark where
+a template has nothing else (GLM: `<|user|>`, `<|observation|>`). Where it writes nothing after the last turn, that mark
+is added there. Predictions stop at it. Under a template that ends turns with no token, this is told as a warning.
+docs/masks.md compares the trained text with TRL's, template by template.
+
+**A turn that is not to be trained on** has `weight: 0` in its message, as in OpenAI's files; `train`, `training` and
+`loss` (false) and `masked` (true) mean the same. The turn and its end stay in the context, and count neither in
+training nor in `eval_loss`; what is predicted is the last turn that is trained on. A row without a turn to train on is
+left out and counted. Any other number, and a 1 on a turn that is not the assistant's, is refused with its line.
+
+```json
+{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5", "weight": 0},
+              {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "No: 4."}]}
+```
+"""
+
+_FILES = """\
+## Data files
+
+| Name | Rows |
+|---|---|
+| `.jsonl`, `.ndjson` | an object on each line |
+| `.json` | a list of objects, or an object with such a list as `data` |
+| `.csv` | a header, fields separated by commas |
+| `.parquet` | a table |
+| `.arrow` | a table, as `save_to_disk` of datasets writes it |
+
+The first three may be packed, with `.gz`, `.zst`, `.bz2` or `.xz` behind their suffix. What a file begins with decides
+where its name is wrong: lines called `.json`, a list called `.jsonl`, a packed file that is not, UTF-16 with its mark.
+An object with a key twice is a row that cannot be used; a column that occurs twice, a web page and a pointer of
+Git LFS are refused.
+
+**A directory** is its files by name; where it has none, those below it (`data/`, or a directory for each split), and
+one that `save_to_disk` wrote is its tables in their order. Words at the beginning or the end of a name say its split:
+`train` and `training`; `validation`, `valid`, `val` and `dev`; `test`, `testing`, `eval`, `evaluation`, `heldout` and
+`holdout`. A directory with files of the latter beside others is refused until `split` says which are meant:
+
+```yaml
+datasets:
+  - path: /srv/data/capitals          # train-00000-of-00001.parquet, test-00000-of-00001.parquet
+    split: train
+eval_datasets:
+  - path: /srv/data/capitals
+    split: test
+```
+
+The same goes for a data set of the hub, by its id; `name` is its configuration, and `policy.hub` allows the download:
+
+```yaml
+datasets:
+  - path: openai/gsm8k
+    name: main
+    split: train
+    columns: {prompt: question, completion: answer}
+```
+
+**Rows that say the same** are counted (`num_twice` and, of held-out rows that are trained on, `num_in_both` in the
+`data` event), and warned about. `eval_split` keeps them on one side; a job that was planned before honed did so keeps
+its split.
+"""
+
+
 def pages(root: Path) -> dict[Path, str]:
     """What each generated file holds. The sample in it is read from the tree below `root`."""
     sample = (root / "etc/examples/lora.yaml").read_text(encoding="utf-8")
@@ -86,6 +168,8 @@ def job_spec(sample: str) -> str:
         parts.append(_section(title, note, model))
         if title == "training":
             parts.append(_owned())
+        if title == "datasets":
+            parts += [_FILES, _ROWS]
     return "\n".join(parts)
 
 
@@ -117,7 +201,7 @@ def _inner_sections(model: type[BaseModel], above: str) -> Iterator[tuple[str, s
         for member in members(annotation):
             inner = get_args(member)[0] if get_origin(member) is list else member
             if name != "eval_datasets" and isinstance(inner, type) and issubclass(inner, BaseModel):
-                note = _TRAINING_NOTE if name == "training" else f"{inner.__doc__}\n"
+                note = _TRAINING_NOTE if name == "training" else f"{inspect.cleandoc(inner.__doc__ or '')}\n"
                 yield f"{above}{name}", note, inner
                 yield from _inner_sections(inner, f"{above}{name}.")
 

@@ -10,6 +10,7 @@ from honed import loss, precision, rule
 from honed.activation import UNCUT_LENGTH
 from honed.device import Device
 from honed.error import HonedError, MemoryShortError
+from honed.field import Section
 from honed.memory import Memory, gib
 from honed.spec import JobSpec, LoraSpec
 
@@ -25,7 +26,8 @@ def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[
     if memory.can_fit:
         return
     parts = ", ".join(f"{_PART_WORDS[name]} {gib(number)}" for name, number in memory.parts if number)
-    found = list(remedies(spec, device, estimate_for, media=memory.media, num_frames=memory.num_frames))
+    ways = list(remedies(spec, device, estimate_for, media=memory.media, num_frames=memory.num_frames))
+    found = [words for words, _ in ways]
     rows = f"{memory.batch_size} row{'s' if memory.batch_size > 1 else ''} of {memory.length} tokens at a time"
     if memory.num_media_tokens:
         rows += f", up to {memory.num_media_tokens} of them of {', '.join(memory.media)}"
@@ -33,7 +35,22 @@ def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[
         f"about {gib(memory.total_bytes)} are needed ({parts}; {rows}), "
         f"and {device.name} has {gib(memory.available_bytes)} for a job",
         hint="; or ".join(found) if found else "a smaller model, or a device with more memory: no smaller change helps",
+        fix=_edits(spec, ways[0][1]) if ways else {},
     )
+
+
+def _edits(spec: Section, changed: Section, home: str = "") -> dict[str, Any]:
+    """What turns one spec into the other, as HonedError.fix has it."""
+    found: dict[str, Any] = {}
+    for key in type(spec).model_fields:
+        before, after = getattr(spec, key), getattr(changed, key)
+        if before == after:
+            continue
+        if isinstance(before, Section) and isinstance(after, Section):
+            found |= _edits(before, after, f"{home}{key}.")
+        else:
+            found[f"{home}{key}"] = after.model_dump(exclude_unset=True) if isinstance(after, Section) else after
+    return found
 
 
 _PART_WORDS = {
@@ -52,7 +69,7 @@ def remedies(
     *,
     media: tuple[str, ...] = (),
     num_frames: int = 0,
-) -> Iterator[str]:
+) -> Iterator[Change]:
     """Up to three of the smallest changes that make a job fit: single ones, else the shortest chains of them.
 
     `media`: what there is in the rows beside text; `num_frames`: those that are taken of the longest video.
@@ -73,7 +90,7 @@ def remedies(
     for way in (*small, *_LARGE):
         for words, candidate in way(spec, device):
             if found := fits(candidate):
-                single.append(say(words, found))
+                single.append((say(words, found), candidate))
                 break
     yield from single[:3]
     if single:
@@ -94,7 +111,7 @@ def remedies(
                 text = say(", ".join(steps_taken), found)
                 if text not in said and len(said) < 2:
                     said.append(text)
-                    yield text
+                    yield text, candidate
                 break
 
 
@@ -159,6 +176,11 @@ def _eight_bit_optimizer(spec: JobSpec, device: Device) -> Iterator[Change]:
         yield "optim: adamw_8bit", _changed(spec, optim="adamw_8bit")
 
 
+def _any_rung(spec: JobSpec, _device: Device) -> Iterator[Change]:
+    if precision.is_full(spec) and spec.master_weights != "auto":
+        yield "master_weights: auto", spec.model_copy(update={"master_weights": "auto"})
+
+
 def _four_bit(spec: JobSpec, device: Device) -> Iterator[Change]:
     if spec.quantization != "4bit" and not precision.is_full(spec) and device.kind != "mps":
         yield "quantization: 4bit", spec.model_copy(update={"quantization": "4bit"})
@@ -182,4 +204,4 @@ def _small(media: tuple[str, ...], num_frames: int) -> tuple[Way, ...]:
     return (_checkpointing, _chunked_loss, _smaller_batch, *(seen or (() if media else (_shorter,))))
 
 
-_LARGE = (_eight_bit_optimizer, _four_bit, _adapter)
+_LARGE = (_any_rung, _eight_bit_optimizer, _four_bit, _adapter)

@@ -1,4 +1,4 @@
-"""What is no longer wanted is removed here, by a program beside the daemon's loop: a hundred gigabytes take their time.
+"""Removal of files by a program beside the daemon's loop, since a hundred gigabytes take their time.
 
     python -m honed.removal --root DIR ITEM…
 

@@ -140,6 +140,8 @@ def outcome(story: Story) -> tuple[str, str]:
     job, error = story.job, story.shown["error"] or {}
     why = f": {error['message']}" if error.get("message") else ""
     match job.state:
+        case "succeeded" if job.remark:
+            return "warn", f"succeeded, but {job.remark}"
         case "succeeded" if isinstance(worse := story.last("worse").get("found"), list):
             return "warn", f"succeeded, but worse than it began: {', '.join(map(str, worse))}"
         case "succeeded":
@@ -328,15 +330,19 @@ def _precision(story: Story) -> list[str]:
     choices, backend = dict(plan.get("precision") or {}), plan.get("backend") or {}
     reasons = choices.pop("reasons", None) or {}
     rows = [[text("backend"), text(backend.get("name")), text("; ".join(map(str, backend.get("reasons") or ())))]]
+    if choices.get("optim") is None and "optim" in reasons:  # the plan leaves it to the job
+        choices["optim"] = ((story.shown.get("spec") or {}).get("training") or {}).get("optim", "default")
     rows += [[text(key), text(_word(value)), text(reasons.get(key))] for key, value in choices.items()]
     parts = [table(("choice", "value", "why"), rows, stack=True)] if choices else []
-    audit = story.last("audit")
+    # What was trained: the last look at a full fine-tuning's weights is at those that are saved.
+    looks = [event for event in story.events if event["event"] == "audit" and event.get("when") != "saved"]
+    audit = looks[-1] if looks else {}
     counted = [
         [text(each.get("role")), text(each.get("dtype")), text(each.get("device")), text(_count(each))]
         for each in _dicts(audit.get("counts"))
     ]  # fmt: skip
     if counted:
-        parts += [f"<h3>What the model really was ({text(audit.get('when'))})</h3>",
+        parts += [f"<h3>Loaded model ({text(audit.get('when'))})</h3>",
                   table(("role", "dtype", "device", "parameters"), counted, numbers=frozenset({3}))]  # fmt: skip
     told = [event.get("mended") for event in story.events if event["event"] == "audit"]
     mended = [f"<li>{text(each)}</li>" for some in told if isinstance(some, list) for each in some]

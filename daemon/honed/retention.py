@@ -1,4 +1,5 @@
-"""What may go: finished jobs and refused files beyond an age, a number or a size; never what is still needed.
+"""Choice of what may be removed: finished jobs and refused files beyond an age, a number or a size; never what is
+still needed.
 
 A job that is not over is never touched, nor one that somebody has pinned, nor one whose files another job needs that
 is not over, or is pinned: `job:NAME`, `depends_on`, or a path into its directory.
@@ -68,7 +69,7 @@ def _number(key: int | str) -> int:
 
 
 class Needs:
-    """Which jobs others need, and why. The plans of those others are read once."""
+    """The jobs that others need, and why. The plans of those others are read once."""
 
     def __init__(self, spool: Spool, layout: Layout) -> None:
         self._spool = spool
@@ -132,7 +133,7 @@ def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
 
 
 def why_kept(job: Job, needed: dict[int, str]) -> str | None:
-    """Why a job cannot go; None where it can."""
+    """The reason why a job cannot go; None where it can."""
     if not job.state.is_final:
         return f"it is {job.state}"
     if job.is_pinned:

@@ -1,11 +1,12 @@
 """One row, whatever its format, as the kind of thing that is trained on: the `Example`.
 
-    messages            messages (or conversations): [{role, content, tool_calls?, reasoning_content?}], tools?
+    messages            messages (or conversations): [{role, content, tool_calls?, reasoning_content?, weight?}], tools?
     prompt_completion   prompt, completion: two strings, or two lists of messages
     alpaca              instruction, input?, output, system?, history?
     sharegpt            conversations (or conversation): [{from, value}], system?, tools?
     text                text
 
+Each but the last may have chat_template_kwargs, what the chat template takes for that row; they go before the job's.
 Beside the last they may have images, videos and sounds (see attachment.py). Such a row is always a conversation.
 """
 
@@ -34,6 +35,25 @@ FORMATS_HINT = "formats: " + "; ".join(f"{name} has {wanted}" for name, wanted i
 
 #: Columns of a row that are named.
 MAX_COLUMNS = 20
+#: The columns that a format reads; of those that hold the turns, the first that is there.
+_TURNS = ("messages", "conversations", "conversation")
+_READ: Mapping[str, tuple[str, ...]] = {
+    "messages": ("tools", "chat_template_kwargs"),
+    "prompt_completion": ("prompt", "completion", "tools", "chat_template_kwargs"),
+    "alpaca": ("instruction", "input", "output", "system", "history", "chat_template_kwargs"),
+    "sharegpt": ("system", "tools", "chat_template_kwargs"),
+    "text": ("text",),
+}
+#: What is no argument of a chat template: honed, or another key, says it to whatever renders.
+RESERVED_KWARGS = frozenset({
+    "conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+#: What says in a message whether it is trained on, and the value that says no. `weight` is OpenAI's.
+_WEIGHTS: Mapping[str, bool] = {"weight": False, "train": False, "training": False, "loss": False, "masked": True}
+#: What says so of parts of a message, in axolotl's rows.
+_DETAILS = ("train_detail", "training_detail")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 #: ShareGPT's words for who speaks.
 _SHAREGPT_ROLES = {
@@ -55,6 +75,14 @@ _ALPACA = (
 )
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments as an object, with the JSON that the row has: some templates take it as it is written."""
+
+    def __init__(self, values: Mapping[str, Any], written: str) -> None:
+        super().__init__(values)
+        self.written = written
+
+
 @dataclass(frozen=True)
 class Example:
     """One row, whatever its format was."""
@@ -69,6 +97,27 @@ class Example:
     row_index: int = 0
     num_prompt_messages: int = 0  #: turns of the assistant among the first so many are not trained on
     media: tuple[Media, ...] = ()  #: what the parts of its messages show, in order
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  #: of the row alone, before those of the job
+    untrained: tuple[int, ...] = ()  #: messages of weight 0, which are context alone
+
+    @property
+    def trained_turns(self) -> list[int]:
+        """The messages that are trained on: the assistant's, without the prompt's and those of weight 0."""
+        turns = range(self.num_prompt_messages, len(self.messages))
+        return [i for i in turns if self.messages[i]["role"] == "assistant" and i not in self.untrained]
+
+
+class RefusedRowError(RowError):
+    """A row that asks for what is not done. Without the row, or with it, other things would be learned than it says,
+    so the job does not begin."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class NoAnswerError(RowError):
+    """A row in which nobody answers, so that there is nothing to learn from it."""
 
 
 def words(message: Mapping[str, Any]) -> str:
@@ -134,6 +183,9 @@ def fields(
     named = {key: _unpacked(value) if key in attachment.COLUMNS else value for key, value in named.items()}
     made = _of_format(named, format, has_chat_template=has_chat_template)
     if made["kind"] == "messages":
+        made["chat_template_kwargs"] = _template_kwargs(named.get("chat_template_kwargs"))
+        made["untrained"] = tuple(i for i, message in enumerate(made["messages"]) if message.get("weight") is False)
+        made["messages"] = [{key: message[key] for key in message if key != "weight"} for message in made["messages"]]
         made["messages"], made["media"] = attachment.place(named, made["messages"], directories)
     _check_text({key: value for key, value in made.items() if key != "media"})
     return made
@@ -183,6 +235,11 @@ def _from_prompt_completion(row: Mapping[str, Any], *, is_conversation: bool) ->
     prompt, completion = _unpacked(row.get("prompt")), _unpacked(row.get("completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+        if named := [n for n, message in enumerate(before, start=1) if message.get("weight")]:
+            raise RefusedRowError(
+                f"message {named[0]} of the `prompt` is to be trained on, and a prompt never is",
+                hint="write the row as `messages`: each turn of the assistant is trained on, but those of weight 0",
+            )
         _require_answer(after)
         fields = {"kind": "messages", "messages": [*before, *after], "tools": _tools(row)}
         return fields | {"num_prompt_messages": len(before)}
@@ -241,7 +298,8 @@ def _sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
     if turn["from"].lower() in ("function_call", "tool_call"):
         calls = _unpacked(turn.get("value"))
         listed = calls if isinstance(calls, list) else [calls]
-        return {"role": role, "content": "", "tool_calls": [_tool_call(call, number) for call in listed]}
+        called = {"role": role, "content": "", "tool_calls": [_tool_call(call, number) for call in listed]}
+        return called | _weight(turn, role, number)
     return _message(
         {**{k: v for k, v in turn.items() if k not in ("from", "value")}, "role": role, "content": turn.get("value")},
         number,
@@ -262,7 +320,8 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     role = turn.get("role")
     if role not in _ROLES:
         raise RowError(f"message {number}: the role is {shown(role)}, not one of {', '.join(_ROLES)}")
-    message = {key: value for key, value in turn.items() if value is not None}
+    weight = _weight(turn, role, number)
+    message = {key: value for key, value in turn.items() if value is not None and key not in _WEIGHTS} | weight
     calls = _unpacked(message.pop("tool_calls", None)) or []
     if not isinstance(calls, list):
         raise RowError(f"message {number}: `tool_calls` is a list, this is {kind_of(calls)}")
@@ -270,6 +329,34 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     message["content"] = _content(turn.get("content"), number, is_optional=bool(calls) or role == "assistant")
     return message
+
+
+def _weight(turn: Mapping[str, Any], role: str, number: int) -> dict[str, bool]:
+    """`{"weight": whether it is trained on}`, where a message says; empty where it does not."""
+    if detail := next((key for key in _DETAILS if attachment.is_given(turn.get(key))), None):
+        raise RefusedRowError(
+            f"message {number}: `{detail}` is about parts of a turn, and a turn is trained on whole or not at all",
+            hint="leave it out, and write `weight: 0` where a whole turn is not to be trained on",
+        )
+    said = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
+    for key, value in said.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise RefusedRowError(
+                f"message {number}: `{key}` is {shown(value)}, and a turn is trained on or not",
+                hint="write 1 or 0 (true or false), or leave it out: each turn of the assistant is trained on",
+            )
+    trained = {key: bool(value) != _WEIGHTS[key] for key, value in said.items()}
+    if len(set(trained.values())) > 1:
+        told = " and ".join(f"`{key}: {shown(said[key])}`" for key in trained)
+        raise RefusedRowError(f"message {number}: {told} contradict each other", hint="leave all but one of them out")
+    if any(trained.values()) and role != "assistant":
+        key = next(iter(trained))
+        raise RefusedRowError(
+            f"message {number}: `{key}: {shown(said[key])}` on a turn that is the {role}'s: only the assistant's turns "
+            "are trained on",
+            hint="leave it out there; text that is to be trained on whole is a row of `text`",
+        )
+    return dict.fromkeys(["weight"] if trained else [], any(trained.values()))
 
 
 def _content(content: Any, number: int, *, is_optional: bool) -> str | list[dict[str, Any]]:
@@ -303,13 +390,27 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"message {number}: a tool call has a function with a name")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
+    if isinstance(written := arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(written or "{}")
         except (ValueError, RecursionError) as error:
             raise RowError(f"message {number}: the arguments of {shown(function['name'])} are not JSON") from error
+        if isinstance(arguments, dict):
+            arguments = Arguments(arguments, written)
     outer = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": arguments or {}}}
+
+
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    """A row's arguments for the chat template; null in one is none, as parquet has those of other rows."""
+    kwargs = _unpacked(value)
+    if kwargs is None or kwargs == "":
+        return {}
+    if not isinstance(kwargs, dict):
+        raise RowError(f"`chat_template_kwargs` is {kind_of(kwargs)}, not an object")
+    if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
+        raise RowError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no argument of a chat template")
+    return {str(key): item for key, item in kwargs.items() if item is not None}
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
@@ -324,9 +425,34 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 def _require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise RowError("no turn of the assistant")
+        raise NoAnswerError("no turn of the assistant")
+    # Where none is trained on, the row is left out and counted when it is encoded.
+    answers = [message for message in answers if message.get("weight") is not False] or answers
     if not any(words(message).strip() or message.get("tool_calls") for message in answers):
         raise RowError("the assistant's turns are empty")
+
+
+def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> list[str]:  # noqa: A002
+    """The columns of a row that are not read, as its file calls them."""
+    ours = {*_READ.get(format, ()), *attachment.COLUMNS}
+    if format in ("messages", "sharegpt"):
+        ours.add(next((key for key in _TURNS if key in row or key in columns), _TURNS[0]))
+    read = ours | {theirs for name, theirs in columns.items() if name in ours}
+    return [key for key, value in row.items() if key not in read and attachment.is_given(value)]
+
+
+def told_unread(names: Sequence[str], format: str) -> str:  # noqa: A002
+    """One sentence on columns that are not read, with how a weight is written where one of them looks like it."""
+    named = ", ".join(f"`{shown(name).strip(chr(39) + chr(34))}`" for name in names[:MAX_COLUMNS])
+    named += f", and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""
+    if not (weights := [name for name in names if name in (*_WEIGHTS, "weights", "mask")]):
+        return f"columns that are not read: {named}"
+    instead = (
+        "a turn of the assistant that is not to be trained on has `weight: 0` in its message"
+        if format in ("messages", "sharegpt")
+        else "a row that is not to be trained on is left out of the file"
+    )
+    return f"columns that are not read: {named}. `{weights[0]}` of a row changes nothing: {instead}"
 
 
 def _string(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:

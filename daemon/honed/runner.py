@@ -25,7 +25,7 @@ from honed.layout import AttemptLayout
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker's process ended. Status and signal both None: it vanished, and nobody saw how."""
+    """The end of a worker's process. Status and signal both None: it vanished, and nobody saw how."""
 
     status: int | None
     signal: int | None
@@ -68,7 +68,7 @@ class Runner(Protocol):
         """End a worker at once, and all that it started; `shim_too` where that was tried and did not help."""
 
     def poll(self, job_id: int) -> Exit | None:
-        """How it ended; None while it lives."""
+        """The process's end; None while it lives."""
 
     def is_machine_going_down(self) -> bool:
         """Whether a shutdown has begun, as far as we can tell."""

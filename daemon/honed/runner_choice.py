@@ -1,4 +1,4 @@
-"""Whether workers and fetches are units of systemd's or processes of honed's own."""
+"""The choice between systemd's units and honed's own processes for workers and fetches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good what the model wrote is, beside what it should have written: figures from 0 to 1, more is better.
+"""Scores of answers against the truth: figures from 0 to 1, more is better.
 
     exact_match     the same text, but for white space around it
     token_f1        words in common, whatever their order and case: the harmonic mean of precision and recall

@@ -1,4 +1,4 @@
-"""What is wrong with honed.toml, as job files are told: the key and its line, what was expected, and the right name."""
+"""Problems of honed.toml, told as job files are told: the key and its line, what was expected, and the right name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from honed.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
-    """Where each key stands, as far as the text is TOML."""
+    """The line of each key, as far as the text is TOML."""
     lines: dict[KeyPath, int] = {}
 
     def note(path: KeyPath, line: int) -> None:

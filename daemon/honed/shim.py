@@ -239,7 +239,7 @@ def notify(message: str) -> None:
 
 
 def out_of_memory_kills(sysfs: str = "/sys/fs/cgroup", proc: str = "/proc") -> tuple[str, int]:
-    """Where the kernel counts them, and how many there were: in our memory cgroup of either version, else on this
+    """The kernel's count of them, and its place: in our memory cgroup of either version, else on this
     machine since its boot.
     """
     paths = [f"{proc}/vmstat"]

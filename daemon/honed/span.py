@@ -39,7 +39,7 @@ def runs_of(trained: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 
 def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
-    """Where each token ends; None unless the tokens account for the whole text, white space aside, in order."""
+    """The end of each token; None unless the tokens account for the whole text, white space aside, in order."""
     ends: list[int] = []
     previous = 0
     for start, end in offsets:

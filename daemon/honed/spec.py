@@ -8,24 +8,38 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from honed import document, refusal, rule, synonym
+from honed import datadir, document, problem, refusal, rule, synonym, variant
 from honed.config import MAIL_ADDRESS, WEBHOOK_NAME
+from honed.datafile import form_of
 from honed.field import (
     MEMBER,
+    RELATIVE,
     AbsolutePath,
     Count,
     Expected,
     Flag,
+    Place,
     Seconds,
     Section,
     Share,
+    ShareOrZero,
     Texts,
     absolute,
     any_of,
@@ -34,12 +48,13 @@ from honed.field import (
     refuse,
 )
 from honed.media import KINDS, Kind, MediaLimits
-from honed.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown
+from honed.modality import Part
+from honed.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown, texts
 from honed.training import TrainingSpec
 
 __all__ = [
     "DatasetSpec", "DivergenceSpec",
-    "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec",
+    "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec", "PartsSpec",
     "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "SampleSpec", "TrainingSpec", "load", "loads",
     "references", "validate",
 ]  # fmt: skip
@@ -56,9 +71,21 @@ def _name(value: str) -> str:
     return value
 
 
+#: A model's page on the hub, as people copy it in place of its id.
+_HUB_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)"
+    r"(?:/tree/main)?/?"
+)
+
+
 def _base_model(value: str) -> str:
-    if value.startswith(("./", "../", "~")):
-        refuse(f"paths are absolute, got {shown(value)}", "begin with /")
+    if value.startswith(("./", "../")):
+        refuse(f"paths are absolute, got {shown(value)}", RELATIVE)
+    if value.startswith(("~", "$")):
+        absolute(value)
+    if found := _HUB_PAGE.fullmatch(value):
+        refuse(f"a hub id (org/name) takes the place of its address, got {shown(value)}", f"write {found['id']}",
+               write=found["id"])  # fmt: skip
     if value.startswith("/"):
         absolute(value)  # which refuses line breaks
     elif not (_HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
@@ -67,8 +94,50 @@ def _base_model(value: str) -> str:
 
 
 def _adapter(value: Any) -> Any:
-    if value in ("lora", "qlora", "peft"):
-        refuse(f"the directory of an adapter to go on from, got {shown(value)}", "for a new one write a lora: section")
+    if isinstance(value, str) and (advice := synonym.adapter_word(value)) is not None:
+        fix = None if advice.fix is None else {"adapter": None, **advice.fix}
+        refuse(f"the directory of an adapter to go on from, got {shown(value)}", advice.hint, fix=fix)
+    return value
+
+
+#: A data set's address on the hub, as people copy it in place of its id.
+_HUB_DATASET = re.compile(
+    r"(?:hf://datasets/|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/)"
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?P<rest>[/@].*)?"
+)
+
+
+def is_hub_dataset(value: str) -> bool:
+    """Whether a data set's path is an id of the hub's, and not a path, as those of files are."""
+    return _HUB_ID.fullmatch(value) is not None and ".." not in value and form_of(Path(value)) is None
+
+
+def _dataset_path(value: str) -> str:
+    if found := _HUB_DATASET.fullmatch(value):
+        is_whole = (found["rest"] or "/").rstrip("/") in ("", "/tree/main", "/viewer", "@main")
+        within = (
+            ""
+            if is_whole
+            else ", and revision, name or split below it where one of them is meant; or download the file and name it"
+        )
+        refuse(
+            f"a hub id (org/name) takes the place of its address, got {shown(value)}", f"write {found['id']}{within}",
+            write=found["id"] if is_whole else None,
+        )  # fmt: skip
+    return value if is_hub_dataset(value) else absolute(value)
+
+
+def _chat_template(value: Any) -> Any:
+    if isinstance(value, str) and (advice := synonym.template_word(value)) is not None:
+        fix = None if advice.fix is None else {"chat_template": None, **advice.fix}
+        refuse(f"expected a file with a Jinja template, got {shown(value)}", advice.hint, fix=fix)
+    return value
+
+
+def _model_type(value: Any) -> Any:
+    if isinstance(value, str) and (advice := synonym.model_class(value)) is not None:
+        fix = None if advice.fix is None else {"model_type": None}
+        refuse(f"expected a model type such as qwen3, got the class {shown(value)}", advice.hint, fix=fix)
     return value
 
 
@@ -80,9 +149,42 @@ def _adapter_place(value: str) -> str:
     return absolute(value)
 
 
+def _training_template(value: Any) -> Any:
+    if value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on", "training", "auto", "trl")):
+        if value != variant.ASKED:
+            refuse(f"expected trl, or an absolute path, got {shown(value)}", "write trl", write="trl")
+    elif isinstance(value, str) and "/" not in value and not Path(value).suffix:
+        refuse(f"expected trl, or an absolute path, got {shown(value)}")
+    return value
+
+
+def _variant(value: str) -> str:
+    return value if value == variant.ASKED else absolute(value)
+
+
+def _lora(value: Any) -> Any:
+    if (advice := synonym.lora_value(value)) is not None:
+        refuse(f"expected a mapping, or null, got {shown(value)}", advice.hint, fix=advice.fix)
+    return value
+
+
+def _quantization(value: Any) -> Any:
+    if (advice := synonym.quantization_value(value)) is not None:
+        refuse(f"expected one of none, 4bit, 8bit, got {shown(value)}", advice.hint, fix=advice.fix)
+    return value
+
+
+def _splits(value: Any) -> Any:
+    if (advice := synonym.named_splits(value)) is not None:
+        fix = {"datasets": None} | dict(advice.fix or {})
+        refuse("expected a list of data sets, got a mapping of splits", advice.hint, fix=fix)
+    return value
+
+
 def _target_modules(value: str | list[str]) -> str | list[str]:
     if isinstance(value, str) and "," in value:
-        refuse(f"several modules are a list, got {shown(value)}", "write [q_proj, v_proj]")
+        refuse(f"several modules are a list, got {shown(value)}", "write [q_proj, v_proj]",
+               write=[part.strip() for part in value.split(",") if part.strip()])  # fmt: skip
     if isinstance(value, str):
         try:
             re.compile(value)
@@ -93,12 +195,19 @@ def _target_modules(value: str | list[str]) -> str | list[str]:
 
 def _one_gpu(value: int) -> int:
     if value > 1:
-        refuse(f"a job has at most one GPU for now, got {value}", "write gpus: 1")
+        refuse(f"training on several GPUs is not supported yet, got {value}", "write gpus: 1", write=1)
     return value
 
 
+def _none_as_empty(value: Any) -> Any:
+    """null for an empty list."""
+    return [] if value is None else value
+
+
 def _listed(value: Any) -> Any:
-    """`tensorboard` for `[tensorboard]`, and `none` for nothing, as in SFTConfig."""
+    """`tensorboard` for `[tensorboard]`, and `none` and null for nothing, as in SFTConfig."""
+    if value is None:
+        return []
     if isinstance(value, str):
         return [] if value == "none" else [value]
     return value
@@ -110,7 +219,9 @@ def _metric_names(value: Any) -> Any:
 
 
 def _job_ids(value: Any) -> Any:
-    """Job numbers may be written as numbers."""
+    """Job numbers may be written as numbers; null is none."""
+    if value is None:
+        return []
     if isinstance(value, list):
         return [str(item) if isinstance(item, int) and not isinstance(item, bool) else item for item in value]
     return value
@@ -193,6 +304,36 @@ class LoraSpec(Section):
     """Whether the audio tower's layers get one too."""
 
 
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        refuse(f"expected a regular expression, got {shown(value)}: {error}")
+    return value
+
+
+Pattern = Annotated[Text, AfterValidator(_pattern)]
+
+
+class PartsSpec(Section):
+    """`parts:` of a model whose module names honed does not know: for each part a regular expression, searched for in
+    the names of modules as the checkpoint stores them. Modules below a match belong to its part."""
+
+    vision: Pattern | None = None
+    """Modules of the vision encoder."""
+    audio: Pattern | None = None
+    """Modules of the audio encoder."""
+    projector: Pattern | None = None
+    """Modules that project the encoders' outputs into the language model."""
+    language: Pattern | None = None
+    """Modules of the language model whose names say otherwise."""
+
+    @property
+    def patterns(self) -> dict[Part, str]:
+        kinds: tuple[Part, ...] = ("language", "vision", "audio", "projector")
+        return {kind: value for kind in kinds if (value := getattr(self, kind)) is not None}
+
+
 class MediaDirSpec(Section):
     """`media_dir:` with a directory for each kind; null takes the data file's."""
 
@@ -239,14 +380,24 @@ class MediaSpec(Section):
 class DatasetSpec(Section):
     """One of `datasets:` or `eval_datasets:`."""
 
-    path: AbsolutePath
-    """A .jsonl, .json, .csv or .parquet file, or a directory of them."""
+    path: Annotated[
+        str, AfterValidator(_dataset_path), Place(), Expected("an absolute path, or a hub id (org/name)")
+    ]  # fmt: skip
+    """A .jsonl, .json, .csv, .parquet or .arrow file, the first three also packed (.gz, .zst, .bz2, .xz), or a
+    directory of them: also one that `save_to_disk` wrote, or with the files in `data/`. Or the hub id of a data set
+    with such files, which is fetched as a base model is."""
+    name: Text | None = None
+    """Of a hub id: the configuration, where the data set has several."""
+    revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
+    """Of a hub id: branch, tag or commit."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
     """How a row is built; `auto` goes by its columns."""
     fraction: Annotated[float, Gt(0)] | None = None
     """Share of the mixture, as in TRL: normalised, no row drawn twice. For all data sets or none."""
     split: Text | None = None
-    """Of a directory with several splits, the one that is read."""
+    """The split to read from a directory with several: a subdirectory, or a word that names of files begin or end
+    with. Required where some names say `test` or the like; `train` takes files whose names say no split, if none says
+    `train`."""
     max_rows: Count | None = None
     """Rows that are read at most."""
     media_dir: MediaDir | None = None
@@ -254,6 +405,35 @@ class DatasetSpec(Section):
     has one for each kind."""
     columns: dict[str, Text] | None = None
     """Columns with other names, as `our name: their column`."""
+    _place: Path | None = PrivateAttr(None)  # the snapshot of a hub id, and the files in it
+    _files: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def is_of_hub(self) -> bool:
+        return is_hub_dataset(self.path)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is of the hub, and was not found in the cache."""
+        return self.is_of_hub and self._place is None
+
+    @property
+    def place(self) -> Path:
+        """The file or directory; of one that is missing there is none."""
+        assert not self.is_missing
+        return self._place or Path(self.path)
+
+    def files(self) -> list[Path]:
+        """The data files. Raises DatasetError where there is none."""
+        if self.is_of_hub:
+            return [self.place / name for name in self._files]
+        return datadir.files(self.place, split=self.split)
+
+    def placed(self, place: Path, files: Sequence[str]) -> DatasetSpec:
+        """One of the hub, found in the cache."""
+        made = self.model_copy()
+        made._place, made._files = place, tuple(files)
+        return made
 
     def media_dirs(self, data_dir: Path) -> dict[Kind, Path]:
         """Where the paths of each kind start from, in a data file that lies in `data_dir`."""
@@ -303,6 +483,10 @@ class PredictionSpec(Section):
     """The metrics on predictions; `auto` goes by what the answers should be. See docs/operation.md for all of them."""
     sample: SampleSpec | None = None
     """How answers are drawn; null takes the likeliest token each time."""
+    settings: Literal["greedy", "base"] = "greedy"
+    """Further generation settings: `greedy` uses none, `base` those of the base model's generation_config.json
+    (penalties, n-grams, suppressed and forced tokens, and, without `sample`, sampling and beams). Answers end at the
+    same tokens in both, and the output keeps the base's file."""
     autocast: Literal["off", "match"] = "off"
     """Whether predictions are made under the trainer's autocast; `match` is for a model that fails without. Where
     parameters that are trained beside LoRA's own have another dtype than the model was loaded in, `off` is autocast in
@@ -390,39 +574,69 @@ class JobSpec(Section):
     priority: Annotated[int, Ge(-1_000_000), Le(1_000_000)] = 0
     """Higher runs first; equal: first come."""
     base_model: Annotated[
-        str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME")
+        str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME"), Place()
     ]
     """What training starts from: a directory, a hub id, or what another job makes (`job:NAME`)."""
-    model_type: Annotated[str, form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")] | None = None
+    model_type: Annotated[
+        str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")
+    ] | None = None  # fmt: skip
     """The model's type, only where the checkpoint's config.json lacks it or has an alias."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Flag = False
     """Whether code that comes with the model may run; only where the administrator allows it."""
-    chat_template: AbsolutePath | None = None
+    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template)] | None = None
     """A file with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template takes, in training and predictions alike."""
+    """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
+    training_chat_template: Annotated[
+        str, BeforeValidator(_training_template), AfterValidator(_variant), Expected("trl, or an absolute path"),
+        Place(),
+    ] | None = None  # fmt: skip
+    """Another template to render rows with, where the base's leaves out parts of them: `trl` uses the training variant
+    that TRL ships for it; else a file. Predictions and the exported model use the base's template."""
     adapter: Annotated[
-        str, BeforeValidator(_adapter), AfterValidator(_adapter_place), Expected("an absolute directory, or job:NAME")
+        str, BeforeValidator(_adapter), AfterValidator(_adapter_place), Expected("an absolute directory, or job:NAME"),
+        Place(),
     ] | None = None  # fmt: skip
     """An adapter's directory, or the job that makes it (`job:NAME`): training goes on from it, or it is merged."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
     """What loads the model; `auto` falls back to transformers, a backend asked for by name does not."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision; `auto` takes what the checkpoint stores, if the device can. Of a merge: every parameter's."""
-    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Precision of computation; `auto` takes what the checkpoint stores, if the device can. The weights of full
+    fine-tuning are float32 then, under autocast, as far as memory allows: see `master_weights`. float32 computes in
+    float32, without autocast. Of a merge: every parameter's."""
+    adapter_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights trained beside a frozen base; `auto` is float32, also for QLoRA. bfloat16 takes half the
+    memory and loses small updates."""
+    master_weights: Literal["auto", "float32", "compensated", "none"] = "auto"
+    """How full fine-tuning stores its weights: `float32`, computed under autocast; `compensated`, bfloat16 with a
+    remainder that completes each weight to float32, updated by honed's own AdamW; `none`, bfloat16 alone, which loses
+    small updates. `auto` takes the first that fits into the device's memory, with an 8-bit AdamW where that helps and
+    `training.optim` names no other optimizer."""
+    save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of a full fine-tuning's output; `auto` is that of the base checkpoint, `float32` keeps what was
+    trained."""
+    quantization: Annotated[Literal["none", "4bit", "8bit"], BeforeValidator(_quantization)] = "none"
     """Quantization of the base model, under an adapter."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """The attention's implementation."""
-    lora: LoraSpec | None = None
+    lora: Annotated[LoraSpec | None, BeforeValidator(_lora)] = None
     """Train an adapter. Left out: full fine-tuning, of a model that sees or hears that of its language model."""
-    datasets: list[DatasetSpec] = Field(default_factory=list)
+    parts: PartsSpec = PartsSpec()
+    """The modules of the vision encoder, the audio encoder and the projector, where honed does not know their names."""
+    train_parts: Annotated[
+        list[Literal["language", "vision", "audio", "projector"]],
+        Expected("a list of language, vision, audio, projector"),
+    ] = Field(default=["language"], min_length=1)  # fmt: skip
+    """The parts of the model that full fine-tuning trains; the others stay as they are."""
+    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits)] = Field(default_factory=list)
     """What is trained on."""
-    eval_datasets: list[DatasetSpec] = Field(default_factory=list)
+    eval_datasets: Annotated[list[DatasetSpec], BeforeValidator(_none_as_empty)] = Field(default_factory=list)
     """What is held out; or `eval_split`."""
-    eval_split: Share | None = None
-    """The share of the training data that is held out."""
+    eval_split: ShareOrZero | None = None
+    """The share of the training data to hold out; 0 and null hold nothing out. Rows with the same content are kept on
+    the same side."""
     media: MediaSpec = MediaSpec()
     """How images, videos and sound of the rows become tokens."""
     training: TrainingSpec = TrainingSpec()
@@ -481,39 +695,53 @@ def references(spec: JobSpec) -> dict[str, str]:
 
 def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
     """Read a job file. Raises SpecError, whose message has every problem on a line of its own (`.problems`)."""
-    parsed = read(path, max_bytes=max_bytes)
-    return validate(parsed.data, parsed.lines)
+    return of(read(path, max_bytes=max_bytes))
 
 
 def read(path: Path, *, max_bytes: int = document.MAX_BYTES) -> document.Document:
     """What a job file says and where, whether or not that is a job. Raises SpecError where it is no text to read."""
-    return document.parse(_read(path, max_bytes), path.suffix, max_bytes=max_bytes)
+    return document.parse(_read(path, max_bytes), path.suffix, max_bytes=max_bytes, is_lenient=True)
 
 
 def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
     """Read a job file's content; the suffix says its format. Raises SpecError, as `load`."""
-    parsed = document.parse(data, suffix, max_bytes=max_bytes)
-    return validate(parsed.data, parsed.lines)
+    return of(document.parse(data, suffix, max_bytes=max_bytes, is_lenient=True))
 
 
-def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -> JobSpec:
-    """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together."""
+def of(parsed: document.Document) -> JobSpec:
+    """What `read` has read, as a JobSpec. Raises SpecError, as `load`."""
+    return validate(parsed.data, parsed.lines, parsed.problems)
+
+
+def validate(
+    data: dict[str, Any],
+    lines: Mapping[KeyPath, int] | None = None,
+    unread: Mapping[KeyPath, Problem] | None = None,
+) -> JobSpec:
+    """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together. `unread`
+    are those of values that could not be read, which stand in the data as null."""
     lines = lines or {}
-    if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data, ())]:
+    if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
         raise InvalidSpecError(secrets)  # before anything repeats a value
+    spec, found = None, []
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         found = refusal.refusals(error, data, JobSpec)
-        problems = [item.problem(lines) for item in found]
-        # What is right may still not fit together; a rule that reads a refused key keeps quiet.
-        if (mended := _mended(data, found)) is not None:
-            touched = [path for item in found for path in item.touched]
-            problems += rule.problems(mended, lines, except_of=touched)
-    else:
-        problems = rule.problems(spec, lines, except_of=[])
+    # A key that honed does not know is told as such, whatever stands there.
+    unknown = {each.path for each in found if each.is_unknown}
+    unread = {path: each for path, each in (unread or {}).items() if path not in unknown}
+    found = [each for each in found if each.path not in unread]
+    problems = [item.problem(lines) for item in found] + [*unread.values()]
+    found += [refusal.Refusal(path, "") for path in unread]
+    # What is right may still not fit together; a rule that reads a refused key keeps quiet.
+    if (mended := _mended(data, found) if found or spec is None else spec) is not None:
+        touched = [path for item in found for path in item.touched]
+        problems += rule.problems(mended, lines, except_of=touched)
     if problems:
-        raise InvalidSpecError(sorted(problems, key=lambda problem: problem.line or 0))
+        problems = _followed(data, problems, lines)
+        raise InvalidSpecError(sorted(problems, key=lambda each: each.line or 0))
+    assert spec is not None
     if spec.kind == "merge" and "resources" not in spec.model_fields_set:
         return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not wait for a GPU
     return spec
@@ -522,17 +750,40 @@ def validate(data: dict[str, Any], lines: Mapping[KeyPath, int] | None = None) -
 _SECRET = ("looks like a token or a key", "secrets never stand in a spec: take it back where it was issued")
 
 
-def _secrets(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Where a value is a secret. A key that says so itself is refused without its value anyway."""
-    match value:
-        case str() if synonym.SECRET_VALUES.search(value) and not synonym.SECRETS.fullmatch(str(path[-1]).lower()):
+def _secrets(data: dict[str, Any]) -> Iterator[KeyPath]:
+    """Paths of values that are secrets. A key that says so itself is refused without its value anyway."""
+    for path, text in texts(data):
+        if synonym.SECRET_VALUES.search(text) and not synonym.SECRETS.fullmatch(str(path[-1]).lower()):
             yield path
-        case dict():
-            for key, item in value.items():
-                yield from _secrets(item, (*path, key))
-        case list():
-            for number, item in enumerate(value):
-                yield from _secrets(item, (*path, number))
+
+
+def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyPath, int]) -> list[Problem]:
+    """The problems, with what their fixes taken together would be refused for in a second round: it is mended at once,
+    where its own fix is known."""
+    fix = InvalidSpecError(problems).fix
+    if not fix:
+        return problems
+    content = problem.mended(data, fix)
+    touched: list[KeyPath] = []
+    try:
+        settled: JobSpec | None = JobSpec.model_validate(content)
+    except ValidationError as error:
+        wrong = refusal.places(error, content)
+        touched = [each.path for each in wrong]
+        settled = _mended(content, wrong)
+    known = {(each.key, each.message) for each in problems}
+    next_ones = rule.problems(settled, lines, except_of=touched) if settled is not None else []
+    told = {each.key for each in problems}
+    for each in next_ones:
+        if (each.key, each.message) in known or not each.fix:
+            continue
+        cause = next((number for number, found in enumerate(problems) if found.fix.get(each.key) is not None), None)
+        if cause is not None:
+            found = problems[cause]
+            problems[cause] = replace(found, hint=f"{found.hint}; {each.hint}", fix={**found.fix, **each.fix})
+        elif each.key not in told and each.line is not None:
+            problems.append(each)  # a rule was silent, since a key that it reads was refused
+    return problems
 
 
 def _mended(data: dict[str, Any], found: list[refusal.Refusal]) -> JobSpec | None:

@@ -138,7 +138,9 @@ def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path
 def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path]) -> Iterator[tuple[Path, int, Media]]:
     form: str = "" if each.format == "auto" else each.format
     for file in files:
-        for number, row in enumerate(dataset.read(file), start=1):
+        for number, (row, _) in enumerate(dataset.read_any(file), start=1):
+            if not isinstance(row, dict):
+                continue
             with contextlib.suppress(RowError, DatasetError):
                 form = form or dataset.recognise(row, each.columns)
                 made = fields(row, form, each.columns, has_chat_template=True, directories=directories)

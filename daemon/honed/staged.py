@@ -1,4 +1,4 @@
-"""Where the copies lie that `submit --stage` makes (stage.py), apart from what makes them: honed removes them."""
+"""Places of the copies that `submit --stage` makes (stage.py), apart from what makes them: honed removes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACE = re.compile(r"[0-9a-f]{16}")
 
 
 def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
-    """Where the copies lie that a job names, as far as its dropper made them: a spec may name anybody's."""
+    """The place of the copies that a job names, as far as its dropper made them: a spec may name anybody's."""
     found = []
     for place in sorted({place for text in _texts(job_spec) if (place := place_of(Path(text), layout)) is not None}):
         with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ makes of them."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from honed import arrival, config, draft, following, terminal, trial
+from honed import arrival, config, draft, following, relative, terminal, trial
 from honed.database import timestamp
 from honed.error import EnvironmentInvalidError, HonedError, UsageError
 from honed.instance import Instance
@@ -21,9 +22,18 @@ VERDICT_TIMEOUT_SEC = 90.0
 
 
 def submit(instance: Instance, options: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as copies:
+        found = [copies.enter_context(relative.resolved(path)) for path in options.files]
+        for change in () if options.json else [change for each in found for change in each.changes]:
+            terminal.say(str(change))
+        return _submit(instance, options, [each.path for each in found])
+
+
+def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) -> int:
+    """`paths` are the files as they are dropped: with the paths in them absolute."""
     if options.stage:
-        options.files = [_stage(instance, path, quiet=options.json) for path in options.files]
-    checked = [_checked(instance, path) for path in options.files]
+        paths = options.files = [_stage(instance, path, quiet=options.json) for path in paths]
+    checked = [_checked(instance, path, paths) for path in paths]
     if any(isinstance(each, HonedError) for each in checked):
         _remove_copies(instance, options)
         _say_refused(options, checked)
@@ -38,7 +48,7 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
     status, answers = 0, []
     since = time.time() - 1.0
     # All are dropped before the first verdict: one may name another.
-    names = [arrival.drop(incoming_dir, path, hold=options.hold) for path in options.files]
+    names = [arrival.drop(incoming_dir, path, hold=options.hold) for path in paths]
     for path, name, verdict in zip(options.files, names, checked, strict=True):
         if instance.is_up and verdict.needs_fetch and not options.wait:
             answers.append({"file": str(path), "id": None, "state": "fetching", **draft.missing(verdict)})
@@ -47,6 +57,8 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
         else:
             answers.append({"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
+        for warning in () if options.json or answers[-1].get("state") == "rejected" else verdict.warnings:
+            terminal.say(f"  warning: {warning}", style="yellow")
         status |= answers[-1].get("state") == "rejected"
         if answers[-1].get("state") == "rejected":
             _remove_copies(instance, options, path)
@@ -81,10 +93,10 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _checked(instance: Instance, path: Path) -> Any:
+def _checked(instance: Instance, path: Path, beside: list[Path]) -> Any:
     """The check's verdict on a file, or the error that honed would refuse it with. Raises UsageError for no file."""
     try:
-        return draft.check_one(instance, path)
+        return draft.check_one(instance, path, beside=beside)
     except UsageError:
         raise
     except HonedError as error:
@@ -92,10 +104,12 @@ def _checked(instance: Instance, path: Path) -> Any:
 
 
 def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
-    """Why nothing is dropped: each file that would be refused."""
+    """Say why nothing is dropped: each file that would be refused."""
     refused = {path: each for path, each in zip(options.files, checked, strict=True) if isinstance(each, HonedError)}
     for path, error in () if options.json else refused.items():
         terminal.complain(error, prefix=f"{path}: ")
+    if len(checked) > len(refused) and not options.json:
+        terminal.say(f"nothing was submitted: {len(refused)} of {len(checked)} files would be refused", style="red")
     if options.json:
         answers: list[dict[str, Any]] = [
             {"file": str(path), "id": None, "state": "rejected", "error": refused[path].as_dict()}
@@ -140,7 +154,8 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     draft.checked(instance, options.file)
     if not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, and a trial is a job", hint="start it first")
-    content = document.parse(options.file.read_bytes(), options.file.suffix).data
+    with relative.resolved(options.file) as found:
+        content = document.parse(found.path.read_bytes(), found.path.suffix).data
     since = time.time() - 1.0
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{options.file.stem}.trial.json"

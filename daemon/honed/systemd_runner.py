@@ -184,7 +184,8 @@ def unit_name(job_id: int) -> str:
 
 
 def why_not(layout: Layout, systemd: Systemd) -> str | None:
-    """Why workers cannot be units here; None where they can. Asks systemd, polkit included; changes nothing."""
+    """The reason why workers cannot be units here; None where they can. Asks systemd, polkit included; changes
+    nothing."""
     if layout.root != Path("/"):
         return "units belong to the instance at /, and this one is below another directory"
     if not BOOTED_PATH.is_dir():

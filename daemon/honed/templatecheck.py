@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
+from honed import variant
 from honed.basemodel import BaseModelInfo
 from honed.error import HonedError, ModelError, SpecError
+from honed.row import RESERVED_KWARGS
 from honed.spec import JobSpec
 
 #: Bytes of a chat template that is read.
@@ -21,28 +25,75 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
 
     Raises SpecError or ModelError for one that does not compile.
     """
+    if reserved := sorted(RESERVED_KWARGS & job_spec.chat_template_kwargs.keys()):
+        raise SpecError(
+            f"chat_template_kwargs: `{reserved[0]}` is no argument of a chat template",
+            hint="leave it out",
+            fix={f"chat_template_kwargs.{reserved[0]}": None},
+        )
+    if (asked := job_spec.training_chat_template) not in (None, variant.ASKED):
+        _compile(_read(Path(asked), "training_chat_template"), f"training_chat_template: {asked}", SpecError)
     if job_spec.chat_template is not None:
-        _compile(_read(Path(job_spec.chat_template)), f"chat_template: {job_spec.chat_template}", SpecError)
-        return True
-    if model is None:
+        text = _read(Path(job_spec.chat_template))
+        _compile(text, f"chat_template: {job_spec.chat_template}", SpecError)
+    for_rows(job_spec, model)
+    if job_spec.chat_template is not None or model is None:
         return True
     if model.chat_template is not None:
         _compile(model.chat_template, f"{model.path}: the chat template", ModelError)
     return model.has_chat_template
 
 
-def _read(path: Path) -> str:
+def for_rows(job_spec: JobSpec, model: BaseModelInfo | None) -> Path | None:
+    """The template that rows alone are rendered by. Raises SpecError where there is none, or none to go with it."""
+    if job_spec.training_chat_template is None or (job_spec.chat_template is None and model is None):
+        return None
+    if job_spec.chat_template is not None:
+        template: str | None = _read(Path(job_spec.chat_template))
+    else:
+        template = model.chat_template if model else None
+    if template is None:
+        raise SpecError(
+            "training_chat_template: the base model has no chat template, by which predictions would be asked",
+            hint="name the file as chat_template: it serves rows and predictions",
+        )
+    return variant.locate(job_spec.training_chat_template, template)
+
+
+def unused(job_spec: JobSpec, model: BaseModelInfo | None) -> list[str]:
+    """What to warn of: names of chat_template_kwargs that occur in none of the job's templates."""
+    if not job_spec.chat_template_kwargs or model is None or (own := source(job_spec, model)) is None:
+        return []
+    other = for_rows(job_spec, model)
+    words = set(re.findall(r"\w+", own + (_read(other, "training_chat_template") if other is not None else "")))
+    warnings = []
+    for name in sorted(job_spec.chat_template_kwargs.keys() - words):
+        near = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        warnings.append(f"chat_template_kwargs.{name}: the chat template does not use it: it changes nothing{meant}")
+    return warnings
+
+
+def source(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
+    """The template that renders the job's rows, as it was checked."""
+    return model.chat_template if job_spec.chat_template is None else _read(Path(job_spec.chat_template))
+
+
+def _read(path: Path, key: str = "chat_template") -> str:
     if not path.is_file():  # nor a pipe, on which reading would wait for ever
-        raise SpecError(f"chat_template: no such file: {path}", hint="name a file with a Jinja chat template")
+        raise SpecError(f"{key}: no such file: {path}", hint="name a file with a Jinja chat template")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_BYTES)
     except (OSError, ValueError) as error:
-        raise SpecError(
-            f"chat_template: {path}: {error}", hint="it is UTF-8, and the group honed-job can read it"
-        ) from error
+        raise SpecError(f"{key}: {path}: {error}", hint="it is UTF-8, and the group honed-job can read it") from error
     if not text.strip():
-        raise SpecError(f"chat_template: {path} is empty", hint="name a file with a Jinja chat template")
+        raise SpecError(f"{key}: {path} is empty", hint="name a file with a Jinja chat template")
+    if "{{" not in text and "{%" not in text:
+        raise SpecError(
+            f"{key}: {path} is no Jinja template: it has neither {{{{ nor {{%, and renders each row the same",
+            hint="name a file with a Jinja chat template",
+        )
     return text
 
 

@@ -1,4 +1,4 @@
-"""How honectl draws: tables, progress, masked text. Everything that came in a job file is data, never markup or an
+"""Drawing for honectl: tables, progress, masked text. Everything that came in a job file is data, never markup or an
 escape sequence."""
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def progress_bar() -> Progress:
 
 
 def bar(progress: dict[str, Any], *, width: int = 20) -> str:
-    """How far a job is, in characters; empty before its first step."""
+    """A bar of a job's progress, in characters; empty before its first step."""
     step, num_steps = progress.get("step"), progress.get("num_steps")
     if step is None or not num_steps:
         return ""

@@ -1,4 +1,4 @@
-"""Where each key of a TOML text stands; tomllib, which reads the values, does not say."""
+"""The line of each key of a TOML text; tomllib, which reads the values, does not say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from honed.problem import KeyPath
 
 #: Told of each key and list item with its line; may raise, which ends the scan.
 Note = Callable[[KeyPath, int], None]
+#: Told of each plain value with where it begins and ends in the text.
+Place = Callable[[KeyPath, int, int], None]
 #: Parts of a dotted key that are read; more is deeper than any limit on depth.
 MAX_DOTS = 200
 
@@ -27,9 +29,10 @@ _VALUE = re.compile(
 )
 
 
-def scan(text: str, note: Note) -> int | None:
-    """Tell `note` of every key. Returns None, or the offset of what it could not read (and stopped at)."""
-    scanner = _Scanner(text, note)
+def scan(text: str, note: Note, place: Place = lambda _path, _begin, _end: None) -> int | None:
+    """Tell `note` of every key, and `place` of every value. Returns None, or the offset of what it could not
+    read, where it stopped."""
+    scanner = _Scanner(text, note, place)
     try:
         scanner.statements()
     except _StuckError:
@@ -42,9 +45,9 @@ class _StuckError(Exception):
 
 
 class _Scanner:
-    def __init__(self, text: str, note: Note) -> None:
+    def __init__(self, text: str, note: Note, place: Place) -> None:
         self.at = 0
-        self._text, self._note = text, note
+        self._text, self._note, self._place = text, note, place
         self._line, self._line_at = 1, 0
         self._num_tables: dict[KeyPath, int] = {}  #: [[path]] -> how many so far
 
@@ -74,7 +77,9 @@ class _Scanner:
         elif self._take("{"):
             self._inline_table(path)
         else:
+            begin = self.at
             self._match(_VALUE)
+            self._place(path, begin, self.at)
 
     def _array(self, path: KeyPath) -> None:
         index = 0

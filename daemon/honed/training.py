@@ -97,7 +97,8 @@ class TrainingSpec(Section):
 
     # Loss
     loss_type: Literal["nll", "dft", "chunked_nll"] | None = None
-    """The loss; null leaves the choice to TRL, or to Unsloth, which computes the same in its own way."""
+    """The loss; null leaves the choice to TRL, or to Unsloth, which computes the same in its own way, and takes nll
+    where theirs is not the model's: see docs/operation.md."""
     label_smoothing_factor: Fraction = 0.0
     """Label smoothing."""
     neftune_noise_alpha: Annotated[float, Ge(0)] | None = None
@@ -145,7 +146,8 @@ class TrainingSpec(Section):
 
     # Checkpoints
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
-    """When checkpoints are written. A stop writes one in any case."""
+    """When checkpoints are written. A stop writes one in any case. Unless set: with each evaluation, where the best
+    checkpoint is wanted."""
     save_steps: Steps = 500
     """Steps between checkpoints; see also save_interval_sec."""
     save_total_limit: Count | None = None

@@ -132,7 +132,8 @@ def _verdict(before: float | None, after: float | None, num_right: int, num_aske
 
 
 def _answers(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Of each prompt, whether it was answered as in the truth: never, where that is longer than an answer may be."""
+    """Tell for each prompt whether it was answered as in the truth: never, where that is longer than an answer may
+    be."""
     return {str(row.get("prompt")): is_right(row) for row in rows}
 
 

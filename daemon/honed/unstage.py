@@ -1,4 +1,4 @@
-"""What `submit --stage` had copied for a job is removed once the job is done."""
+"""Remove the copies that `submit --stage` made for a job, once the job is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def remove_copies(layout: Layout, job: Job, unfinished: Iterable[Job]) -> None:
-    """Of a job that is done, what `submit --stage` had copied; what another job of the same person names stays."""
+    """Remove what `submit --stage` had copied for a job that is done; what another job of the same person names
+    stays."""
     for place in copies_of_its_own(layout, job, unfinished):
         # Aside: a hundred thousand images take their time.
         threading.Thread(target=_remove, args=(job, place)).start()

@@ -1,4 +1,4 @@
-"""What wakes the loop from outside: a byte in a pipe, written by threads, and by Python itself where a signal comes."""
+"""Waking the loop from outside: a byte in a pipe, written by threads, and by Python itself where a signal comes."""
 
 from __future__ import annotations
 

@@ -40,13 +40,20 @@ class Watcher:
     """One directory, watched. `wake` is called from another thread: it may only write to a pipe."""
 
     def __init__(
-        self, directory: Path, *, settle_sec: float, wake: Callable[[], None], now: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        *,
+        settle_sec: float,
+        wake: Callable[[], None],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self.settle_sec = settle_sec
         self._wake = wake
         self._now = now
-        self._made_at = (time.monotonic(), now())
+        self._clock = clock
+        self._made_at = (clock(), now())
         self._lock = threading.Lock()
         self._closed: set[str] = set()
         self._moved: set[str] = set()
@@ -152,7 +159,7 @@ class Watcher:
             was_moved, was_closed = path.name in self._moved, path.name in self._closed
         if was_moved:
             return True
-        key, now = (info.st_ino, info.st_size, info.st_mtime_ns), time.monotonic()
+        key, now = (info.st_ino, info.st_size, info.st_mtime_ns), self._clock()
         seen = self._sightings.get(path.name)
         if seen is None or seen.key != key:
             seen = self._sightings[path.name] = _Sighting(key, now)

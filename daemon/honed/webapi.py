@@ -1,4 +1,4 @@
-"""What honed-web answers as JSON: each address with its parameters and the type of its answer, and from these the
+"""The JSON API of honed-web: each address with its parameters and the type of its answer, and from these the
 OpenAPI description, so that the two cannot differ."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PredictionPaging(Paging):
 
 
 class Progress(_Answer):
-    """How far a job is."""
+    """The progress of a job."""
 
     step: int | None
     num_steps: int | None
@@ -78,7 +78,7 @@ class Progress(_Answer):
 
 
 class WaitingFor(_Answer):
-    """Why a job does not run."""
+    """The reason why a job does not run."""
 
     reason: str
     """A word for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
@@ -96,6 +96,8 @@ class JobRow(_Answer):
     state: State
     outcome: str | None
     """How it ended: succeeded, or the code of what ended it."""
+    remark: str = ""
+    """What is to be said of a success: that its loss never left where it began, or that it ended worse."""
     priority: int
     submitted_at: str
     """ISO 8601, UTC."""
@@ -126,6 +128,8 @@ class Error(_Answer):
     code: str
     message: str
     hint: str
+    fix: dict[str, Any] | None = None
+    """What is to be changed in the job file, where that is the remedy: dotted key, new value or null to take it out."""
 
 
 class Failure(_Answer):

@@ -408,7 +408,7 @@ def _asker(request: Request) -> Asker:
 
 
 def _log_in(request: Request) -> Response:
-    """Where a browser is asked for the token: at the root, so that it shows it everywhere from then on."""
+    """The page on which a browser is asked for the token: at the root, so that it shows it everywhere from then on."""
     return _token_wanted() if request.state.may_log_in else RedirectResponse("/")
 
 

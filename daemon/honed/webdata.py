@@ -1,4 +1,5 @@
-"""What honed-web reads: the spool's entries, the database by the page, and whether honed is up. It writes nothing.
+"""The data that honed-web reads: the spool's entries, the database by the page, and whether honed is up. It writes
+nothing.
 
 Spool      entries, each read again only where its file has changed
 query      the shapes of `--json`, and who may read what
@@ -315,7 +316,7 @@ class Source:
         return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
 
     def running(self, job_ids: list[int]) -> dict[int, dict[str, Any]]:
-        """Of each of these jobs its progress; where it has told them, the tokens of its rows, and those that it had
+        """The progress of each of these jobs; where it has told them, the tokens of its rows, and those that it had
         trained on at its last evaluation."""
         found: dict[int, dict[str, Any]] = {}
         with self.database() as db:

@@ -1,4 +1,4 @@
-"""What Prometheus may ask of honed-web: the queue, running jobs, outcomes and the outbox, as they are now."""
+"""Metrics of honed-web for Prometheus: the queue, running jobs, outcomes and the outbox, as they are now."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 function __honectl_jobs
     honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'
 end
-complete -c honectl -n __fish_use_subcommand -f -a submit -d 'check job files, then drop them into the spool'
+complete -c honectl -n __fish_use_subcommand -f -a submit -d 'check job files and drop them into the spool; relative paths become absolute'
 complete -c honectl -n '__fish_seen_subcommand_from submit' -l json
 complete -c honectl -n '__fish_seen_subcommand_from submit' -l hold
 complete -c honectl -n '__fish_seen_subcommand_from submit' -l stage

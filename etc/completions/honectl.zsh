@@ -2,7 +2,7 @@
 # Made by `python -m honed.reference --write docs`.
 local -a verbs
 verbs=(
-        'submit:check job files, then drop them into the spool'
+        'submit:check job files and drop them into the spool; relative paths become absolute'
         'check:check job files as honed would before it accepts them'
         'plan:what would be done and why; no model is loaded'
         'preview:rows exactly as they will be trained on, masked and trained text told apart'

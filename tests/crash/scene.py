@@ -29,7 +29,7 @@ CALLS = ("openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renamea
 ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
 KILL = "KILL"
 #: Seconds that one honed may take for three tiny jobs; far more than it needs.
-DEADLINE_SEC = 90.0
+DEADLINE_SEC = 180.0
 GOOD, BAD = ("plain.json", "dies.json"), ("half.json",)
 CONFIG = """
 [spool]

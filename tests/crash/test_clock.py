@@ -193,12 +193,11 @@ def test_files_seen_in_one_order_are_taken_in_it_whatever_their_times_say(instan
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdin is not None
     assert holder.stdout is not None
-    for name in ("first", "second"):
+    for number, name in enumerate(("first", "second"), 1):
         written = [str(instance.incoming_dir / f"{name}.json"), text.replace('"x"', f'"succeed-1.{name}"')]
         print(json.dumps(written), file=holder.stdin, flush=True)
         holder.stdout.readline()
-        for _ in range(3):  # each answer is a turn of the loop, and each turn a look at what is not whole yet
-            instance.client.ask("status")
+        wait_for(lambda wanted=number: instance.client.ask("status")["num_arriving"] == wanted, what="it is seen")
     (instance.incoming_dir / "first.json").chmod(0o640)  # by its times it is the younger one now
     holder.kill()
     holder.wait()

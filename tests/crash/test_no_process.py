@@ -28,7 +28,7 @@ def test_an_arrival_is_checked_once_a_process_is_to_be_had(tmp_path: Path, caplo
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "cannot be started" in caplog.text
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (answers := checker.poll()):
         assert time.monotonic() < deadline, sys.executable
         time.sleep(0.02)

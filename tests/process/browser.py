@@ -17,7 +17,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 #: Seconds for one answer; a busy machine takes long to start Chromium.
-TIMEOUT_SEC = 90.0
+TIMEOUT_SEC = 180.0
 _SEEN = """
 (() => ({title: document.title, width: innerWidth, scrolls: document.documentElement.scrollWidth,
   text: document.body.innerText, scripts: document.scripts.length,
@@ -205,6 +205,6 @@ def opened(profile: Path) -> Iterator[Browser]:
         yield browser
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(TIMEOUT_SEC)
         os.close(to_read[0])
         os.close(to_write[1])

@@ -20,7 +20,7 @@ CHUNK_BYTES = 1024
 
 @dataclass
 class Repository:
-    """One model and how it is given out."""
+    """One model or data set and how it is given out; of data sets the key is `datasets/org/name`."""
 
     files: dict[str, bytes]
     commits: dict[str, str] = field(default_factory=lambda: {"main": "1" * 40})  #: revision → commit
@@ -36,7 +36,7 @@ class Repository:
 
 
 def is_large(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin"))
+    return name.endswith((".safetensors", ".bin", ".parquet"))
 
 
 def blob(name: str, data: bytes) -> str:
@@ -100,8 +100,8 @@ class Hub:
         with contextlib.suppress(ConnectionError):
             if self.statuses:
                 _refuse(asked, self.statuses.pop(0), "")
-            elif path.startswith("api/models/"):
-                repo_id, _, revision = path.removeprefix("api/models/").partition("/revision/")
+            elif path.startswith(("api/models/", "api/datasets/")):
+                repo_id, _, revision = path.removeprefix("api/").removeprefix("models/").partition("/revision/")
                 self._list(asked, repo_id, revision or "main")
             else:
                 repo_id, _, rest = path.removeprefix("cdn/").partition("/resolve/")
@@ -140,7 +140,8 @@ class Hub:
                 if is_large(name):
                     entry["lfs"] = {"size": size, "sha256": blob(name, data), "pointerSize": 134}
             siblings.append(entry)
-        body = {"_id": "0", "id": repo_id, "sha": commit, "siblings": siblings, "private": False, "gated": False,
+        name = repo_id.removeprefix("datasets/")
+        body = {"_id": "0", "id": name, "sha": commit, "siblings": siblings, "private": False, "gated": False,
                 "disabled": False, "downloads": 0, "likes": 0, "tags": []}  # fmt: skip
         data = json.dumps(body).encode()
         asked.send_response(200)

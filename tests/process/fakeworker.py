@@ -2,6 +2,7 @@
 
 succeed[-N]      N steps (5), then success           slow         200 steps of 50 ms; SIGTERM: checkpoint, exit 75
 slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
+until[-N]        N steps (20); takes the last when a file `go` is in its directory
 eat              waits for a file `eat` in its directory, then takes all the memory that there is
 explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
 shrink-N[-PHASE] ends with out_of_memory in that phase (train) until it has taken N steps down the ladder
@@ -14,6 +15,7 @@ hang             never says a word                   deaf         as slow, but i
 freeze           15 quick steps, then nothing more   plod         15 quick steps, then one of six seconds
 fallback         backend_unavailable under unsloth, success under transformers
 mismatch[-N]     precision_mismatch under unsloth, after N steps (none), success under transformers
+unlearned        as succeed, and says that nothing was learned
 report[-N]   as succeed, and evaluates and predicts at each step
 regress      ends worse than it began, explained
 hostile          escape sequences, markup and forged lines in all that it says, then an explanation of that kind
@@ -134,6 +136,8 @@ def main() -> int:
             events.emit("memory", when="built", weights_bytes=3 * 2**20, adapter_bytes=2**20)
             events.emit("memory", when="trained", weights_bytes=3 * 2**20, adapter_bytes=2**20, optimizer_bytes=2**21)
             result("succeeded", steps(int(argument or 5)))
+        case "unlearned":
+            result("succeeded", steps(5), remark="its loss never left where it began: 2.3 in the first steps, 2.3 …")
         case "report":
             count = int(argument or 5)
             for step in range(count + 1):
@@ -153,6 +157,12 @@ def main() -> int:
         case "slow" | "deaf":
             count, _, save = argument.partition("-")
             result("succeeded", steps(int(count or 200), pause=0.05, save_sec=float(save or 0)))
+        case "until":
+            steps(int(argument or 20) - 1, pause=0.05)
+            while not (job_dir / "go").exists():
+                pulse.beat()
+                time.sleep(0.05)
+            result("succeeded", steps(int(argument or 20)))
         case "eat":
             steps(1)
             while not (job_dir / "eat").exists():

@@ -25,7 +25,7 @@ from zoo import plain
 T = TypeVar("T")
 HERE = Path(__file__).parent
 #: Seconds after which a condition that should have come has not.
-DEADLINE_SEC = 30.0
+DEADLINE_SEC = 120.0
 
 
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:

@@ -21,7 +21,7 @@ class LimitedInstance(Instance):
 
     def run(self, num_bytes: int) -> None:
         self.start("--bytes", str(num_bytes), "--drain")
-        assert self.wait(deadline_sec=280.0) == 0
+        assert self.wait(deadline_sec=800.0) == 0
 
 
 def check_stepped_down(instance: Instance, name: str, *texts: str) -> Job:

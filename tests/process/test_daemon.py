@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from harness import Instance, wait_for
+from harness import DEADLINE_SEC, Instance, wait_for
 
 from honed.error import EnvironmentInvalidError, HonedError
 from honed.job import State
@@ -210,7 +211,7 @@ def test_a_second_honed_on_one_spool_is_refused(instance: Instance) -> None:
     first = instance.process
     instance.start()
     assert instance.process is not None
-    assert instance.process.wait(timeout=10) == 78
+    assert instance.process.wait(timeout=DEADLINE_SEC) == 78
     assert "another honed owns this spool" in instance.log
     instance.process = first
 
@@ -247,7 +248,7 @@ def test_a_client_that_talks_nonsense_or_not_at_all_harms_nobody(instance: Insta
             peer.connect(str(instance.layout.control_path))
             peer.sendall(noise)
             peer.shutdown(socket.SHUT_WR)
-            peer.settimeout(5)
+            peer.settimeout(DEADLINE_SEC)
             if noise.endswith(b"\n"):
                 assert json.loads(peer.makefile().readline())["ok"] is False
     assert "idle" in instance.client.ask("status")["status"]
@@ -259,34 +260,35 @@ def test_asking_where_no_honed_runs_says_so(instance: Instance) -> None:
         instance.client.ask("list")
 
 
-def test_the_idle_daemon_is_small_quiet_and_quick_to_start(instance: Instance) -> None:
-    started_at = time.monotonic()
+def num_wakeups(instance: Instance) -> int:
+    """How often the daemon's threads have waited; CPU time, on a busy machine, grows by itself."""
+    assert instance.process is not None
+    statuses = [path.read_text() for path in Path(f"/proc/{instance.process.pid}/task").glob("*/status")]
+    return sum(int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in statuses)
+
+
+def test_the_idle_daemon_is_small_and_quiet(instance: Instance) -> None:
     instance.start()
-    assert time.monotonic() - started_at < 10.0, "ready in under 1 s on a quiet machine"
     assert instance.process is not None
     proc = Path(f"/proc/{instance.process.pid}")
     resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert resident < 50 * 2**20, f"{resident / 2**20:.1f} MiB"
     assert "torch" not in (proc / "maps").read_text()
 
-    def cpu_ticks() -> int:
-        fields = (proc / "stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
-    before = cpu_ticks()
+    begin, before = time.monotonic(), num_wakeups(instance)
     time.sleep(4)
-    share = (cpu_ticks() - before) / os.sysconf("SC_CLK_TCK") / 4
-    assert share < 0.005, f"{share:.2%} of a core"
+    woken = (num_wakeups(instance) - before) / (time.monotonic() - begin)
+    assert woken < 10, f"woken {woken:.1f} times a second"
 
 
 def test_a_retry_that_is_due_and_cannot_start_does_not_spin(instance: Instance) -> None:
-    instance.configure("[jobs]\nretry_delay_sec = 0.2\n")
+    instance.configure("[jobs]\nretry_delay_sec = 3\n")
     instance.drop("crash")
     instance.start()
     wait_for(lambda: "tried again in" in instance.log, what="the delay")
     instance.client.ask("pause")
     instance.drop("succeed-1.other")
-    time.sleep(1.0)  # the delay is over now
+    time.sleep(4.0)  # the delay is over now
     assert instance.process is not None
 
     def cpu_sec() -> float:
@@ -331,6 +333,7 @@ def test_a_plan_made_for_one_gpu_is_made_again_before_the_job_runs_on_another_ki
     job = instance.wait_state("succeed-1.a", State.QUEUED)
     plan_path = instance.layout.job(job.id).plan_path
     plan = json.loads(plan_path.read_text())
+    assert datetime.fromisoformat(plan["date"]).timestamp() == int(job.submitted_at)
     plan["device"] = {"kind": "cuda", "name": "an older GPU", "index": 0, "uuid": "GPU-9",
                       "compute_capability": [7, 0], "total_bytes": 16 << 30, "free_bytes": 16 << 30}  # fmt: skip
     plan_path.write_text(json.dumps(plan))

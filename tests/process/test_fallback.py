@@ -21,7 +21,6 @@ from zoo.vision import build_vision_checkpoint, write_pictures
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth"),
-    pytest.mark.timeout(600),
 ]
 
 SHORT: dict[str, Any] = {
@@ -75,7 +74,7 @@ class WatchedInstance(RealInstance):
     def wait_over(self, job: Job) -> None:
         from harness import wait_for
 
-        wait_for(lambda: self.show(str(job.id))["state"] in {"succeeded", "failed"}, what=job.name, deadline_sec=300)
+        wait_for(lambda: self.show(str(job.id))["state"] in {"succeeded", "failed"}, what=job.name, deadline_sec=600)
 
     def starts_with_modules(self, job: Job) -> list[tuple[str, set[str]]]:
         """The backend of each of the job's processes, and what was imported in it in the end."""

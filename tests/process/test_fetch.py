@@ -15,7 +15,7 @@ from typing import Any
 import fakehub
 import pytest
 from fakehub import Hub, Repository
-from harness import wait_for
+from harness import DEADLINE_SEC, wait_for
 
 from honed import basemodel, snapshot
 from honed.layout import Layout
@@ -51,7 +51,7 @@ def start(root: Path, hub: Hub, *arguments: str, **environment: str) -> subproce
 def fetch(root: Path, hub: Hub, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Exit status, the last line, and stderr."""
     process = start(root, hub, *(arguments or (REPO,)), **environment)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE_SEC)
     return process.returncode, json.loads(out.splitlines()[-1]), err
 
 
@@ -210,7 +210,7 @@ def test_a_hub_that_is_down_is_waited_for_until_the_deadline(hub: Hub, tmp_path:
     line = json.loads(process.stdout.readline())  # type: ignore[union-attr]
     assert "cannot be reached" in line["problem"]
     hub.start()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE_SEC)
     assert process.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["ok"]
     hub.stop()
@@ -233,7 +233,7 @@ def test_what_a_signal_cuts_short_is_gone_on_with(hub: Hub, tmp_path: Path, numb
 
     wait_for(lambda: part() >= 2048, what="a part of the weights")
     process.send_signal(number)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=DEADLINE_SEC)
     if number == signal.SIGTERM:
         assert process.returncode == 75
         assert json.loads(out.splitlines()[-1])["error"]["code"] == "interrupted"
@@ -265,7 +265,9 @@ def test_two_fetches_of_one_model_take_turns(hub: Hub, tmp_path: Path) -> None:
     hub.repositories[REPO].delay_sec = 0.02
     both = [start(tmp_path, hub, REPO) for _ in range(2)]
     ends = []
-    threads = [threading.Thread(target=lambda each=each: ends.append(each.communicate(timeout=60))) for each in both]
+    threads = [
+        threading.Thread(target=lambda each=each: ends.append(each.communicate(timeout=DEADLINE_SEC))) for each in both
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -281,6 +283,6 @@ def test_a_branch_means_the_commit_that_it_had_when_the_fetch_began(hub: Hub, tm
     hub.repositories[REPO].commits["main"] = "2" * 40
     hub.repositories[REPO].commits["old"] = COMMIT
     hub.repositories[REPO].held_at = None
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE_SEC)
     assert process.returncode == 0, err
     assert Path(json.loads(out.splitlines()[-1])["path"]).name == COMMIT

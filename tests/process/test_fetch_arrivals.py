@@ -14,7 +14,7 @@ from typing import Any
 import fakehub
 import pytest
 from fakehub import Hub, Repository
-from harness import Instance, wait_for
+from harness import DEADLINE_SEC, Instance, wait_for
 
 from honed import answer, query, snapshot
 from honed.fetcher import ProcessFetchRunner
@@ -73,7 +73,9 @@ def wait_for_bytes(instance: Instance) -> None:
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=instance.environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, env=instance.environment
+    )
 
 
 def test_a_model_is_fetched_once_for_all_and_holds_up_nobody_else(fetching: Instance, hub: Hub) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import Instance, wait_for
+from harness import DEADLINE_SEC, Instance, wait_for
 
 from honed.job import State
 from zoo import plain
@@ -18,7 +18,7 @@ from zoo import plain
 
 def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **keys)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, **keys)
 
 
 def job_file(instance: Instance, name: str, **keys: Any) -> Path:
@@ -52,6 +52,22 @@ def test_submit_refuses_before_it_drops(instance: Instance) -> None:
         (None, None), ("rejected", "spec_invalid"),
     ]  # fmt: skip
     assert list(instance.incoming_dir.iterdir()) == []
+    done = honectl(instance, "submit", *map(str, files))
+    assert "nothing was submitted: 1 of 2 files would be refused" in done.stdout
+    assert list(instance.incoming_dir.iterdir()) == []
+
+
+def test_submit_tells_the_warnings_of_the_check(instance: Instance) -> None:
+    instance.start()
+    low = {"max_steps": 4, "learning_rate": 1e-9}
+    files = [
+        job_file(instance, "slow", lora={"r": 4}, training=low),
+        job_file(instance, "after", depends_on=["slow"]),
+    ]
+    done = honectl(instance, "submit", *map(str, files))
+    assert done.returncode == 0, done.stderr
+    assert "  warning: training.learning_rate: 1e-09" in done.stdout
+    assert "there is no job" not in done.stdout
 
 
 def test_a_file_that_is_refused_is_the_answer_no_whatever_is_asked_of_it(instance: Instance) -> None:
@@ -123,12 +139,20 @@ def test_check_and_plan_speak_to_people_and_to_scripts(instance: Instance) -> No
     answers = json.loads(honectl(instance, "check", "--json", str(good), str(bad)).stdout)
     assert [answer["ok"] for answer in answers] == [True, False]
     assert answers[1]["error"]["code"] == "spec_invalid"
+    assert answers[0]["faults"] == []
+    (fault,) = answers[1]["faults"]
+    assert set(fault) == {"key", "line", "code", "message", "hint", "fix"}
+    assert (fault["key"], fault["code"]) == ("lora.rank", "spec_invalid")
     plan = json.loads(honectl(instance, "plan", "--json", str(good)).stdout)
     assert plan["backend"]["name"] in {"transformers", "unsloth"}
     assert set(plan["precision"]["reasons"]) >= {"load_dtype"}
     assert plan["checkpoint"]["stored_dtypes"] == {"float32": plan["checkpoint"]["num_parameters"]}
     assert plan["memory"]["weights_bytes"] > 0
     assert "backend" in honectl(instance, "plan", str(good)).stdout
+    low = job_file(instance, "low", lora={"r": 4})
+    assert "optim: adamw_torch_fused\n  the default of training.optim\n" in honectl(instance, "plan", str(low)).stdout
+    asked = job_file(instance, "asked", training={"optim": "adafactor"})
+    assert "optim: adafactor\n  as the job asks\n" in honectl(instance, "plan", str(asked)).stdout
 
 
 def test_list_and_show_have_the_contracts_keys(instance: Instance) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from harness import Instance, wait_for
+from harness import DEADLINE_SEC, Instance, wait_for
 
 from honed.job import State
 from honed.outcome import SUCCEEDED
@@ -86,7 +86,7 @@ def without_colours(text: str) -> str:
 def honectl(instance: Instance, *arguments: str, check: bool = True) -> str:
     command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
     colours = {} if "--json" in arguments else {"FORCE_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False, env=os.environ | colours)
+    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_SEC, check=False, env=os.environ | colours)
     assert b"Traceback" not in done.stderr, done.stderr.decode()
     assert done.returncode in (0, 1) or not check, done.stderr
     return (done.stdout + done.stderr).decode()
@@ -111,7 +111,7 @@ def test_whatever_stands_in_a_job_file_is_text_in_its_refusal_and_its_check(inst
     for path in paths:
         path.rename(instance.incoming_dir / path.name)
     instance.start("--drain")
-    instance.wait(deadline_sec=150)
+    instance.wait(deadline_sec=600)
     refused = instance.rejected()
     ended = list(instance.spool.all_jobs().values())
     assert len(refused) + len(ended) == len(paths)

@@ -109,7 +109,7 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_
         enter = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
         real.command = ("sh", "-c", enter, "sh", *RealInstance.command)
         real.start("--drain")
-        assert real.wait(deadline_sec=280.0) == 0
+        assert real.wait(deadline_sec=800.0) == 0
     text = "per_device_train_batch_size 7 → 1, gradient_accumulation_steps 1 → 7"
     job = check_stepped_down(real, "long", text)
     ended = json.loads(real.layout.job(job.id).attempt(1).exit_path.read_text())

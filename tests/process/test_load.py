@@ -66,7 +66,7 @@ def test_a_flood_of_arrivals_becomes_one_job_each_beside_one_that_trains(instanc
         keys = {"depends_on": ["slow-600"]} if number % 4 == 0 else {}
         instance.drop(f"file-{number}", name=name, **keys)
     (instance.incoming_dir / "bad.json").write_text("{")
-    wait_for(lambda: len(instance.spool.all_jobs()) == 25 and instance.rejected(), what="accepted", deadline_sec=90)
+    wait_for(lambda: len(instance.spool.all_jobs()) == 25 and instance.rejected(), what="accepted", deadline_sec=300)
     assert sorted(job.name for job in instance.spool.all_jobs().values()) == sorted(["slow-600", *names])
     assert set(instance.rejected()) == {"bad.json"}
     claimed_dir = instance.layout.spool_dir / "claimed"  # its files go after the entries have come
@@ -84,7 +84,7 @@ def test_what_was_claimed_when_honed_was_killed_is_accepted_after_it(instance: I
         assert claimed is not None
     spool.close()
     instance.start()
-    wait_for(lambda: len(instance.spool.all_jobs()) == 24, what="accepted", deadline_sec=90)
+    wait_for(lambda: len(instance.spool.all_jobs()) == 24, what="accepted", deadline_sec=300)
     assert {job.name for job in instance.spool.all_jobs().values()} == {f"claimed-{number}" for number in range(24)}
 
 

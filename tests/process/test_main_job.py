@@ -10,8 +10,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import fakehub
 import pytest
 import yaml
+from fakehub import Repository
 from harness import RealInstance, wait_for
 
 from honed.job import State
@@ -54,16 +56,21 @@ def spec_of(models: Path, name: str, **keys: Any) -> dict[str, Any]:
     return {**spec, **keys}
 
 
-@pytest.mark.timeout(600)
 def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_predictions(
     real: RealInstance, models: Path
 ) -> None:
-    for name in JOBS:
-        path = real.root / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(spec_of(models, name)))
-        shutil.copy(path, real.incoming_dir)  # as `cp` does
-    real.start("--drain")
-    assert real.wait(deadline_sec=500) == 0
+    real.configure("[policy]\nhub = true\n")
+    with fakehub.running() as hub:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        real.environment = {**inherited, "HF_ENDPOINT": hub.url}
+        hub.repositories["datasets/org/text"] = Repository({"data/train.jsonl": (models / "text.jsonl").read_bytes()})
+        for name in JOBS:
+            path = real.root / f"{name}.yaml"
+            keys = {"datasets": [{"path": "org/text"}]} if name == "text" else {}
+            path.write_text(yaml.safe_dump(spec_of(models, name, **keys)))
+            shutil.copy(path, real.incoming_dir)  # as `cp` does
+        real.start("--drain")
+        assert real.wait(deadline_sec=500) == 0
     assert real.rejected() == {}
     db = sqlite3.connect(real.layout.database_path)
     for name, settings in JOBS.items():
@@ -75,6 +82,9 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
             assert (output / file).is_file(), f"{name}: {file}"
         manifest = json.loads((output / "honed.json").read_text())
         assert manifest["spec"]["base_model"] == str(models / name)
+        commits = {key: found["commit"] for key, found in manifest["plan"]["hub_datasets"].items()}
+        assert commits == ({"datasets.0": "1" * 40} if name == "text" else {})
+        assert ("- `org/text` at 1111" in (output / "README.md").read_text()) == (name == "text")
         assert {"train_loss", "eval_loss"} <= set(shown["metrics"])
         steps = {
             row[0] for row in db.execute("SELECT step FROM metrics WHERE job_id = ? AND name = 'loss'", (shown["id"],))
@@ -87,7 +97,6 @@ def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_pre
     assert "Traceback" not in real.log
 
 
-@pytest.mark.timeout(300)
 def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealInstance, models: Path) -> None:
     training = {**TRAINING, "max_steps": 400, "eval_strategy": "no", "save_steps": 5}
     spec = spec_of(models, "lora", training=training, eval_split=None, predictions={"sample_frequency": "off"})
@@ -96,7 +105,7 @@ def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealIn
     shutil.copy(real.root / "long.yaml", real.incoming_dir)
     real.wait_state("long", State.RUNNING)
     step = lambda: real.show("long")["progress"]["step"] or 0  # noqa: E731
-    wait_for(lambda: step() >= 12, what="twelve steps", deadline_sec=60)
+    wait_for(lambda: step() >= 12, what="twelve steps", deadline_sec=300)
     job = real.job("long")
     assert job is not None
     record = json.loads((real.layout.job(job.id).attempt(1).dir / "lock").read_text())
@@ -104,15 +113,15 @@ def test_a_real_worker_killed_and_a_real_honed_stopped_lose_no_step(real: RealIn
     wait_for(
         lambda: any(event["event"] == "resumed" for event in real.show("long")["events"]),
         what="resumed",
-        deadline_sec=60,
+        deadline_sec=300,
     )
-    wait_for(lambda: step() >= 30, what="thirty steps", deadline_sec=60)
+    wait_for(lambda: step() >= 30, what="thirty steps", deadline_sec=300)
     real.kill(signal.SIGTERM)
     stopped = real.job("long")
     assert stopped is not None
     assert (stopped.state, stopped.attempt.outcome, stopped.num_failures) == (State.QUEUED, "interrupted", 1)
     real.start()
-    wait_for(lambda: real.show("long")["state"] == "succeeded", what="success", deadline_sec=120)
+    wait_for(lambda: real.show("long")["state"] == "succeeded", what="success", deadline_sec=300)
     shown = real.show("long")
     resumed = [event["step"] for event in shown["events"] if event["event"] == "resumed"]
     assert len(resumed) == 2

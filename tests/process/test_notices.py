@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def allow(instance: Instance, hook: Webhook, office: PostOffice, *more: str) -> 
     instance.configure("\n".join(["[notify]", *lines, ""]))
 
 
+@pytest.fixture
+def allowed(instance: Instance, receivers: tuple[Webhook, PostOffice]) -> tuple[Webhook, PostOffice]:
+    """Receivers that the administrator lets jobs name."""
+    allow(instance, *receivers)
+    return receivers
+
+
 def files(instance: Instance) -> list[Path]:
     return notification.waiting(instance.layout)
 
@@ -41,9 +50,8 @@ def refused(instance: Instance) -> list[Path]:
     return list(notification.refused_dir(instance.layout).glob("*.json"))
 
 
-def test_every_end_is_told_to_whom_the_job_names(instance: Instance, receivers: tuple[Webhook, PostOffice]) -> None:
-    hook, office = receivers
-    allow(instance, hook, office)
+def test_every_end_is_told_to_whom_the_job_names(instance: Instance, allowed: tuple[Webhook, PostOffice]) -> None:
+    hook, office = allowed
     notify = {"webhook": f"{hook.url}/anna", "mail": "anna@example.org"}
     instance.drop("a", name="succeed.a", notify=notify)
     instance.drop("b", name="explain.b", notify=notify)
@@ -64,11 +72,33 @@ def test_every_end_is_told_to_whom_the_job_names(instance: Instance, receivers: 
     assert not list((instance.layout.spool_dir / "ended").iterdir())
 
 
-def test_a_job_file_has_nobody_told_whom_the_administrator_has_not_allowed(
-    instance: Instance, receivers: tuple[Webhook, PostOffice]
+def test_a_success_that_learned_nothing_says_so_wherever_its_end_is_told(
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
-    hook, office = receivers
-    allow(instance, hook, office)
+    hook, _office = allowed
+    instance.drop("a", name="unlearned", notify={"webhook": hook.url})
+    assert instance.drain() == 0
+    said = "its loss never left where it began: 2.3 in the first steps, 2.3 …"
+    assert f"job 1 (unlearned): attempt 1: succeeded, but {said}; now succeeded" in instance.log
+    instance.start()
+    [notice] = wait_for(lambda: list(hook.notices.values()), what="the notice")
+    assert f"job 1 (unlearned) succeeded, but {said}" in notice["text"].splitlines()[0]
+    assert notice["remark"] == said
+    assert instance.show("1")["remark"] == said
+    for verb in (("show", "1"), ("list",)):
+        command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *verb]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        assert "but its loss never left where it began" in " ".join(shown.split())
+        assert verb != ("list",) or max(map(len, shown.splitlines())) < 200
+    page = instance.layout.job(1).report_path
+    wait_for(page.exists, what="the report")
+    assert f"succeeded, but {said}" in page.read_text(encoding="utf-8")
+
+
+def test_a_job_file_has_nobody_told_whom_the_administrator_has_not_allowed(
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
+) -> None:
+    hook, _office = allowed
     instance.drop("a", name="succeed.a", notify={"webhook": f"http://127.0.0.1:{hook.port}/admin"})
     instance.drop("b", name="succeed.b", notify={"mail": "x@evil.org"})
     instance.drop("c", name="succeed.c", notify={"webhook": "nobody"})
@@ -81,10 +111,9 @@ def test_a_job_file_has_nobody_told_whom_the_administrator_has_not_allowed(
 
 
 def test_what_is_allowed_no_longer_is_not_called_any_more(
-    instance: Instance, receivers: tuple[Webhook, PostOffice]
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
-    hook, office = receivers
-    allow(instance, hook, office)
+    hook, office = allowed
     instance.drop("a.hold", name="succeed.a", notify={"webhook": hook.url})
     instance.drop("b.hold", name="succeed.b", notify={"mail": "a@example.org"})
     assert instance.drain() == 0
@@ -98,10 +127,9 @@ def test_what_is_allowed_no_longer_is_not_called_any_more(
 
 
 def test_a_receiver_that_is_down_slow_or_broken_gets_it_in_the_end_and_holds_up_no_other(
-    instance: Instance, receivers: tuple[Webhook, PostOffice]
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
-    hook, office = receivers
-    allow(instance, hook, office)
+    hook, office = allowed
     office.down()
     hook.replies = [500, drip, 429, 302, 401, postbox.keep_and_hang_up]
     instance.start()
@@ -124,10 +152,9 @@ def test_a_receiver_that_is_down_slow_or_broken_gets_it_in_the_end_and_holds_up_
 
 
 def test_what_a_receiver_will_never_take_is_set_aside_and_said(
-    instance: Instance, receivers: tuple[Webhook, PostOffice]
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
-    hook, office = receivers
-    allow(instance, hook, office)
+    hook, office = allowed
     hook.replies = [400]
     office.rcpt_answers = ["550 no such mailbox"]
     instance.drop("a", name="succeed.a", notify={"webhook": hook.url, "mail": "nobody@example.org"})
@@ -139,10 +166,9 @@ def test_what_a_receiver_will_never_take_is_set_aside_and_said(
 
 
 def test_kills_of_honed_lose_no_end_and_tell_none_under_two_keys(
-    instance: Instance, receivers: tuple[Webhook, PostOffice]
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
-    hook, office = receivers
-    allow(instance, hook, office)
+    hook, _office = allowed
     for number in range(6):
         instance.drop(f"{number}", name=f"succeed-{number + 1}", notify={"webhook": hook.url})
     for turn in range(4):
@@ -154,11 +180,10 @@ def test_kills_of_honed_lose_no_end_and_tell_none_under_two_keys(
 
 
 def test_an_end_that_was_marked_and_never_told_is_told_at_the_next_start(
-    instance: Instance, receivers: tuple[Webhook, PostOffice]
+    instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
     """As a kill leaves it between the mark and the move, and between the move and the notice."""
-    hook, office = receivers
-    allow(instance, hook, office)
+    hook, _office = allowed
     for number in (1, 2):
         instance.drop(f"{number}.hold", name=f"succeed.{number}", notify={"webhook": hook.url})
     assert instance.drain() == 0

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from harness import RealInstance
 from test_report import Page
@@ -27,7 +26,6 @@ def honectl(real: RealInstance, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.timeout(400)
 def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_with_a_warning_without(
     real: RealInstance,
 ) -> None:
@@ -47,7 +45,7 @@ def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_wi
         path.write_text(yaml.safe_dump(spec))
         shutil.copy(path, real.incoming_dir)
     real.start("--drain")
-    assert real.wait(deadline_sec=350) == 0
+    assert real.wait(deadline_sec=800) == 0
     guarded, unguarded = real.show("guarded"), real.show("unguarded")
     assert (guarded["state"], guarded["outcome"]) == ("failed", "regressed"), real.log
     assert (unguarded["state"], unguarded["outcome"]) == ("succeeded", "succeeded"), real.log
@@ -76,4 +74,4 @@ def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_wi
     assert "(unguarded): the model ended worse than it began: eval_loss rose from 0." in real.log
     assert "regressed" in (said := honectl(real, "show", "guarded"))
     assert "token_f1 fell from 1.000 to 0." in said
-    assert "ended worse than it began: eval_loss rose from 0." in honectl(real, "show", "unguarded")
+    assert "but worse than it began: eval_loss rose from 0." in honectl(real, "show", "unguarded")

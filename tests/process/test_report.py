@@ -67,6 +67,7 @@ def write_events(instance: Instance, job_id: int, *, steps: int = 60, answer: st
     events.emit("started", pid=1, versions={"torch": "2.13", "transformers": "5.17"}, backend="transformers")
     counts = [{"role": "base", "dtype": "bfloat16", "device": "cpu", "num_parameters": 400_000}]
     events.emit("audit", when="built", model_dtype="bfloat16", counts=counts, mended=["an adapter was float32"])
+    events.emit("audit", when="saved", model_dtype="float16", counts=[counts[0] | {"dtype": "float16"}], mended=[])
     events.emit("data", num_train=900, num_eval=48, num_truncated=3, num_dropped=1, num_tokens=81234,
                 lengths={"width": 32, "counts": [0, 12, 80, 200, 310, 190, 60, 30, 10, 5, 0, 3]},
                 datasets=[{"num_rows": 948, "num_taken": 948, "num_bad": 0}])  # fmt: skip
@@ -128,6 +129,7 @@ def test_hostile_text_is_text_everywhere(instance: Instance) -> None:
     assert instance.drain() == 0
     write_events(instance, 1, answer=HOSTILE + "x" * 50_000)
     page = rebuilt(instance, 1)
+    assert "Loaded model (built)" in page.shown, "what was trained, not what it was cast to in the end"
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"script", "img", "iframe", "object", "form", "base"}
     assert not [key for _, keys in page.elements for key in keys if key.startswith("on")]
@@ -155,6 +157,16 @@ def test_the_page_says_all_that_is_known_of_a_job(instance: Instance) -> None:
         assert words in page.shown, words
     marked = [keys for tag, keys in page.elements if tag == "ins"]
     assert len(marked) >= 3  # Italy is not France
+
+
+@pytest.mark.parametrize("training", [{"optim": "adafactor"}, {}])
+def test_the_page_names_the_optimizer_that_the_plan_leaves_to_the_job(
+    instance: Instance, training: dict[str, str]
+) -> None:
+    instance.drop("succeed", lora={"r": 4}, training=training)
+    assert instance.drain() == 0
+    shown = " ".join(rebuilt(instance, 1).shown.split())
+    assert f"optim{training.get('optim', 'default')}" in shown.replace(" ", "")
 
 
 def test_a_job_that_regressed_says_so_in_its_first_line(instance: Instance) -> None:

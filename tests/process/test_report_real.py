@@ -37,7 +37,6 @@ def with_hostile_questions(path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
 def test_the_pages_of_a_text_job_and_of_a_vision_job_are_whole_at_both_widths(real: RealInstance) -> None:
     torchvision.mend()
@@ -53,7 +52,7 @@ def test_the_pages_of_a_text_job_and_of_a_vision_job_are_whole_at_both_widths(re
     prompts = {"predictions": {"max_new_tokens": 4, "prompts": [long, "And you?"]}}
     real.drop("reads", base_model=str(reads), datasets=[{"path": str(facts)}], **prompts, **SHORT)
     real.start("--drain")
-    assert real.wait(deadline_sec=200) == 0
+    assert real.wait(deadline_sec=600) == 0
     assert real.rejected() == {}
     with browser.opened(real.root) as chromium:
         for name in ("sees", "reads"):

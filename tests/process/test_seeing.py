@@ -20,7 +20,7 @@ from zoo.model import build_checkpoint, write_facts
 
 def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, **keys)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **keys)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: Rea
     root = real.root
     torchvision.mend()
     build_checkpoint(root / "tiny", "qwen3")
-    write_facts(root / "facts.jsonl", 24)
+    write_facts(root / "facts.jsonl", 16)
     (root / "facts.yaml").write_text(
         f"base_model: {root / 'tiny'}\ndatasets: [{{path: {root / 'facts.jsonl'}}}]\ndtype: float32\npriority: 5\n"
         f"output_dir: {root / 'out'}\neval_split: 0.25\npredictions: {{max_new_tokens: 24}}\n"
@@ -110,7 +110,7 @@ def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: Rea
     real.start()
     done = honectl(real, "trial", str(root / "facts.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("It learns them: the loss of 8 rows fell from", "18 rows, 6 held out", "6 steps of",
+    for words in ("It learns them: the loss of 8 rows fell from", "12 rows, 4 held out", "4 steps of",
                   "at the peak of the whole process, Python and its libraries included", "training alone",
                   "job 1 (trial of facts)", "⟦"):  # fmt: skip
         assert words in " ".join(done.stdout.split()), done.stdout

@@ -14,7 +14,7 @@ from typing import Any
 import endpoint as api
 import pytest
 from endpoint import Endpoint, Reply, Request, refuse
-from harness import wait_for
+from harness import DEADLINE_SEC, wait_for
 from listener import drip
 
 from honed import config, doctor, outbox
@@ -72,7 +72,7 @@ class Sending:
         assert self.process is not None
         if self.process.stdin is not None:
             self.process.stdin.close()
-        return self.process.wait(30)
+        return self.process.wait(DEADLINE_SEC)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -247,7 +247,7 @@ def test_a_kill_around_the_answer_loses_no_row(sending: Sending, when: str) -> N
         sending.endpoint.replies = [kill]
         sending.start()
         assert sending.process is not None
-        assert sending.process.wait(30) == -signal.SIGKILL
+        assert sending.process.wait(DEADLINE_SEC) == -signal.SIGKILL
     sending.start("--until-eof")
     assert sending.finish() == 0
     assert set(sending.endpoint.rows) == keys
@@ -256,14 +256,14 @@ def test_a_kill_around_the_answer_loses_no_row(sending: Sending, when: str) -> N
 
 
 def test_a_stop_ends_it_at_once_even_within_a_slow_answer(sending: Sending) -> None:
-    sending.configure(timeout_sec=60)
+    sending.configure(timeout_sec=120)
     sending.endpoint.replies = [drip]
     keys = sending.put(2)
     sending.start()
     wait_for(lambda: sending.endpoint.requests, what="a request")
     assert sending.process is not None
     sending.process.terminate()
-    assert sending.process.wait(5) == 0
+    assert sending.process.wait(DEADLINE_SEC / 2) == 0
     sending.start("--until-eof")
     assert sending.finish() == 0
     assert set(sending.endpoint.rows) == keys

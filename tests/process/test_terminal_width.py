@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance
+from harness import DEADLINE_SEC, Instance
 
 from honed.job import State
 from zoo import plain
@@ -36,7 +36,7 @@ def on_terminal(instance: Instance, columns: int, *arguments: str) -> list[str]:
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
 
 
 def drop_held(instance: Instance, name: str, **keys: Any) -> None:

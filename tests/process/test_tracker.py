@@ -74,14 +74,13 @@ def sender(real: RealInstance, log_path: Path) -> subprocess.Popen[bytes]:
 
 @needs_wandb
 @needs_tensorboard
-@pytest.mark.timeout(300)
 def test_a_jobs_trackers_write_beside_it_and_its_wandb_run_arrives_once(
     real: RealInstance, server: WandbServer
 ) -> None:
     configure(real, server)
     drop(real, "facts", report_to=["wandb", "tensorboard"])
     real.start("--drain")
-    assert real.wait(deadline_sec=200) == 0
+    assert real.wait(deadline_sec=600) == 0
     shown = real.show("facts")
     assert shown["state"] == "succeeded", real.log
     job_dir = Path(shown["job_dir"])
@@ -111,19 +110,18 @@ def test_a_jobs_trackers_write_beside_it_and_its_wandb_run_arrives_once(
 
 
 @needs_wandb
-@pytest.mark.timeout(200)
 def test_a_job_with_wandb_opens_no_socket_of_the_network(real: RealInstance) -> None:
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
     drop(real, "facts", report_to="wandb", predictions={"sample_frequency": "off"}, training={"max_steps": 2})
     real.start("--drain")
-    assert real.wait(deadline_sec=100) == 0
+    assert real.wait(deadline_sec=600) == 0
     plan_dir = real.layout.job(1).dir
     trace_path = real.root / "trace"
     command = ["strace", "-f", "-qq", "-e", "trace=socket,connect,bind", "-o", str(trace_path),
                sys.executable, "-m", "honed.worker", str(plan_dir), "7"]  # fmt: skip
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(list((plan_dir / "wandb").glob("offline-run-*"))) == 2
     trace = trace_path.read_text()
@@ -245,7 +243,6 @@ def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: 
 
 
 @needs_wandb
-@pytest.mark.timeout(200)
 def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealInstance, server: WandbServer) -> None:
     """wandb sync ends with status 0 for a wrong key."""
     import wandb
@@ -274,7 +271,7 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
         server.status = 200
         assert sending.stdin is not None
         sending.stdin.close()  # the end of the daemon: once more
-        assert sending.wait(90) == 0
+        assert sending.wait(600) == 0
     finally:
         sending.kill()
     assert list(offlinerun.waiting(outbox)) == [], log_path.read_text()

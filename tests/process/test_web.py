@@ -18,7 +18,7 @@ from typing import Any
 
 import browser
 import pytest
-from harness import Instance, wait_for
+from harness import DEADLINE_SEC, Instance, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from test_report import HOSTILE, Page, write_events
 
@@ -56,7 +56,7 @@ class Web:
         return f"http://{self.host}:{self.port}"
 
     def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=DEADLINE_SEC)
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
         told = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
@@ -78,12 +78,12 @@ class Web:
         return rows, count
 
     def open(self, request: bytes = b"") -> socket.socket:
-        made = socket.create_connection((self.host, self.port), timeout=30)
+        made = socket.create_connection((self.host, self.port), timeout=DEADLINE_SEC)
         made.sendall(request)
         return made
 
     def stream(self, path: str) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=DEADLINE_SEC)
         connection.request("GET", path)
         return connection.getresponse()
 
@@ -93,7 +93,7 @@ class Web:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(DEADLINE_SEC)
 
 
 @contextlib.contextmanager
@@ -327,7 +327,9 @@ def test_without_a_token_others_jobs_show_their_number_and_state(instance: Insta
 def test_it_does_not_listen_where_other_machines_reach_it_without_a_token(instance: Instance) -> None:
     def start(address: str) -> subprocess.CompletedProcess[str]:
         words = command(instance, "--listen", address)
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=instance.environment)
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, env=instance.environment
+        )
 
     refused = start("0.0.0.0:0")
     assert refused.returncode == 78
@@ -358,14 +360,14 @@ def test_over_a_unix_socket_its_own_user_reads_everything(instance: Instance) ->
     process = subprocess.Popen(words, env=instance.environment, stderr=subprocess.DEVNULL)
     try:
         wait_for(path.exists, what="the socket")
-        connection = http.client.HTTPConnection("anything.example", timeout=30)
+        connection = http.client.HTTPConnection("anything.example", timeout=DEADLINE_SEC)
         connection.sock = socket.socket(socket.AF_UNIX)
         wait_for(lambda: connection.sock.connect_ex(str(path)) == 0, what="a connection")
         connection.request("GET", "/api/jobs/1")
         assert json.loads(connection.getresponse().read())["name"] == "succeed"
         connection.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_SEC) == 0
         assert not path.exists()
     finally:
         process.kill()
@@ -397,10 +399,14 @@ def test_hostile_text_is_text_on_its_pages(asked: Web) -> None:
 
 def test_events_tell_of_a_job_from_the_queue_to_its_end(instance: Instance) -> None:
     instance.configure(SHARED)
-    run(instance, "slow-60")
+    instance.start()
+    instance.client.ask("pause")
+    instance.drop("slow-200")
+    instance.wait_state("slow-200", State.QUEUED)
     with serving(instance) as web:
         stream = web.stream("/api/jobs/1/events")
         assert stream.getheader("content-type", "").startswith("text/event-stream")
+        instance.client.ask("resume")
         found = list(events(stream))
     kinds = [kind for kind, _ in found]
     assert kinds[-1] == "ended"
@@ -459,7 +465,7 @@ def test_health_says_what_is_not_well(instance: Instance) -> None:
     instance.configure(SHARED)
     run(instance, "slow")
     with serving(instance) as web:
-        assert web.json("/healthz")["status"] == "ok"
+        wait_for(lambda: web.ask("/healthz")[0] == 200, what="an answer of honed in time")
         stream = web.stream("/api/jobs/1/events")
         instance.kill(signal.SIGKILL)
         status, _, body = web.ask("/healthz")
@@ -562,9 +568,7 @@ def test_streams_are_bounded_and_one_that_ends_makes_room(instance: Instance) ->
         streams.pop().close()
         wait_for(lambda: web.stream("/api/jobs/1/events").status == 200, what="room")
         assert web.resident_bytes() < 120 * 2**20
-        began = time.monotonic()
-        assert web.end() == 0
-        assert time.monotonic() - began < 30  # nobody's open stream holds it up
+        assert web.end() == 0  # nobody's open stream holds it up
         for each in streams:
             each.close()
 
@@ -576,7 +580,7 @@ def test_who_says_nothing_or_does_not_read_is_shown_out(told: Instance) -> None:
         assert b"503 Service Unavailable" in idle[-1].recv(4096)
         wait_for(lambda: web.ask("/api/jobs")[0] == 200, what="room")
         for each in idle[:4]:
-            each.settimeout(30)
+            each.settimeout(DEADLINE_SEC)
             with contextlib.suppress(ConnectionResetError):
                 assert each.recv(4096) == b""
         for each in idle:
@@ -586,7 +590,7 @@ def test_who_says_nothing_or_does_not_read_is_shown_out(told: Instance) -> None:
         for _ in range(20):
             each = socket.socket()
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            each.settimeout(30)
+            each.settimeout(DEADLINE_SEC)
             each.connect((web.host, web.port))
             for _ in range(20):
                 each.sendall(request_head("/api/jobs/1/predictions?limit=500"))

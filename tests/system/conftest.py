@@ -37,7 +37,7 @@ from zoo.model import build_checkpoint, write_facts
 
 build_checkpoint(Path("/srv/models/tiny"))
 Path("/srv/data").mkdir()
-write_facts(Path("/srv/data/facts.jsonl"), repeat=4)
+write_facts(Path("/srv/data/facts.jsonl"), 16)
 """
 
 

@@ -12,7 +12,7 @@ from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 from honed import message
 from zoo import plain
 
-pytestmark = [pytest.mark.systemd, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.systemd
 
 INCOMING = "/var/spool/honed/incoming"
 
@@ -118,7 +118,7 @@ def test_with_a_full_disk_it_starts_says_so_and_goes_on_when_there_is_room(honed
     before = identity(honed)
     honed.run("rm", f"{directory}/filler")
     wait_status(honed, "idle")
-    wait_for(lambda: "degraded" not in status(honed), what="recovery", deadline_sec=60)
+    wait_for(lambda: "degraded" not in status(honed), what="recovery", deadline_sec=400)
     wait_listed(honed, "on-a-full-disk")
     assert identity(honed) == before
     honed.run("honectl", "cancel", "on-a-full-disk")

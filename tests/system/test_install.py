@@ -50,7 +50,7 @@ def wait_for_job(machine: Machine, name: str, *states: str) -> dict[str, Any]:
         assert job is None or job["state"] in states or job["state"] not in {"failed", "cancelled"}, job
         return job if job and job["state"] in states else None
 
-    found = wait_for(reached, what=f"{name} in {states}", deadline_sec=120)
+    found = wait_for(reached, what=f"{name} in {states}", deadline_sec=400)
     assert found is not None
     return found
 
@@ -60,7 +60,7 @@ def wait_for_step(machine: Machine, name: str, step: int) -> dict[str, Any]:
         job = wait_for_job(machine, name, "queued", "running", "succeeded")
         return job if (job["progress"]["step"] or 0) >= step else None
 
-    found = wait_for(reached, what=f"step {step} of {name}", deadline_sec=120)
+    found = wait_for(reached, what=f"step {step} of {name}", deadline_sec=400)
     assert found is not None
     return found
 

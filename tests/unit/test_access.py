@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import itertools
 import os
 import stat
@@ -122,3 +123,37 @@ def test_a_number_that_no_user_has_is_somebody_without_groups() -> None:
 
 def test_an_instance_elsewhere_has_no_workers_user_of_its_own(tmp_path: Path) -> None:
     assert access.workers_user(tmp_path) is None
+
+
+@needs_root
+def test_who_can_write_a_file_besides_its_owner_is_told(open_dir: Path) -> None:
+    """By real users and groups: `daemon` and `bin` have a group each, of which they are the only member."""
+    daemon, bin_ = access.person("daemon"), access.person("bin")
+    assert daemon is not None
+    assert bin_ is not None
+    alone = min(set(range(60000, 60100)) - {each.gr_gid for each in grp.getgrall()})
+    cases: dict[str, tuple[int, int, Acl | None, str]] = {
+        "0644": (0o644, bin_.uid, None, ""),
+        "its owner's own group": (0o664, daemon.uid, None, ""),
+        "a group without other members": (0o664, alone, None, ""),
+        "another's group": (0o664, bin_.uid, None, "the group bin"),
+        "everybody": (0o646, daemon.uid, None, "everybody"),
+        "a named user": (0, daemon.uid, Acl(6, 4, 4, {bin_.uid: 6}, {}), "the user bin"),
+        "a named user who may read": (0, daemon.uid, Acl(6, 4, 4, {bin_.uid: 4}, {}), ""),
+        "root and the owner": (0, daemon.uid, Acl(6, 4, 4, {0: 6, daemon.uid: 6}, {}), ""),
+        "a masked user": (0, daemon.uid, Acl(6, 4, 4, {bin_.uid: 6}, {}, mask=4), ""),
+        "a named group": (0, daemon.uid, Acl(6, 4, 4, {}, {bin_.uid: 6}), "the group bin"),
+        "others, by an ACL": (0, daemon.uid, Acl(6, 4, 6, {bin_.uid: 4}, {}), "everybody"),
+    }
+    told = {}
+    for name, (mode, gid, acl, _) in cases.items():
+        path = open_dir / name
+        path.touch()
+        os.chown(path, daemon.uid, gid)
+        path.chmod(mode)
+        if acl is not None and not access.set_acl(path, acl):
+            continue
+        with path.open() as file:
+            told[name] = access.other_writers(file.fileno())
+    assert told == {name: wanted for name, (*_, wanted) in cases.items() if name in told}
+    assert len(told) >= 5

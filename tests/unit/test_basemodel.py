@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,9 +41,7 @@ def shard(model_dir: Path) -> Path:
 
 
 def test_a_checkpoint_is_known_from_its_headers(model_dir: Path) -> None:
-    begin = time.perf_counter()
     info = basemodel.inspect(model_dir)
-    assert time.perf_counter() - begin < 0.1
     assert info.model_type == "llama"
     assert info.architectures == ("LlamaForCausalLM",)
     assert info.num_parameters == 2 * 32 * 8 + 4 * 64 + 3 * 128 + 3 * 8
@@ -180,7 +177,7 @@ def with_dangling_link(path: Path) -> None:
 
 WEIGHTS = "model.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no config": (remove("config.json"), "config.json: no such file", "copy it again"),
+    "no config": (remove("config.json"), "weights without a config.json", "copy config.json"),
     "empty config": (write("config.json", ""), "config.json: the file is empty", "copy it again"),
     "broken config": (write("config.json", '{"model_type": '), "config.json: not JSON", "copy it again"),
     "config is a list": (write("config.json", "[1]"), "config.json: a JSON object was expected", "copy it again"),
@@ -295,7 +292,7 @@ def test_an_adapter_named_as_base_model_is_told_where_it_belongs(adapter_dir: Pa
 
 
 def test_a_base_model_named_as_adapter_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ModelError, match=r"adapter_config.json: no such file"):
+    with pytest.raises(ModelError, match=r"a whole model .*not an adapter"):
         basemodel.inspect_adapter(model_dir)
 
 

@@ -37,9 +37,9 @@ def test_the_pieces_are_both_texts_whole(truth: str, written: str) -> None:
 
 
 def test_a_text_of_any_length_is_compared_at_once() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert [piece.kind for piece in compare("a " * 25_000, "b " * 25_000)] == [Kind.MISSING, Kind.WRONG]
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 60  # 0.1 here; a hang, not a slow machine
 
 
 def test_reasoning_before_an_answer_is_not_the_answer() -> None:

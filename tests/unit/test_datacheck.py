@@ -130,6 +130,28 @@ def test_a_warning_is_told_of_each_time(settled: Desk) -> None:
     assert settled.check().warnings == first.warnings
 
 
+def test_columns_that_are_not_read_are_told_once_a_data_set_with_how_a_weight_is_written(settled: Desk) -> None:
+    turns = '"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    settled.rows.write_text(f'{{"id": 1, "weight": 0.5, {turns}}}\n' * 3)
+    time.sleep(0.06)
+    (told,) = settled.check().warnings
+    assert "columns that are not read: `id`, `weight`. `weight` of a row changes nothing" in told
+    assert "has `weight: 0` in its message" in told
+    assert settled.check().warnings == [told]
+    assert settled.num_looks == 1
+    settled.rows.write_text('{"text": "a", "source": "web"}\n')
+    assert [told.partition(": ")[2] for told in settled.check().warnings] == ["columns that are not read: `source`"]
+
+
+def test_rows_without_a_turn_to_train_on_are_counted_and_refused_where_there_are_no_others(desk: Desk) -> None:
+    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"%s}]}\n'
+    desk.rows.write_text(row % "" + row % ', "weight": 0')
+    assert ["1 of the first 2 rows have weight 0 on each turn" in told for told in desk.check().warnings] == [True]
+    desk.rows.write_text(row % ', "weight": 0')
+    with pytest.raises(DatasetError, match="nothing is left to train on"):
+        desk.check()
+
+
 def test_a_column_that_looks_like_pictures_is_told_of_each_time(settled: Desk) -> None:
     settled.rows.write_text('{"text": "a", "photo": "cat.png"}\n' * 3)
     time.sleep(0.06)

@@ -242,7 +242,7 @@ def test_json_is_a_list_or_has_one_as_data(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}')
     with pytest.raises(DatasetError, match="list of rows"):
         list(dataset.read(path))
-    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    path.write_text('[{"text": "a"}\n{"text": "b"}]\n')
     with pytest.raises(DatasetError, match=r"line 2, column 1: not JSON") as caught:
         list(dataset.read(path))
     assert ".jsonl" in caught.value.hint
@@ -303,8 +303,9 @@ def test_a_split_of_a_directory_is_its_subdirectory_or_the_files_that_begin_with
     write_jsonl(tmp_path / "train" / "x.jsonl", [{"text": "x"}])
     mixture = dataset.load([DatasetSpec(path=str(tmp_path), split="train")], seed=0, has_chat_template=True)
     assert [example.text for example in mixture.examples] == ["x"]
-    with pytest.raises(DatasetError, match=r"no data file of split 'dev' .*test\.jsonl"):
+    with pytest.raises(DatasetError, match=r"no data file of split 'dev' .*test\.jsonl") as refused:
         dataset.files(tmp_path, split="dev")
+    assert "`split: test`" in refused.value.hint
 
 
 @pytest.mark.parametrize(
@@ -387,3 +388,95 @@ def test_a_split_holds_out_its_share_and_at_least_one_on_each_side(number: int, 
     assert dataset.split(examples, share, 3) == (train, held_out)
     with pytest.raises(DatasetError, match="one example"):
         dataset.split(examples[:1], share, 3)
+
+
+# --- weights of messages ---------------------------------------------------------------------------------------------
+
+
+def weighed(*said: dict[str, Any]) -> dict[str, Any]:
+    """A row of as many questions and answers, with what is said of each answer."""
+    turns = ((TURNS[0], {"role": "assistant", "content": str(n)} | more) for n, more in enumerate(said))
+    return {"messages": [message for pair in turns for message in pair]}
+
+
+@pytest.mark.parametrize(
+    ("no", "yes"),
+    [
+        ({"weight": 0}, {"weight": 1}),
+        ({"weight": 0.0}, {"weight": 1.0}),
+        ({"weight": False}, {"weight": None}),
+        ({"train": False}, {"train": True}),
+        ({"training": False}, {"training": 1}),
+        ({"loss": 0}, {"loss": True}),
+        ({"masked": True}, {"masked": False}),
+        ({"weight": 0, "masked": True}, {}),
+    ],
+)
+def test_a_turn_of_weight_0_is_context_and_no_template_sees_the_weight(
+    tmp_path: Path, no: dict[str, Any], yes: dict[str, Any]
+) -> None:
+    example = load_one(tmp_path, weighed(no, yes))
+    assert (example.untrained, example.trained_turns) == ((1,), [3])
+    assert example.messages[1] == {"role": "assistant", "content": "0"}
+    assert example.messages[3] == {"role": "assistant", "content": "1"}
+
+
+def test_turns_of_sharegpt_and_of_a_completion_have_weights_too(tmp_path: Path) -> None:
+    call = '{"name": "add", "arguments": {}}'
+    turns = [{"from": "human", "value": "a", "weight": 0}, {"from": "function_call", "value": call, "train": False},
+             {"from": "tool", "value": "4"}, {"from": "gpt", "value": "b", "train": True}]  # fmt: skip
+    example = load_one(tmp_path, {"system": "Be brief.", "conversations": turns})
+    assert (example.untrained, example.trained_turns) == ((1, 2), [4])
+    prompt = [TURNS[0], {"role": "assistant", "content": "x", "weight": 0}, TURNS[0]]
+    completion = [{"role": "assistant", "content": "y", "weight": 0}, TURNS[0], {"role": "assistant", "content": "z"}]
+    example = load_one(tmp_path, {"prompt": prompt, "completion": completion})
+    assert example.trained_turns == [5]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (weighed({"weight": 0.5}), "message 2: `weight` is 0.5"),
+        (weighed({}, {"weight": 2}), "message 4: `weight` is 2"),
+        (weighed({"weight": "0"}), "message 2: `weight` is '0'"),
+        (weighed({"loss": 0.37}), "message 2: `loss` is 0.37"),
+        (weighed({"train": "no"}), "message 2: `train` is 'no'"),
+        (weighed({"weight": 1, "train": False}), "`weight: 1` and `train: false` contradict each other"),
+        (weighed({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}), "`train_detail` is about"),
+        ({"messages": [TURNS[0] | {"weight": 1}, TURNS[1]]}, "message 1: `weight: 1` on a turn that is the user's"),
+        ({"messages": [TURNS[0] | {"masked": False}, TURNS[1]]}, "message 1: `masked: false` on a turn"),
+        (
+            {"prompt": [TURNS[0], TURNS[1] | {"weight": 1}, TURNS[0]], "completion": [TURNS[1]]},
+            "message 2 of the `prompt` is to be trained on",
+        ),
+    ],
+)
+def test_a_weight_that_nothing_trains_with_is_refused_with_its_line(tmp_path: Path, row: Any, words: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" * 5 + json.dumps(row) + "\n")
+    for read in (
+        lambda: dataset.inspect(DatasetSpec(path=str(path))),
+        lambda: dataset.load([DatasetSpec(path=str(path))], seed=0, has_chat_template=True),
+    ):
+        with pytest.raises(DatasetError) as caught:
+            read()
+        assert f"{path}: line 6: " in caught.value.message
+        assert words in caught.value.message
+        assert caught.value.hint
+
+
+def test_rows_of_which_no_turn_is_trained_on_are_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [weighed({"weight": 0}), weighed({}), weighed({"weight": 0}, {})])
+    assert dataset.inspect(DatasetSpec(path=str(path))).num_untrained == 1
+    examples = dataset.load([DatasetSpec(path=str(path))], seed=0, has_chat_template=True).examples
+    assert [example.trained_turns for example in examples] == [[], [1], [3]]
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    row = {"id": 7, "source": "web", "tools": [], "note": None} | weighed({})
+    path = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"weight": 0.5, "conversations": [1]}])
+    found = dataset.inspect(DatasetSpec(path=str(path)))
+    assert found.unread == ("id", "source", "weight", "conversations")
+    write_jsonl(path, [{"q": "2+2?", "a": "4", "system": "Be brief.", "loss": 0.1}])
+    found = dataset.inspect(DatasetSpec(path=str(path), columns={"prompt": "q", "completion": "a"}))
+    assert (found.format, found.unread) == ("prompt_completion", ("system", "loss"))

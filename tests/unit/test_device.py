@@ -110,4 +110,7 @@ def test_a_device_survives_json() -> None:
 def test_apple_silicon_is_told_by_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert [found.kind for found in device.probe([])] == ["mps"]
+    for release, has_bfloat16 in (("13.6.1", False), ("14.0", True), ("26.1", True), ("", True)):
+        monkeypatch.setattr("platform.mac_ver", lambda release=release: (release, ("", "", ""), "arm64"))
+        [found] = device.probe([])
+        assert (found.kind, found.has_bfloat16) == ("mps", has_bfloat16)

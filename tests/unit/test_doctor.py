@@ -222,7 +222,7 @@ def test_a_missing_unit_for_fetches_is_told_where_the_configuration_fetches() ->
     assert doctor._fetch_unit(config, {"LoadState": "not-found"}, {"LoadState": "not-found"}) == []  # jobs are children
     [found] = doctor._fetch_unit(config, WELL, {"LoadState": "not-found"})
     assert found.status == "error"
-    assert "no model is fetched" in found.detail
+    assert "nothing is fetched" in found.detail
     assert [each.status for each in doctor._fetch_unit(config, WELL, WELL)] == ["ok"]
     assert [each.status for each in doctor._fetch_unit(config, WELL, {**WELL, "NeedDaemonReload": "yes"})] == [
         "warning"

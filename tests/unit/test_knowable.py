@@ -20,6 +20,7 @@ from honed.training import TrainingSpec
 from zoo import plain
 
 GPU = Device("cuda", "NVIDIA H100", total_bytes=80 * 2**30, free_bytes=80 * 2**30, compute_capability=(9, 0))
+APPLE = Device("mps", "Apple GPU", total_bytes=64 * 2**30, free_bytes=60 * 2**30)
 
 
 def job(*, lora: dict[str, Any] | None = None, **training: Any) -> JobSpec:
@@ -103,6 +104,34 @@ def test_an_optimizer_without_its_package_is_refused_by_name(tmp_path: Path) -> 
         packagecheck.check(spec, base, GPU, installed.look())
     packagecheck.check(job(optim="adafactor"), base, cpu(), installed.look())
     packagecheck.check(job(optim="paged_adamw_8bit"), base, cpu(), installed.look())
+
+
+@pytest.mark.parametrize(
+    ("optim", "device", "instead"),
+    [
+        ("paged_ademamix_8bit", cpu(), "ademamix_8bit"),
+        ("paged_ademamix_32bit", cpu(), "ademamix"),
+        ("adamw_8bit", APPLE, "adamw_torch"),
+        ("paged_lion_32bit", APPLE, "adamw_torch"),
+    ],
+)
+def test_an_optimizer_without_a_kernel_on_its_device_is_refused(
+    tmp_path: Path, optim: str, device: Device, instead: str
+) -> None:
+    """They failed in the first step: bitsandbytes' AdEMAMix asks for paged memory on a CPU, too."""
+    base = model(tmp_path)
+    with pytest.raises(SpecError, match=r"training\.optim: bitsandbytes") as refused:
+        packagecheck.check(job(optim=optim), base, device, installed.look())
+    assert refused.value.fix == {"training.optim": instead}
+    for kept in (instead, "lion_32bit"):
+        packagecheck.check(job(optim=kept), base, device, installed.look())
+
+
+def test_states_that_are_not_paged_on_a_cpu_are_warned_about() -> None:
+    [text] = packagecheck.unpaged(job(optim="paged_adamw_8bit"), cpu())
+    assert "here they stay in memory" in text
+    assert packagecheck.unpaged(job(optim="paged_adamw_8bit"), GPU) == []
+    assert packagecheck.unpaged(job(optim="adamw_8bit"), cpu()) == []
 
 
 def test_every_optimizer_is_torchs_own_or_has_a_package() -> None:
@@ -210,7 +239,7 @@ def test_rows_that_packing_makes_longer_than_a_table_of_positions_are_refused(tm
     wrapped = job(max_length=128, packing=True, packing_strategy="wrapped")
     with pytest.raises(SpecError, match=r"training\.max_length: 128: .* has 64 positions") as told:
         position.check(wrapped, model(tmp_path, model_type="gpt2", n_positions=64), 10)
-    assert told.value.hint == "max_length: 64"
+    assert told.value.fix == {"training.max_length": 64}
 
 
 def test_a_model_that_turns_by_the_position_is_warned_of(tmp_path: Path) -> None:

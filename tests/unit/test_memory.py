@@ -173,7 +173,7 @@ def test_full_fine_tuning_counts_gradients_and_optimizer_of_every_parameter(mode
 
 def test_states_follow_the_trained_dtype_unless_the_optimizer_has_its_own(mistral_7b: BaseModelInfo) -> None:
     def state(optim: str) -> float:
-        found = estimate(mistral_7b, H100, make(full=True, training={"optim": optim}))
+        found = estimate(mistral_7b, H100, make(full=True, master_weights="none", training={"optim": optim}))
         return round(found.optimizer_bytes / mistral_7b.num_parameters, 1)
 
     assert state("adamw_torch_fused") == 4  # two in bfloat16
@@ -183,7 +183,8 @@ def test_states_follow_the_trained_dtype_unless_the_optimizer_has_its_own(mistra
 
 
 def test_states_that_can_be_paged_out_refuse_nothing(mistral_7b: BaseModelInfo) -> None:
-    paged = make(full=True, training={"optim": "paged_adamw_32bit", "per_device_train_batch_size": 1})
+    training = {"optim": "paged_adamw_32bit", "per_device_train_batch_size": 1}
+    paged = make(full=True, master_weights="none", training=training)
     check(mistral_7b, replace(H100, total_bytes=40 * GIB), paged)
     assert estimate(mistral_7b, H100, paged).total_bytes > 80 * GIB
 
@@ -231,7 +232,7 @@ def test_a_job_that_fits_is_not_refused(mistral_7b: BaseModelInfo) -> None:
 
 
 def test_a_refusal_names_the_sum_its_parts_and_the_device(mistral_7b: BaseModelInfo) -> None:
-    error = refused(mistral_7b, L4, make(full=True))
+    error = refused(mistral_7b, L4, make(full=True, master_weights="none"))
     assert re.match(
         r"about [\d.]+ GiB are needed \(weights 13.5 GiB, gradients 13.5 GiB, optimizer 27.0 GiB, activations "
         r"[\d.]+ GiB; 8 rows of 1024 tokens at a time\), and NVIDIA L4 has 23.5 GiB for a job",
@@ -259,7 +260,8 @@ def test_what_is_only_taken_now_refuses_nothing(mistral_7b: BaseModelInfo) -> No
         (replace(T4, total_bytes=8 * GIB), {"training": {"per_device_train_batch_size": 1}}, ["quantization: 4bit"]),
         # Full fine-tuning does not fit however small its batch.
         (L4, {"full": True}, ["lora: {r: 16} in place of full fine-tuning"]),
-        (replace(H100, total_bytes=48 * GIB), {"full": True, "training": {"per_device_train_batch_size": 1}},
+        (replace(H100, total_bytes=48 * GIB),
+         {"full": True, "master_weights": "none", "training": {"per_device_train_batch_size": 1}},
          ["optim: adamw_8bit"]),
     ],
 )  # fmt: skip
@@ -416,7 +418,7 @@ def test_a_list_of_frames_counts_whole_as_it_is_taken(seeing: BaseModelInfo) -> 
         return estimate(seeing, small, changed, rows=[seen(is_list=True)])
 
     said = remedy.remedies(spec, small, estimated, media=listed.media, num_frames=listed.num_frames)
-    assert any(each.startswith("media: {num_frames: 24}") for each in said)
+    assert any(words.startswith("media: {num_frames: 24}") for words, _ in said)
 
 
 def test_a_row_that_is_left_out_for_its_length_takes_no_room(seeing: BaseModelInfo) -> None:

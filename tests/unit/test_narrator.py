@@ -12,7 +12,7 @@ from honed import message
 from honed.event import Event
 from honed.job import Job
 from honed.log import FIELDS
-from honed.narrator import MAX_EXAMPLE_CHARS, PROGRESS_LOG_INTERVAL_SEC, Narrator
+from honed.narrator import PROGRESS_LOG_INTERVAL_SEC, Narrator
 
 JOB = Job(id=7, name="capitals", submitted_at=0.0, source="a.yaml", uid=1000, output_dir="/o")
 Tell = Callable[..., list[logging.LogRecord]]
@@ -48,21 +48,17 @@ def tell(clock: Clock) -> Tell:
     return tell
 
 
-def test_the_first_example_is_in_the_log_with_what_is_trained(tell: Tell) -> None:
+def test_no_words_of_a_row_are_in_the_log(tell: Tell) -> None:
+    """Whoever reads the journal is not who may read the data."""
     [record] = tell("example", segments=[{"text": "Why?\n", "trained": False}, {"text": "So.", "trained": True}])
-    assert record.levelno == logging.INFO
-    assert record.getMessage() == "job 7 (capitals): the first example, trained on between ⟦ and ⟧:\nWhy?\n⟦So.⟧"
-
-
-def test_of_a_long_example_it_is_said_how_long_it_is(tell: Tell) -> None:
-    [record] = tell("example", segments=[{"text": "x" * 9000, "trained": True}])
-    assert record.getMessage().endswith("x… (9002 characters in all)")
-    assert len(record.getMessage()) < MAX_EXAMPLE_CHARS + 200
+    assert record.levelno == logging.DEBUG
+    assert record.getMessage() == "job 7 (capitals): the first example is rendered"
+    assert not [each for each in vars(record).values() if "Why?" in str(each) or "So." in str(each)]
 
 
 def test_rows_are_counted_in_words(tell: Tell) -> None:
     [record] = tell("data", num_train=3, num_unusable=8, lengths={})
-    assert record.getMessage() == "job 7 (capitals): rows: train 3, unusable 8"
+    assert record.getMessage() == "job 7 (capitals): rows: 3 to train on, 8 that cannot be read as rows"
 
 
 @pytest.mark.parametrize(
@@ -87,3 +83,9 @@ def test_steps_are_told_now_and_then(tell: Tell, clock: Clock) -> None:
 def test_what_it_does_not_know_is_for_developers(tell: Tell) -> None:
     [record] = tell("brandnew", x=1)
     assert record.levelno == logging.DEBUG
+
+
+def test_rows_are_counted_in_words_without_what_there_is_none_of(tell: Tell) -> None:
+    counts = {"num_twice": 48, "num_in_both": 0, "num_silenced": 0, "num_dropped": 2, "num_eval": 0, "num_train": 1384}
+    [record] = tell("data", **counts, datasets=[], num_trained_tokens=None)
+    assert record.getMessage().endswith("rows: 1,384 to train on, 2 left out, 48 that repeat an earlier row")

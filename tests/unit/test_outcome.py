@@ -57,6 +57,13 @@ def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit
     assert (outcome.error is None) == (code == "succeeded")
 
 
+@pytest.mark.parametrize("code", ["precision_mismatch", "loss_mismatch"])
+@pytest.mark.parametrize(("step", "is_worth"), [(None, True), (0, True), (3, False)])
+def test_another_backend_is_worth_it_before_a_step_is_trained(code: str, step: int | None, is_worth: bool) -> None:
+    outcome = Outcome(code, BY_CODE[code]("m"), step=step)
+    assert outcome.is_worth_another_backend is is_worth
+
+
 def test_a_torn_result_is_none(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text('{"outcome": "succ')

@@ -38,7 +38,8 @@ def test_packing_is_refused_where_rows_reach_each_other(
     training = {key: True} | ({"max_length": None} if key == "padding_free" else {})
     with pytest.raises(SpecError, match=rf"training\.{key}: .*{why}") as refused:
         check(tmp_path, config, **training)
-    assert refused.value.hint.startswith(f"{key}: false")
+    assert refused.value.hint.startswith(f"leave {key} out")
+    assert refused.value.fix == {f"training.{key}": None}
     check(tmp_path, config)
 
 

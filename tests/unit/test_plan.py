@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from zoo import plain
 
 GIB = 2**30
 H100 = Device("cuda", "NVIDIA H100", 0, "GPU-0", (9, 0), 80 * GIB, 80 * GIB)
+T4 = Device("cuda", "Tesla T4", 0, "GPU-0", (7, 5), 16 * GIB, 16 * GIB)
 P100 = Device("cuda", "Tesla P100", 0, "GPU-0", (6, 0), 16 * GIB, 16 * GIB)
 CPU = Device("cpu", "a processor", total_bytes=24 * GIB, free_bytes=20 * GIB)
 MPS = Device("mps", "Apple GPU", total_bytes=24 * GIB, free_bytes=20 * GIB)
@@ -79,6 +82,48 @@ def test_unsloth_by_name_is_refused_where_it_would_do_something_else(
 ) -> None:
     with pytest.raises(BackendError, match=why):
         make(model, device, here, backend="unsloth", **keys)
+
+
+@pytest.mark.parametrize(
+    ("device", "family", "keys", "why"),
+    [
+        (H100, "qwen3", {"dtype": "float32"}, "computes float32 models in half precision"),
+        (H100, "qwen3", {"dtype": "float32", "full": True}, "computes float32 models in half precision"),
+        (H100, "qwen3", {"dtype": "float32", "quantization": "4bit"}, "computes float32 models in half precision"),
+        (T4, "gemma2", {"dtype": "auto"}, "computes float32 models in half precision"),
+        (H100, "gemma2", {"dtype": "float16"}, "known to overflow"),
+        (H100, "llama", {"lora": {"modules_to_save": ["lm_head", "q_proj"]}}, "modules_to_save names q_proj"),
+        (H100, "llama", {"lora": {"target_modules": ["q_proj", "embed_tokens"]}}, "trains embed_tokens whole"),
+        (H100, "qwen3", {}, ""),
+        (H100, "qwen3", {"quantization": "4bit"}, ""),
+        (T4, "llama", {"dtype": "float16"}, ""),
+        (T4, "llama", {"dtype": "float16", "full": True}, ""),
+        (H100, "llama", {"lora": {"modules_to_save": ["lm_head", "embed_tokens", "model.norm"]}}, ""),
+        (H100, "granite", {"lora": {"modules_to_save": ["q_proj"]}}, ""),  # its class for all other families takes any
+    ],
+)
+def test_unsloth_is_sent_nothing_that_it_would_change_on_a_gpu(
+    model: BaseModelInfo, device: Device, family: str, keys: dict[str, Any], why: str
+) -> None:
+    given = replace(model, model_type=family)
+    found = make(given, device, WITH_UNSLOTH, **keys).backend
+    assert (found.name == "unsloth") == (not why)
+    assert why in found.reasons[0]
+    if why:
+        with pytest.raises(BackendError, match=why):
+            make(given, device, WITH_UNSLOTH, backend="unsloth", **keys)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
+def test_what_the_plan_knows_of_unsloth_is_what_its_code_says() -> None:
+    found = importlib.util.find_spec("unsloth")
+    assert found is not None
+    assert found.origin is not None
+    models = Path(found.origin).parent / "models"
+    chosen = re.findall(r'\n        (?:el)?if model_type == "(\w+)":', (models / "loader.py").read_text())
+    assert set(chosen) == plan.UNSLOTH_FAMILIES
+    allowed = "Only 'lm_head', 'embed_tokens' and \"\n" + " " * 24 + '"normalization layers'
+    assert allowed in (models / "llama.py").read_text()
 
 
 def test_what_may_not_fit_is_warned_about(model: BaseModelInfo) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from honed import preflight, stage, staged
-from honed.access import Person
+from honed import access, preflight, stage, staged
+from honed.access import Acl, Person
 from honed.config import Config, PolicyConfig
 from honed.device import Device
 from honed.error import DatasetError, HonedError, ModelError, SpecError
@@ -178,6 +178,37 @@ def test_other_peoples_results_are_nobodys_data(desk: Desk) -> None:
         policy.check_read(Named("datasets.0.path", rows, DatasetError))
     desk.layout.job(3).dir.chmod(0o755)
     policy.check_read(Named("datasets.0.path", rows, DatasetError))
+
+
+def test_what_its_submitter_cannot_read_no_job_reads(desk: Desk) -> None:
+    """Opened to the workers as the hint says, it is opened to its owner's jobs, and to nobody else's."""
+    berta = Person(54322, frozenset({54322}), "berta")
+    policy = dataclasses.replace(closed_desk(desk), dropper=berta)
+    closed = desk.srv / "closed"
+    closed.mkdir()
+    rows = plain.write_dataset(closed / "rows.jsonl")
+    closed.chmod(0o750)
+    if not access.set_acl(closed, Acl(7, 0, 0, {WORKERS.uid: 5}, {})):
+        pytest.skip("no ACLs on this file system")
+    (desk.srv / "link.jsonl").symlink_to(rows)
+    for path in (rows, desk.srv / "link.jsonl", closed):
+        with pytest.raises(DatasetError) as caught:
+            policy.check_read(Named("datasets.0.path", path, DatasetError))
+        assert caught.value.message.endswith("by the user berta, who submits the job")
+        assert f"setfacl -m u:berta:rx {closed}" in caught.value.hint
+    dataclasses.replace(policy, lent=(closed,)).check_read(Named("datasets.0.path", rows, DatasetError))
+    access.set_acl(closed, Acl(7, 0, 0, {WORKERS.uid: 5, berta.uid: 5}, {}))
+    policy.check_read(Named("datasets.0.path", rows, DatasetError))
+
+
+def test_the_cache_of_models_is_everybodys(desk: Desk) -> None:
+    cached = desk.layout.cache_dir / "model"
+    cached.mkdir(parents=True)
+    desk.layout.cache_dir.chmod(0o750)
+    if not access.set_acl(desk.layout.cache_dir, Acl(7, 0, 0, {WORKERS.uid: 5}, {})):
+        pytest.skip("no ACLs on this file system")
+    berta = Person(54322, frozenset({54322}), "berta")
+    dataclasses.replace(closed_desk(desk), dropper=berta).check_read(Named("base_model", cached, ModelError))
 
 
 # --- submit --stage ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ FLAG = "a flag of another dtype than the model's: Unsloth's and accelerate's mis
 RULES: list[Rule] = [
     (FLAG, (*NEW, "CPU", "MPS"), "bfloat16", "qwen3", {}, ("bfloat16", "bf16", "float32")),
     (FLAG, NEW, "float16", "qwen3", {}, ("float16", "fp16", "float32")),
-    (FLAG, (*NEW, "CPU", "MPS"), "float32", "qwen3", {"dtype": "bfloat16", "full": True}, ("bfloat16", "bf16", None)),
+    (FLAG, (*NEW, "CPU"), "float32", "qwen3",
+     {"dtype": "bfloat16", "full": True, "master_weights": "none"}, ("bfloat16", "bf16", None)),
     ("SFTConfig's own default: bf16 for a float32 model", tuple(DEVICES), "bfloat16", "qwen3",
      {"dtype": "float32"}, ("float32", "none", "float32")),
     ("float32 asked for by name and computed in float16, for want of bfloat16", tuple(DEVICES), "float16", "qwen3",
@@ -108,10 +109,14 @@ RULES: list[Rule] = [
     ("an fp16 flag that does nothing", ("CPU", "MPS"), "float16", "qwen3", {"full": True}, ("float32", "none", None)),
     ("an fp16 flag that does nothing", ("CPU",), "bfloat16", "qwen3",
      {"full": True, "dtype": "float16"}, ("float32", "none", None)),
-    ("a plan that SFTTrainer undoes: it casts QLoRA's adapters to bfloat16", (*NEW, "CPU"), "bfloat16", "qwen3",
-     {"quantization": "4bit"}, ("bfloat16", "bf16", "bfloat16")),
-    ("a plan that SFTTrainer undoes: it casts QLoRA's adapters to bfloat16", (*NEW, "CPU"), "float32", "qwen3",
-     {"quantization": "8bit"}, ("bfloat16", "bf16", "bfloat16")),
+    ("updates of QLoRA's adapters lost: SFTTrainer would round these to bfloat16", (*NEW, "CPU"), "bfloat16", "qwen3",
+     {"quantization": "4bit"}, ("bfloat16", "bf16", "float32")),
+    ("updates of QLoRA's adapters lost: SFTTrainer would round these to bfloat16", (*NEW, "CPU"), "float32", "qwen3",
+     {"quantization": "8bit"}, ("bfloat16", "bf16", "float32")),
+    ("an adapter's dtype that is asked for and replaced", (*NEW, "CPU"), "bfloat16", "qwen3",
+     {"adapter_dtype": "bfloat16"}, ("bfloat16", "bf16", "bfloat16")),
+    ("an adapter's dtype that is asked for and replaced", (*NEW, "CPU"), "bfloat16", "qwen3",
+     {"adapter": "/a", "adapter_dtype": "bfloat16", "quantization": "4bit"}, ("bfloat16", "bf16", "bfloat16")),
     # _amp_foreach_non_finite_check_and_unscale_cuda not implemented for 'BFloat16'
     ("bfloat16 adapters under fp16, which GradScaler has no kernel for", OLD, "bfloat16", "llama",
      {"quantization": "4bit"}, ("float16", "fp16", "float32")),
@@ -129,12 +134,21 @@ RULES: list[Rule] = [
      "bfloat16", "llama", {"quantization": "4bit", "dtype": "float32"}, ("float32", "none", "float32")),
     ("an adapter to go on from, taken for full fine-tuning", NEW, "bfloat16", "qwen3",
      {"adapter": "/a"}, ("bfloat16", "bf16", "float32")),
-    ("full fine-tuning at twice its size", (*NEW, "CPU", "MPS"), "bfloat16", "qwen3",
-     {"full": True}, ("bfloat16", "bf16", None)),
+    ("updates that bfloat16 weights round away", (*NEW, "CPU"), "bfloat16", "qwen3",
+     {"full": True}, ("float32", "bf16", None)),
+    ("updates that bfloat16 weights round away", (*NEW, "CPU"), "float32", "qwen3",
+     {"dtype": "bfloat16", "full": True}, ("float32", "bf16", None)),
+    ("autocast that nobody has seen work", ("MPS",), "bfloat16", "qwen3", {"full": True}, ("float32", "none", None)),
+    ("a standard recipe that cannot be had by name", NEW, "bfloat16", "qwen3",
+     {"full": True, "dtype": "bfloat16", "master_weights": "float32"}, ("float32", "bf16", None)),
+    ("pure bfloat16 that cannot be had by name", (*NEW, "CPU", "MPS"), "bfloat16", "qwen3",
+     {"full": True, "master_weights": "none"}, ("bfloat16", "bf16", None)),
+    ("remainders that cannot be had by name", (*NEW, "CPU"), "bfloat16", "qwen3",
+     {"full": True, "master_weights": "compensated"}, ("bfloat16", "bf16", None)),
     ("full fine-tuning of Gemma computed in float16", OLD, "bfloat16", "gemma2",
      {"full": True}, ("float32", "none", None)),
     ("full fine-tuning of Gemma computed in float16", NEW, "float16", "gemma2",
-     {"full": True}, ("bfloat16", "bf16", None)),
+     {"full": True}, ("float32", "bf16", None)),
     ("full fine-tuning of Gemma computed in float16", OLD, "float32", "gemma2",
      {"full": True, "dtype": "float16"}, ("float32", "none", None)),
     ("float32 weights rounded before they are trained", NEW, "float32", "qwen3",
@@ -157,6 +171,14 @@ def test_precision_follows_the_rule(
     found = decide(device, model(stored, model_type), **keys)
     assert (found.load_dtype, flags(found), found.adapter_dtype) == expected
     assert all(found.reasons.values())
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("H100", "float16"), ("T4", "auto"), ("CPU", "float32")])
+def test_a_bfloat16_adapter_beside_a_model_in_another_dtype_is_refused(device: str, dtype: str) -> None:
+    """Under fp16 a GradScaler cannot unscale its gradients; beside float32 its dtype is no one's wish."""
+    with pytest.raises(SpecError, match="adapter_dtype: bfloat16 goes with a model in bfloat16") as raised:
+        decide(device, model(), dtype=dtype, adapter_dtype="bfloat16")
+    assert "adapter_dtype: auto" in raised.value.hint
 
 
 def test_every_rule_names_the_failure_it_prevents() -> None:
@@ -212,9 +234,20 @@ def test_a_dtype_that_the_device_has_not_is_refused_and_not_replaced() -> None:
     assert "dtype: auto" in raised.value.hint
 
 
-def test_full_fine_tuning_in_float16_is_warned_about() -> None:
-    """Attempting to unscale FP16 gradients."""
-    assert "float32 weights" in decide("CPU", model(), full=True, dtype="float16").warnings[0]
+def test_an_apple_gpu_has_bfloat16_from_macos_14_on() -> None:
+    """Your setup doesn't support bf16/gpu."""
+    old = dataclasses.replace(DEVICES["MPS"], has_bfloat16=False)
+    with pytest.raises(SpecError, match="needs macOS 14"):
+        precision.decide(spec(dtype="bfloat16"), model(), old)
+    found = precision.decide(spec(), model(), old)
+    assert (found.load_dtype, flags(found), found.adapter_dtype) == ("float16", "none", "float32")
+
+
+def test_full_fine_tuning_in_float16_is_warned_about_where_it_is_not_computed_in_it() -> None:
+    """An fp16 flag that does nothing; and, on a GPU, the standard recipe under a GradScaler, which needs no word."""
+    assert "float16 autocast exists on CUDA alone" in decide("CPU", model(), full=True, dtype="float16").warnings[0]
+    assert "bfloat16 instead" in decide("L4", model("float16", "gemma2"), full=True, dtype="float16").warnings[0]
+    assert decide("T4", model(), full=True, dtype="float16").warnings == ()
 
 
 def test_float16_by_name_for_a_family_that_overflows_is_warned_about() -> None:
@@ -345,15 +378,18 @@ def check_invariants(job: JobSpec, given: BaseModelInfo, device: Device, *, has_
         assert device.kind == "cuda"
         trained = found.load_dtype if full else found.adapter_dtype
         assert trained == "float32", "GradScaler unscales float32 gradients alone"
-    if asked != "auto" and not (full and asked == "float16"):
+    if asked != "auto" and not full:
         assert found.load_dtype == asked
+    if full:
+        assert found.load_dtype == "float32", "the best rung, where none is named"
+        assert found.master_weights == "float32"
     if asked == "float32":
         assert not found.fp16, "float32 by name is not computed in less"
         assert not found.bf16
     if asked == "auto" and fragile:
         assert found.load_dtype != "float16"
         assert not found.fp16
-    if asked == "float16" and (full or fragile):
+    if asked == "float16" and (fragile or (full and not found.fp16)):
         assert found.warnings, "what is not done as asked, or is known to fail, is said"
     assert found.quantization == ("none" if device.kind == "mps" else job.quantization)
     assert (found.quantization == job.quantization) or "quantization" in found.warnings[0]
@@ -361,7 +397,8 @@ def check_invariants(job: JobSpec, given: BaseModelInfo, device: Device, *, has_
     assert (found.adapter_dtype is None) == full
     assert found.adapter_dtype in (None, "float32", found.load_dtype)
     if found.attn_implementation == "flash_attention_2":
-        assert (found.load_dtype in HALF, device.kind, has_flash_attn) == (True, "cuda", True)
+        computes_half = found.load_dtype in HALF or found.bf16 or found.fp16
+        assert (computes_half, device.kind, has_flash_attn) == (True, "cuda", True)
     assert set(found.reasons) == set(Precision.__dataclass_fields__) - {"reasons", "warnings"}
     assert all(found.reasons.values())
     assert Precision(**found.as_dict()) == dataclasses.replace(found, warnings=()), "plan.json keeps it whole"

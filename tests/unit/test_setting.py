@@ -26,7 +26,7 @@ from honed.layout import Layout
             "[spool]\nsettle_sec = nan",
             "line 2: spool.settle_sec: expected a number, at least 0 and at most 60, got nan",
         ),
-        ("spool = 3", "line 1: spool: expected a section of keys, got 3"),
+        ("spool = 3", "line 1: spool: expected a mapping, got 3"),
         ("[jobs]\nrunner = 'slurm'", "line 2: jobs.runner: expected one of auto, process, systemd, got 'slurm'"),
         ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: a directory is named from / on"),
         ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an http or https address, got"),

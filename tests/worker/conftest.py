@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, event, installed, plan
+from honed import basemodel, event, installed, modality, plan
 from honed import spec as specs
 from honed.config import Config
 from honed.device import cpu
@@ -26,7 +26,7 @@ from honed.worker.stop import Stop
 from zoo.model import Format, build_checkpoint, write_facts
 
 #: Seconds for a worker in a process of its own: nearly all of it is imports.
-WORKER_TIMEOUT_SEC = 180.0
+WORKER_TIMEOUT_SEC = 600.0
 INSTALLED = installed.look()
 torchvision.mend()  # tests import the libraries before a worker does
 
@@ -198,7 +198,8 @@ def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
         spec = specs.validate(document)
         info = basemodel.inspect(base, model_type=spec.model_type)
         adapter = basemodel.inspect_adapter(Path(spec.adapter)) if spec.adapter else None
-        planned = plan.make(spec, info, cpu(), config=Config(), installed=INSTALLED, adapter=adapter)
+        with modality.naming(spec.parts.patterns):
+            planned = plan.make(spec, info, cpu(), config=Config(), installed=INSTALLED, adapter=adapter)
         contents = {
             "job": {"id": len(jobs) + 1, "name": "facts", "user_id": "1000"},
             "spec": spec.model_dump(mode="json"),

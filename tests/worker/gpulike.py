@@ -13,7 +13,12 @@ from pathlib import Path
 
 
 def main() -> None:
-    os.environ |= {"UNSLOTH_ALLOW_CPU": "1", "TORCHDYNAMO_DISABLE": "1", "UNSLOTH_COMPILE_DISABLE": "1"}
+    os.environ |= {
+        "UNSLOTH_ALLOW_CPU": "1",
+        "UNSLOTH_CPU_BF16": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "UNSLOTH_COMPILE_DISABLE": "1",
+    }
     import trl
     import unsloth
     from unsloth.models.rl import _patch_trl_rl_trainers

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from honed.error import PrecisionError
 from honed.event import EventWriter
 from honed.precision import Precision
 from honed.worker import assignment as assignments
 from honed.worker import audit, load
-from worker.conftest import Ended, MakeJob, read_events
+from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 OFF = {"sample_frequency": "off"}
@@ -233,27 +234,72 @@ def adapters(ended: Ended) -> list[tuple[str, set[str]]]:
     ]
 
 
+QLORA: dict[str, Any] = {"lora": LORA, "quantization": "4bit", "dtype": "bfloat16", "predictions": OFF}
+
+
 def test_every_audit_of_a_run_is_told_and_a_resume_does_not_change_precision(make_job: MakeJob) -> None:
-    keys: dict[str, Any] = {"lora": LORA, "quantization": "4bit", "dtype": "bfloat16", "predictions": OFF}
-    job = make_job("llama", **keys, training={"max_steps": 3})
+    job = make_job("llama", **QLORA, training={"max_steps": 3})
     first = job.stopped_at(1)
-    assert adapters(first) == [("loaded", set()), ("adapted", {"bfloat16"}), ("built", {"bfloat16"})]
+    assert adapters(first) == [("loaded", set()), ("adapted", {"float32"}), ("built", {"float32"})]
     [line] = [text for text in first.messages("info") if "detected" in text]
     assert "detected model dtype: bfloat16, 4bit weights" in line
-    assert "training precision: bf16 autocast, adapter in bfloat16 (load_dtype: as the job asks" in line
+    assert "training precision: bf16 autocast, adapter in float32 (load_dtype: as the job asks" in line
+    second = job.run(2)
+    assert second.status == 0, second.result
+    assert adapters(second)[-1] == ("resumed", {"float32"})
+
+
+def test_a_job_that_was_planned_with_adapters_in_bfloat16_ends_as_it_began(make_job: MakeJob) -> None:
+    """As every QLoRA job was until adapters became float32; `adapter_dtype` asks for the same."""
+    job, named = make_job("llama", **QLORA, training={"max_steps": 3}), make_job("llama", **QLORA,
+                                                                                 adapter_dtype="bfloat16")  # fmt: skip
+    spec = {key: value for key, value in job.plan["spec"].items() if key != "adapter_dtype"}
+    old = job.plan["precision"] | {"adapter_dtype": "bfloat16"}
+    job.change_plan(spec=spec, precision=old)
+    assert adapters(job.stopped_at(1))[-1] == ("built", {"bfloat16"})
     second = job.run(2)
     assert second.status == 0, second.result
     assert adapters(second)[-1] == ("resumed", {"bfloat16"})
     assert "8 trained weights were float32, now bfloat16" in second.of("audit")[-1]["mended"]
     assert any("audit (resumed): 8 trained weights" in text for text in second.messages("info"))
+    assert {str(weight.dtype) for weight in exported(job).values()} == {"torch.bfloat16"}
+    assert named.plan["precision"]["adapter_dtype"] == "bfloat16"
+    assert "adapter_dtype: adapters in bfloat16 lose updates" in named.plan["warnings"][0]
 
 
-def test_what_sfttrainer_does_to_a_quantized_models_adapters_is_undone_and_said(make_job: MakeJob) -> None:
-    job = make_job("llama", lora=LORA, quantization="4bit", dtype="float16", predictions=OFF, training={"max_steps": 1})
+def test_an_adapter_that_is_stored_in_bfloat16_goes_on_in_float32(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job("llama", **QLORA, training={"max_steps": 2})
+    assert job.run().status == 0
+    halved = {name: weight.bfloat16() for name, weight in exported(job).items()}
+    save_file(halved, job.output_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    still = {"max_steps": 1, "learning_rate": 1e-30}
+    for quantization in ("4bit", "none"):
+        keys = {**QLORA, "lora": None, "quantization": quantization, "adapter": str(job.output_dir)}
+        following = make_job("llama", **keys, training=still)
+        ended = following.run()
+        assert ended.status == 0, ended.result
+        assert adapters(ended)[-1] == ("built", {"float32"})
+        assert all(torch.equal(weight, halved[name].float()) for name, weight in exported(following).items())
+
+
+def exported(job: WorkerJob) -> dict[str, torch.Tensor]:
+    return load_file(job.output_dir / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_sfttrainer_does_to_a_quantized_models_adapters_is_undone_and_said(make_job: MakeJob, dtype: str) -> None:
+    still = {"max_steps": 1, "learning_rate": 1e-30}
+    job, plain = (
+        make_job("llama", **{**QLORA, "quantization": quantization, "dtype": dtype}, training=still)
+        for quantization in ("4bit", "none")
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     assert adapters(ended)[-1] == ("built", {"float32"})
     assert "SFTTrainer had cast 8 adapter weights to another dtype: put back" in ended.of("audit")[-1]["mended"]
+    assert plain.run().status == 0
+    drawn = exported(plain)  # for the same seed, and no constructor has rounded these
+    assert all(torch.allclose(weight, drawn[name], rtol=0, atol=1e-20) for name, weight in exported(job).items())
 
 
 def test_a_model_of_which_most_layers_were_left_unquantized_is_refused(bench: Callable[..., Bench]) -> None:

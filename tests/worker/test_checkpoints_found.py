@@ -24,7 +24,7 @@ from honed import preflight
 from honed import spec as specs
 from honed.config import Config
 from honed.device import cpu
-from honed.error import HonedError
+from honed.error import HonedError, ModelError
 from honed.layout import Layout
 from honed.worker import load
 from worker.conftest import Ended, WorkerJob
@@ -60,6 +60,10 @@ class Found:
 
     def train(self) -> Ended:
         """As the daemon does it: the check, its plan, and the worker. Raises HonedError where the check refuses."""
+        return self.accept().run()
+
+    def accept(self) -> WorkerJob:
+        """The check and its plan. Raises HonedError where the check refuses."""
         spec_path = self.path / "job.json"
         document = {"base_model": str(self.base), "datasets": [{"path": str(self.rows)}], **SHORT, **self.spec}
         spec_path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
@@ -71,7 +75,7 @@ class Found:
         plan = {"job": {"id": 1, "name": "found", "user_id": "0"}, "spec": verdict.spec.model_dump(mode="json"),
                 "output_dir": str(verdict.output_dir), **verdict.plan.as_dict()}  # fmt: skip
         (job_dir / "plan.json").write_text(json.dumps(plan))
-        return WorkerJob(job_dir).run()
+        return WorkerJob(job_dir)
 
 
 @pytest.fixture
@@ -337,7 +341,7 @@ TABLE: list[tuple[Callable[[Found], None], Trains | Refused]] = [
     (quantized_by("gptq"), Refused("model_invalid", "config.json: gptq checkpoints", "quantization: 4bit")),
     (quantized_by("awq"), Refused("model_invalid", "config.json: awq checkpoints", "quantization: 4bit")),
     (quantized_by("fp8"), Refused("model_invalid", "config.json: fp8 checkpoints", "quantization: 4bit")),
-    (with_code_of_its_own, Refused("model_invalid", "config.json: own_llama comes with", "trust_remote_code: true")),
+    (with_code_of_its_own, Refused("model_invalid", "config.json: own_llama comes with", "policy.trust_remote_code")),
     (with_code_that_is_forbidden, Refused("spec_invalid", "trust_remote_code", "policy.trust_remote_code")),
     (with_an_adapter_of_another_model, Refused("model_invalid", "made for another base model", "name the base_model")),
     (with_an_adapter_of_a_deeper_model, Refused("model_invalid", "has 2 layers, counted", "name the base_model")),
@@ -346,7 +350,7 @@ TABLE: list[tuple[Callable[[Found], None], Trains | Refused]] = [
     (under_another_model_type, Refused("spec_invalid", "model_type: llama, but", "leave model_type out")),
     (with_another_model_type_in_its_config, Refused("model_invalid", "0.self_attn.k_norm", "of another", "worker")),
     (with_weights_of_no_layer, Trains(says=("1 stored weights have no place in the model and",))),
-    (named_by_its_adapter, Refused("model_invalid", "an adapter (adapter_config.json", "name it as `adapter:`")),
+    (named_by_its_adapter, Refused("model_invalid", "an adapter (adapter_config.json", "write adapter: ")),
     (with_a_mistyped_dtype, Refused("model_invalid", "config.json: dtype: 'bfloat61'", "correct it there")),
     (cut_short, Refused("model_invalid", "model.safetensors: cut short", "fetch this file again")),
     (without_an_end_token, Refused("model_invalid", "no end token", "tokenizer_config.json", by="worker")),
@@ -451,10 +455,13 @@ def test_a_token_that_occurs_and_has_no_embedding_is_refused_before_the_first_st
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(found.build())
+    job = found.accept()
     tokenizer.add_tokens([f"<extra{n}>" for n in range(40)], special_tokens=True)
     tokenizer.pad_token = "<extra39>"
     tokenizer.save_pretrained(found.base)
-    ended = found.train()
+    with pytest.raises(ModelError, match="<extra39>"):
+        found.accept()
+    ended = job.run()  # the tokenizer has changed since its check
     assert ended.result["error"]["code"] == "model_invalid"
     assert "<extra39>" in ended.result["error"]["message"]
     assert ended.losses == {}

@@ -103,6 +103,18 @@ def test_worse_than_it_began_is_a_success_with_a_warning_without_a_guard(make_jo
     [warning] = [text for text in ended.messages("warning") if "worse than it began" in text]
     assert "eval_loss rose from 0." in warning
     assert "exact_match fell from 1.000 to 0.000" in warning
+    assert ended.result["remark"].startswith("worse than it began: eval_loss rose from 0.")
+
+
+def test_a_run_that_learned_nothing_says_so_in_its_result(make_job: MakeJob) -> None:
+    keys: dict[str, Any] = {"lora": LORA, "predictions": {"sample_frequency": "off"}, "eval_split": 0.3}
+    training = {"max_steps": 24, "eval_strategy": "steps", "eval_steps": 24}
+    still = make_job(**keys, training=training | {"learning_rate": 1e-9}).run()
+    assert still.result["outcome"] == "succeeded"
+    assert still.result["remark"].startswith("its loss never left where it began: 6.")
+    assert any(text.startswith(still.result["remark"]) for text in still.messages("warning"))
+    learning = make_job(**keys, training=training | {"learning_rate": 5e-3}).run()
+    assert learning.result["remark"] == ""
 
 
 def test_a_model_that_gets_better_is_not_warned_of_and_takes_the_place_of_one_of_its_job_that_had_regressed(

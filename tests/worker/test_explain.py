@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +23,28 @@ from honed.worker.run import explain
         (OSError(errno.ENOSPC, "No space left on device"), "disk_insufficient"),
         (DatasetError("no rows"), "dataset_invalid"),
         (KeyError("x"), "error"),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "environment_invalid"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "model_invalid"),
+        (IndexError("index out of range in self"), "model_invalid"),
+        (RuntimeError("Error(s) in loading state_dict for Qwen3: size mismatch for lm_head.weight"), "model_invalid"),
+        (ValueError("The checkpoint has model type `qwen9` but Transformers does not recognize this architecture"),
+         "model_invalid"),
+        (OSError("We couldn't connect: HTTPSConnectionPool(host='huggingface.co')"), "environment_invalid"),
+        (FileNotFoundError(2, "No such file or directory", "/srv/data/x.png"), "error"),
     ],
-)
+)  # fmt: skip
 def test_an_exception_gets_its_code(problem: Exception, code: str) -> None:
     assert explain(problem).code == code
     assert explain(problem).message
+
+
+def test_what_nobody_foresaw_names_the_command_that_shows_its_traceback() -> None:
+    error = explain(KeyError("x"), "17")
+    assert "`honectl logs 17`" in error.hint
+    assert "`honectl logs 17`" in explain(RuntimeError("device-side assert triggered"), "17").hint
+    assert "embeddings" in explain(RuntimeError("device-side assert triggered"), "17").hint
+
+
+def test_no_hint_sends_a_person_to_look_for_a_file_of_honeds() -> None:
+    for path in (Path(__file__).resolve().parents[2] / "daemon/honed").rglob("*.py"):
+        assert "see worker.log" not in path.read_text(), path

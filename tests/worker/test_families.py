@@ -237,6 +237,9 @@ def test_a_part_that_is_not_there_or_takes_no_adapter_is_refused_by_name(base_of
     assert "lora.modules_to_save: [multi_modal_projector]" in str(refused.value.hint)
     with pytest.raises(ModelError, match=r"finetune_vision_layers: target_modules names no layer .*: .*qkv"):
         loaded(base_of("qwen2_5_vl"), finetune_vision_layers=True, target_modules=["q_proj", "v_proj"])
+    with pytest.raises(ModelError, match=r"lora.modules_to_save: .* has no module 'lm_haed'") as refused:
+        loaded(base_of("llava"), modules_to_save=["lm_haed"])
+    assert "lm_head" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -332,5 +335,5 @@ def test_a_processor_that_wants_what_is_not_installed_says_so(base_of: Callable[
         "except EnvironmentInvalidError as error: print(error.message)\n"
     )
     command = [sys.executable, "-c", code, str(base_of("qwen2_5_vl"))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     assert "its processor cannot be loaded here: Qwen2VLVideoProcessor requires the Torchvision library" in said

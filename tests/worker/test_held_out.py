@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from honed import dataset
@@ -15,6 +19,11 @@ OFF = {"sample_frequency": "off"}
 SHORT = {"prompt": "Why?", "completion": "So."}
 CUT = {"prompt": "Why?", "completion": "because " * 80}
 LOST = {"prompt": "why " * 80, "completion": "So."}
+
+
+def numbered(row: dict[str, str], number: int) -> dict[str, str]:
+    """One that says something of its own."""
+    return row | {"prompt": f"{number}: {row['prompt']}"}
 
 
 def held_out(number: int, share: float) -> set[int]:
@@ -37,7 +46,7 @@ def test_a_job_none_of_whose_held_out_rows_is_left_is_refused_whatever_it_wants_
     make_job: MakeJob, keys: dict[str, Any]
 ) -> None:
     places = held_out(20, 0.1)
-    rows = [LOST if place in places else SHORT for place in range(20)]
+    rows = [numbered(LOST if place in places else SHORT, place) for place in range(20)]
     training = {"max_steps": 2, "max_length": 48} | keys.get("training", {})
     ended = make_job(rows=rows, lora=LORA, eval_split=0.1, **keys | {"training": training}).run()
     error = ended.result["error"]
@@ -50,7 +59,7 @@ def test_a_job_none_of_whose_held_out_rows_is_left_is_refused_whatever_it_wants_
 
 def test_held_out_rows_some_of_which_are_left_out_are_evaluated_on_and_the_loss_is_told(make_job: MakeJob) -> None:
     lost = min(held_out(20, 0.1))
-    rows = [LOST if place == lost else SHORT for place in range(20)]
+    rows = [numbered(LOST if place == lost else SHORT, place) for place in range(20)]
     ended = make_job(
         rows=rows, lora=LORA, eval_split=0.1, predictions=OFF, training={"max_steps": 1, "max_length": 48}
     ).run()
@@ -59,6 +68,33 @@ def test_held_out_rows_some_of_which_are_left_out_are_evaluated_on_and_the_loss_
     [told] = ended.messages("warning")
     assert told.startswith("1 rows are left out; the first: ")
     assert told.endswith("; 1 of them for a want of tokens: a longer training.max_length")
+
+
+def test_rows_that_are_trained_on_and_held_out_are_counted_and_told_packed_ones_too(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    rows = [numbered(SHORT, place) for place in range(6)]
+    held = tmp_path / "held.jsonl.gz"
+    held.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in [*rows[4:], SHORT]).encode()))
+    datasets.Dataset.from_list([numbered(SHORT, place) for place in range(6, 9)]).save_to_disk(tmp_path / "saved")
+    ended = make_job(
+        rows=[*rows, *rows], lora=LORA, predictions=OFF, training={"max_steps": 1},
+        eval_datasets=[{"path": str(held)}, {"path": str(tmp_path / "saved")}],
+    ).run()  # fmt: skip
+    assert ended.status == 0, ended.result
+    [data] = ended.of("data")
+    assert (data["num_train"], data["num_eval"], data["num_twice"], data["num_in_both"]) == (12, 6, 6, 2)
+    told = ended.messages("warning")
+    assert [text for text in told if text.startswith("2 of 6 held-out rows are also trained on")]
+    assert [text for text in told if text.startswith("6 of 12 training rows repeat an earlier row")]
+
+
+def test_rows_that_say_the_same_are_on_one_side_unless_the_job_began_before_that(make_job: MakeJob) -> None:
+    rows = [numbered(SHORT, place % 10) for place in range(20)]
+    job = make_job(rows=rows, lora=LORA, eval_split=0.3, predictions=OFF, training={"max_steps": 1})
+    assert job.run().of("data")[0]["num_in_both"] == 0
+    job.change_plan(splits_by_meaning=None)
+    assert job.run(2).of("data")[0]["num_in_both"] > 0
 
 
 @pytest.mark.parametrize(("rows", "is_told"), [([CUT, CUT, SHORT], True), ([CUT, SHORT], False)], ids=["most", "half"])
@@ -92,3 +128,13 @@ def test_what_deserves_a_word_of_a_chat_template_is_told_once_before_training(
     if level == "warning":
         assert "chat_template:" in said[0]["message"]
         assert next(n for n, item in enumerate(ended.events) if item.data == said[0]) < kinds.index("step")
+
+
+def test_the_best_checkpoint_is_wanted_and_each_evaluation_writes_one(make_job: MakeJob) -> None:
+    training = {"max_steps": 4, "eval_steps": 2, "load_best_model_at_end": True, "max_length": 48,
+                "metric_for_best_model": "eval_mean_token_accuracy"}  # fmt: skip
+    rows = [numbered(SHORT, place) for place in range(20)]
+    job = make_job(rows=rows, lora=LORA, eval_split=0.1, training=training, backend="transformers")
+    ended = job.run()
+    assert ended.result["outcome"] == "succeeded", ended.result["error"]
+    assert {"checkpoint-2", "checkpoint-4"} <= {path.name for path in (job.dir / "checkpoints").iterdir()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from worker.conftest import MakeJob
+from worker.conftest import Ended, MakeJob
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
@@ -84,3 +86,31 @@ def test_a_batch_that_is_mostly_trained_on_earns_a_hint_unless_it_is_text(make_j
     assert any("trained on" in text for text in make_job(rows=rows, **off).run().messages("warning"))
     assert not make_job(format="text", **off).run().messages("warning")
     assert not make_job("qwen2", **off).run().messages("warning")
+
+
+def test_turns_of_weight_0_count_neither_in_training_nor_in_what_is_held_out(make_job: MakeJob, tmp_path: Path) -> None:
+    """A row whose last turn has weight 0 is trained and evaluated as the row without that turn is: what the model reads
+    after the trained turn changes nothing before it."""
+    turns = [{"role": "user", "content": "Capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
+    more = [{"role": "user", "content": "And of Chile?"}, {"role": "assistant", "content": "Oslo.", "weight": 0}]
+    nothing = {"messages": [turns[0], turns[1] | {"train": False}]}
+
+    def run(row: dict[str, Any], *others: dict[str, Any]) -> Ended:
+        (tmp_path / "held.jsonl").write_text(json.dumps(row) + "\n")
+        return make_job(
+            "llama", rows=[row, *others], eval_datasets=[{"path": str(tmp_path / "held.jsonl")}], dtype="float32",
+            training={"max_steps": 1}, predictions={"num_samples": 1, "max_new_tokens": 2}, lora={"r": 4},
+        ).run()  # fmt: skip
+
+    plain, weighed = run({"messages": turns}), run({"messages": [*turns, *more]}, nothing)
+    assert weighed.status == plain.status == 0, weighed.result
+    [told], [expected] = weighed.of("data"), plain.of("data")
+    assert told["num_tokens"] > expected["num_tokens"]
+    assert told["num_trained_tokens"] == expected["num_trained_tokens"]
+    assert (told["num_dropped"], expected["num_dropped"]) == (1, 0)
+    assert any("row 2: no turn of the assistant to train on: its weight is 0" in t for t in weighed.messages("warning"))
+    assert weighed.losses == pytest.approx(plain.losses, abs=1e-5)
+    losses = [[e["metrics"]["eval_loss"] for e in ended.of("evaluation")] for ended in (weighed, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[1]
+    assert weighed.of("predictions")[0]["rows"][0]["ground_truth"] == "Lima."

@@ -19,7 +19,7 @@ from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 REPOSITORY = Path(__file__).parents[2]
 #: Seconds for an import and a dozen short jobs.
-TIMEOUT_SEC = 300
+TIMEOUT_SEC = 600
 #: Runs what the worker's main does in a fork of one process that has imported; as scripts/gpu_matrix.py does it.
 FORKS = """
 import os, sys
@@ -34,7 +34,7 @@ for job_dir in map(Path, directories):
         os.chdir(job_dir)
         sys.argv = ["honed.worker", str(job_dir), "1"]
         return gpu_matrix.worker_main()
-    status, _ = gpu_matrix.in_child(work, job_dir / "attempts/1/worker.log", timeout_sec=120)
+    status, _ = gpu_matrix.in_child(work, job_dir / "attempts/1/worker.log", timeout_sec=600)
     (job_dir / "status").write_text(str(status))
 """
 #: What is held against a run without predictions.

@@ -31,6 +31,26 @@ def predictor_of(chat: ChatFormat, told: list[str], **keys: Any) -> Predictor:
     return Predictor(chat, PRECISION, max_new_tokens=6, stop=Stop(), warn=told.append, **keys)
 
 
+def test_float32_weights_meet_flash_attention_under_autocast_alone(checkpoint_of: Callable[..., Path]) -> None:
+    """FlashAttention only supports fp16 and bf16 data type."""
+    path = checkpoint_of("llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    chat = ChatFormat(AutoTokenizer.from_pretrained(path))
+    whole = replace(PRECISION, bf16=True, compute_dtype=None)
+    for precision, is_on in (
+        (whole, False),
+        (replace(whole, attn_implementation="flash_attention_2"), True),
+        (replace(whole, attn_implementation="flash_attention_2", load_dtype="bfloat16"), False),
+    ):
+        predictor = Predictor(chat, precision, max_new_tokens=2, stop=Stop(), warn=print)
+        seen: list[bool] = []
+        hook = model.lm_head.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))  # noqa: B023
+        model.to(getattr(torch, precision.load_dtype)).requires_grad_(False)
+        predictor.ask(model, [prediction.Question("Name it.", [5, 6, 7], "Paris")])
+        hook.remove()
+        assert set(seen) == {is_on}
+
+
 def states() -> list[Any]:
     return [random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()]
 

@@ -25,6 +25,7 @@ def spec_path(tmp_path: Path) -> Path:
     build_tokenizer("qwen3").save_pretrained(model)
     (model / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     lines = [json.dumps(row) for row in [ROWS[0], {"messages": ROWS[0]["messages"][:1]}, *ROWS[1:]]]
+    lines[3] = lines[3].replace('"role": "user"', '"role": "user", "name": "Ann"')
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     path = tmp_path / "job.yaml"
     spec = {"base_model": str(model), "datasets": [{"path": str(tmp_path / "rows.jsonl")}]}
@@ -51,10 +52,26 @@ def test_rows_are_shown_as_they_will_be_trained_on(spec_path: Path) -> None:
         {"text": "<think>\n\n</think>\n\nIt is 1.<|im_end|>", "trained": True},
         {"text": "\n", "trained": False},
     ]
+    assert [row["omitted"] for row in rows] == [[], [], [{"kind": "name", "message": 1, "text": "Ann"}]]
     assert 0 < rows[0]["num_trained"] < rows[0]["num_tokens"]
     assert not rows[0]["is_truncated"]
     assert rows[0]["dataset"].endswith("rows.jsonl")
     assert "line 2: no turn of the assistant" in done.stderr
+
+
+def test_a_turn_of_weight_0_is_shown_as_context(spec_path: Path) -> None:
+    first, second = ROWS[0]["messages"], ROWS[1]["messages"]
+    rows = [
+        {"messages": [first[0], first[1] | {"weight": 0}, *second]},
+        {"messages": [first[0], first[1] | {"train": 0}]},
+    ]
+    (spec_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = run(spec_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("---") == 1
+    assert "It is 1.<|im_end|>\n<|im_start|>user\nWhat is 1+1?" in done.stdout
+    assert "assistant\n⟦<think>\n\n</think>\n\nIt is 2.<|im_end|>⟧" in done.stdout
+    assert "row 2: no turn of the assistant to train on: its weight is 0 in each of them" in done.stderr
 
 
 def test_rows_are_cut_and_rendered_as_the_spec_says(spec_path: Path) -> None:
@@ -63,6 +80,8 @@ def test_rows_are_cut_and_rendered_as_the_spec_says(spec_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("--- row ") == 3
     assert "24 tokens" in done.stdout
+    assert "left out: message 1, names of speakers: 'Ann'" in done.stdout
+    assert "preview: names of speakers: write the name into the content" in done.stderr
     assert "cut off" in done.stdout
     change(spec_path, training={"max_length": 200})
     assert "assistant\n<think>\n\n</think>\n\n⟦It is " in run(spec_path).stdout

@@ -83,33 +83,37 @@ def train(make_job: MakeJob, watch: Watch, cell: Cell) -> None:
     ended, seen = watch(job)
     assert ended.status == 0, (ended.result, planned)
     check_choice(planned, asked, adapter)
+    is_full = adapter == "full"
     assert gpu_matrix.mismatches(planned, seen, on_cuda=False) == []
-    check_flags(seen)
+    autocasts = asked == "bfloat16" or (asked == "auto" and stored == "bfloat16")
+    check_flags(seen, autocasts=autocasts if is_full else None)
     assert len(ended.losses) == 3
     assert all(loss is not None for loss in ended.losses.values())
     assert ended.of("evaluation")
     assert [item["num_failed"] for item in ended.of("predictions")] == [0] * len(ended.of("predictions"))
     exported = "adapter_model.safetensors" if adapter == "lora" else "model.safetensors"
     dtypes = gpu_matrix._stored(job.output_dir / exported)
-    assert dtypes == {planned["adapter_dtype"] or planned["load_dtype"]}
+    assert dtypes == {stored if is_full else planned["adapter_dtype"]}, "an output has the dtype that was stored"
 
 
 def check_choice(planned: dict[str, Any], asked: str, adapter: str) -> None:
-    """What is asked by name is had, save that float16 weights cannot be trained."""
-    if asked == "float16" and adapter == "full":
+    """What is asked by name is had; weights that are all trained are float32, and computed in what is asked."""
+    if adapter == "full":
         assert planned["load_dtype"] == "float32"
     elif asked != "auto":
         assert planned["load_dtype"] == asked
 
 
-def check_flags(seen: dict[str, Any]) -> None:
-    """The flag is the model's own, going by its parameters and not by the plan: on a CPU, bf16 or none."""
+def check_flags(seen: dict[str, Any], *, autocasts: bool | None) -> None:
+    """The flag is the model's own, going by its parameters and not by the plan: on a CPU, bf16 or none. float32 weights
+    that are all trained may be under autocast."""
     kept = [which for which in seen["parameters"] if not which.startswith("quantized")]
     of_model = {which.split()[1] for which in kept if which.startswith("frozen")} or {kept[0].split()[1]}
     assert len(of_model) == 1, "one dtype for all that is not quantized and not an adapter"
     (dtype,) = of_model
-    assert (seen["bf16"], seen["fp16"]) == (dtype == "bfloat16", False)
-    assert seen["autocast"] == ("bfloat16" if dtype == "bfloat16" else "off")
+    wanted = dtype == "bfloat16" if autocasts is None else autocasts
+    assert (seen["bf16"], seen["fp16"]) == (wanted, False)
+    assert seen["autocast"] == ("bfloat16" if wanted else "off")
     assert seen["config_dtype"] == dtype, "what Unsloth's own check reads"
 
 

@@ -11,6 +11,7 @@ import pytest
 from honed.field import choices, kinds
 from honed.synonym import NAMES
 from honed.training import OWNED, TrainingSpec
+from worker.conftest import MakeJob
 
 trl = pytest.importorskip("trl")
 
@@ -62,3 +63,13 @@ def test_sft_config_takes_what_the_spec_takes(tmp_path: Any) -> None:
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **loaded.as_kwargs()
     )
     assert (arguments.learning_rate, arguments.warmup_steps, arguments.save_steps) == (1e-4, 0.1, 25)
+
+
+def test_the_worker_tells_of_settings_that_its_steps_are_too_few_for(make_job: MakeJob) -> None:
+    training = {"max_steps": -1, "num_train_epochs": 1, "warmup_steps": 50, "packing": True, "save_steps": 3}
+    job = make_job(lora={"r": 4}, predictions={"sample_frequency": "off"}, training=training)
+    job.change_plan(warnings=["training.save_steps: said at the check"])
+    ended = job.run()
+    assert ended.status == 0, ended.result
+    [told] = ended.messages("warning")
+    assert told.startswith(f"training.warmup_steps: 50 of {max(ended.losses)} step")

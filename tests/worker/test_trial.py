@@ -24,7 +24,7 @@ def findings(ended: Ended) -> Findings:
 
 def test_a_trial_learns_its_rows_by_heart_and_tells_of_the_whole(make_job: MakeJob) -> None:
     job = make_job(
-        num_rows=40, eval_split=0.1, trial="only", dtype="float32", predictions={"max_new_tokens": 24},
+        num_rows=16, eval_split=0.25, trial="only", dtype="float32", predictions={"max_new_tokens": 24},
         training={"learning_rate": 1e-2, "num_train_epochs": 3, "max_steps": -1, "per_device_train_batch_size": 4},
     )  # fmt: skip
     ended = job.run()
@@ -32,17 +32,17 @@ def test_a_trial_learns_its_rows_by_heart_and_tells_of_the_whole(make_job: MakeJ
     assert found.verdict == "learns", found
     assert found.num_right > found.num_right_before
     assert found.loss_after < found.loss_before / 2
-    assert found.whole_steps == 27  # 36 rows in batches of 4, three times
-    assert found.data["num_train"] == 36
+    assert found.whole_steps == 9  # 12 rows in batches of 4, three times
+    assert found.data["num_train"] == 12
     assert found.data["trial"]["num_rows"] == trial.NUM_ROWS
-    assert found.whole_sec > found.step_sec * 27
+    assert found.whole_sec > found.step_sec * 9
     assert found.peak_bytes > 0
     assert any(part["trained"] for part in found.segments)
     assert not job.output_dir.exists()
     assert not ended.of("step")
     said = dict(trial.words(found))
     assert said["Does it learn?"].startswith("It learns them: the loss of 8 rows fell from ")
-    assert "36 rows, 4 held out" in said["What is trained on"]
+    assert "12 rows, 4 held out" in said["What is trained on"]
 
 
 def test_a_job_learns_the_same_after_a_trial_that_warns_of_it(make_job: MakeJob) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,11 +68,15 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     # accumulation, optimizer, decay, seed and batch of evaluations.
     assert (tmp_path / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
     ended, wanted = ended_of(job), with_defaults(plain, **training).run()
-    assert ended.result["outcome"] == wanted.result["outcome"] == "succeeded"
-    assert ended.losses == pytest.approx(wanted.losses, abs=1e-4)
+    assert ended.result["outcome"] == wanted.result["outcome"] == "succeeded", (ended.result, wanted.result)
+    # In bfloat16 what a step learns differs by rounding, and on some processors more than on others; other rows in a
+    # batch make steps differ by more.
+    close, spread = 2e-3, max(wanted.losses.values()) - min(wanted.losses.values())
+    assert ended.losses == pytest.approx(wanted.losses, abs=close), ended.result
+    assert spread > 5 * close, "else the test could not tell"
     assert [item["learning_rate"] for item in ended.of("step")] == [item["learning_rate"] for item in wanted.of("step")]
     evaluated = [item["metrics"]["eval_loss"] for item in ended.of("evaluation")]
-    assert evaluated == pytest.approx([item["metrics"]["eval_loss"] for item in wanted.of("evaluation")], abs=1e-4)
+    assert evaluated == pytest.approx([item["metrics"]["eval_loss"] for item in wanted.of("evaluation")], abs=close)
     [built] = [item for item in ended.of("audit") if item["when"] == "built"]
     assert built["mended"] == [
         "the trainer had set bf16_full_eval to True, now False",
@@ -89,6 +94,54 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     assert (found["error"]["code"], found["step"]) == ("precision_mismatch", 0)
     assert found["error"]["message"] == "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
     assert found["error"]["hint"].startswith("backend: transformers, or backend: auto")
+
+
+@needs_unsloth
+def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_one_that_is_not_planned(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Why the plan sends it the one and not the other on a GPU."""
+    monkeypatch.chdir(tmp_path)
+    keys: dict[str, Any] = {"lora": {"r": 4}, "dtype": "float32", "backend": "unsloth", "predictions": OFF,
+                            "training": {"max_steps": 1}}  # fmt: skip
+    under, without = make_job(**keys), make_job(**keys)
+    under.change_plan(precision=under.plan["precision"] | {"bf16": True})  # as full fine-tuning's
+    run_gpulike(str(under.dir), str(without.dir))
+    assert ended_of(under).result["outcome"] == "succeeded", ended_of(under).result
+    found = ended_of(without).result["error"]
+    assert found["code"] == "precision_mismatch"
+    assert re.match(
+        r"planned bf16=False fp16=False, but the trainer has (bf16=True|bf16=False fp16=True)", found["message"]
+    )
+
+
+@needs_unsloth
+def test_unsloth_trains_whole_weights_in_float32_where_it_is_told_to(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What its loader for GPUs does last to a model, with the parameter that the backend passes on, and without."""
+    base, told_path = checkpoint_of("llama", dtype="bfloat16"), tmp_path / "told.json"
+    script = f"""
+import json, os, unsloth, torch
+from transformers import AutoModelForCausalLM
+from unsloth_zoo.training_utils import prepare_model_for_training
+told = []
+for is_mixed in (True, False):
+    model = AutoModelForCausalLM.from_pretrained({str(base)!r}, dtype=torch.bfloat16)
+    before = {{name: each.detach().float() for name, each in model.named_parameters()}}
+    prepare_model_for_training(model, use_gradient_checkpointing=False, use_reentrant=False, full_finetuning=True,
+                               float32_mixed_precision=is_mixed)
+    same = all(torch.equal(before[name], each.detach().float()) for name, each in model.named_parameters())
+    dtypes = sorted({{str(each.dtype) for each in model.parameters()}})
+    told.append([dtypes, os.environ["UNSLOTH_MIXED_PRECISION"], same])
+json.dump(told, open({str(told_path)!r}, "w"))
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "UNSLOTH_ALLOW_CPU": "1"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True,
+                   timeout=WORKER_TIMEOUT_SEC)  # fmt: skip
+    mixed, other = json.loads(told_path.read_text())
+    assert mixed == [["torch.float32"], "float32", True]
+    assert other == [["torch.bfloat16"], "bfloat16", True]  # by which its trainer turns autocast off
 
 
 def test_what_another_backend_would_meet_too_is_not_unsloths_fault() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from honed.basemodel import is_vision_module
+from honed import modality
 from worker.conftest import MakeJob
 from zoo.vision import build_vision_checkpoint
 
@@ -34,7 +34,7 @@ def test_an_adapter_is_the_language_models_alone(
     assert {each["role"] for each in ended.of("audit")[-1]["counts"]} >= {"adapter", "base", "vision"}
     trained = load_file(job.output_dir / "adapter_model.safetensors")
     assert len(trained) == 2 * 2 * 7  # A and B of each linear layer of two decoder layers
-    assert not any(is_vision_module(name) for name in trained)
+    assert {modality.part(name) for name in trained} == {"language"}
 
 
 def test_full_fine_tuning_leaves_the_eyes_as_they_were(make_job: MakeJob, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_full_fine_tuning_leaves_the_eyes_as_they_were(make_job: MakeJob, tmp_pa
     assert before.keys() == after.keys()
     changed = {name for name in before if not before[name].equal(after[name])}
     assert any("language_model" in name for name in changed)
-    assert not any(is_vision_module(name) for name in changed)
+    assert {modality.part(name) for name in changed} == {"language"}
     again = make_job(model=job.output_dir, lora={"r": 4}, **RUN).run()  # what was made is a base model, whole
     assert again.status == 0, again.result
 

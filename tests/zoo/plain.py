@@ -68,11 +68,11 @@ def write_adapter(directory: Path, *, r: int = 4, width: int = 8) -> Path:
     return directory
 
 
-def write_dataset(path: Path, *, num_rows: int = 8) -> Path:
-    """Messages."""
+def write_dataset(path: Path, *, num_rows: int = 8, first: int = 0) -> Path:
+    """Messages, each with a number of its own."""
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
-        for n in range(num_rows)
+        for n in range(first, first + num_rows)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -81,3 +81,17 @@ def write_dataset(path: Path, *, num_rows: int = 8) -> Path:
 def spec(model: Path, dataset: Path, **keys: Any) -> dict[str, Any]:
     """The smallest job, and what a test adds to it."""
     return {"base_model": str(model), "lora": {"r": 4}, "datasets": [{"path": str(dataset)}], **keys}
+
+
+def write_tokenizer(directory: Path, *, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Path:
+    """A tokenizer that knows bytes and special tokens alone, as the tokenizers library writes it: 256 numbers, and one
+    for each special token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in special])
+    made.save(str(directory / "tokenizer.json"))
+    return directory

@@ -7,6 +7,7 @@ space and before the first word, and bytes for what the vocabulary lacks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Literal
 
@@ -100,3 +101,46 @@ def _metaspace(texts: list[str], vocab_size: int) -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return built
+
+
+#: How templates write what is one token: `<|im_end|>`, `<｜User｜>`, `<turn|>`, `[INST]`, `<start_of_turn>`, `</s>`.
+_MARKS = re.compile(
+    r"<\|[^|<>\s\"']{1,40}\|?>|<[a-z_]{1,20}\|>|<｜[^｜]{1,40}｜>|\[/?[A-Z_]{3,20}\]|\[gMASK\]|<sop>|</?s>"
+    r"|<(?:bos|eos|start_of_turn|end_of_turn|end_of_utterance|BOS_TOKEN)>"
+    r"|</?(?:think|tool_call|tool_response|arg_key|arg_value)>"
+)
+#: The tokenizers' own ends and beginnings of those templates, by what stands in them.
+_EOS = ("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|return|>", "<|eot|>", "</s>",
+        "<|endoftext|>", "<eos>")  # fmt: skip
+_FAMILIES = {
+    "<start_of_turn>": ("<bos>", "<eos>"),
+    "<turn|>": ("<bos>", "<eos>"),
+    "<｜User｜>": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "<|assistant|>": ("", "<|endoftext|>"),
+    "[INST]": ("<s>", "</s>"),
+    "<|eot_id|>": ("<|begin_of_text|>", "<|eot_id|>"),
+    "<end_of_utterance>": ("<|begin_of_text|>", "<end_of_utterance>"),
+}
+_BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>", "<bos>", "<|startoftext|>", "<s>")
+
+
+def build_marked_tokenizer(source: str) -> PreTrainedTokenizerFast:
+    """A tokenizer for a chat template of whatever family, in which each of the template's marks is one token."""
+    marks = {match.group() for match in _MARKS.finditer(source)} | {"<pad>"}
+    bos, eos = next((named for mark, named in _FAMILIES.items() if mark in source), ("", ""))
+    eos = eos or next((token for token in _EOS if token in source), "<|endoftext|>")
+    bos = bos or (next((token for token in _BOS if token in source), "<s>") if "bos_token" in source else "")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=len(alphabet), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS[:1], trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in sorted({*marks, eos, *([bos] if bos else [])})]
+    )
+    named = {"bos_token": bos} if bos else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=source, clean_up_tokenization_spaces=False, pad_token="<pad>",
+        eos_token=eos, **named,
+    )  # fmt: skip

@@ -12,5 +12,6 @@ trl or peft before the backend is chosen: Unsloth has to come before them, and p
     checkpoint.py   manifests, resume, rotation       callback.py     steps and evaluations as events
     prediction.py   what the model writes             export.py       the output, made whole
     merge.py        an adapter into its base model, tensor by tensor: a job of its own, or part of the export
+    optimizer.py    AdamW that keeps what rounding to bfloat16 takes      cast.py   weights as they will be saved
     pulse.py        what systemd is told, where the worker is a unit's
 """

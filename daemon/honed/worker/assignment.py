@@ -1,14 +1,17 @@
-"""What a worker is asked to do: plan.json, read once."""
+"""A worker's assignment: plan.json, read once."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from honed import ladder
+from honed import hubdata, ladder
 from honed.error import InternalError
 from honed.job import Adjustment
 from honed.layout import AttemptLayout, JobLayout
@@ -31,6 +34,7 @@ class Assignment:
     plan: dict[str, Any]  #: all of plan.json, for the output's manifest
     layout: JobLayout
     attempt: AttemptLayout
+    date: datetime  #: what chat templates that ask for the date are told, in local time
     adjustments: tuple[Adjustment, ...] = ()  #: what a lack of memory has changed in the spec; it is in `spec` already
 
     @property
@@ -71,7 +75,9 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
             "spec": ladder.adjusted(plan["spec"], adjustments),
             "adjustments": [asdict(each) for each in adjustments],
         }
-    spec = JobSpec.model_validate(plan["spec"])
+    date = _date(plan, layout)
+    plan |= {"date": date.isoformat(timespec="seconds")}
+    spec = hubdata.planned(JobSpec.model_validate(plan["spec"]), plan)
     if plan.get("adapter_path"):
         spec = spec.model_copy(update={"adapter": plan["adapter_path"]})  # where the spec says job:NAME
     return Assignment(
@@ -85,8 +91,18 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
         plan=plan,
         layout=layout,
         attempt=layout.attempt(attempt),
+        date=date,
         adjustments=adjustments,
     )
+
+
+def _date(plan: Mapping[str, Any], layout: JobLayout) -> datetime:
+    """When the job was accepted; of one that an older honed accepted, when its first attempt started."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return datetime.fromisoformat(plan["date"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), layout.attempt(1).events_path.open() as events:
+        return datetime.fromtimestamp(json.loads(next(events, ""))["time"], UTC).astimezone()
+    return datetime.now(UTC).astimezone()
 
 
 def _adjustments(layout: JobLayout) -> tuple[Adjustment, ...]:

@@ -1,4 +1,4 @@
-"""What was loaded, held against what was planned: every parameter, by role, dtype and device.
+"""Audit of the loaded model against the plan: every parameter, by role, dtype and device.
 
     base        what is not one of the others: in the planned dtype
     quantized   bitsandbytes' storage, whose dtype says nothing; what it computes in is looked at instead
@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from honed import modality
@@ -52,7 +52,7 @@ class Count:
 class Audit:
     """What was found at one moment of a run, after what could be mended was."""
 
-    when: str  #: loaded, adapted, built, resumed, restored
+    when: str  #: loaded, adapted, built, resumed, restored, saved
     counts: tuple[Count, ...]
     model_dtype: str | None  #: of most parameters that are neither quantized nor an adapter's
     config_dtype: str | None  #: what model.config claims
@@ -86,6 +86,12 @@ class Auditor:
         for text in found.mended:
             self._events.emit("log", level="info", message=f"audit ({when}): {text}")
         return found
+
+    def saved(self, model: Any) -> Audit:
+        """The last look, once full fine-tuning's weights are cast to what they are saved in: that was planned, and is
+        no difference. Raises PrecisionError where one is left in another dtype."""
+        self._precision = replace(self._precision, load_dtype=str(self._precision.save_dtype), bf16=False, fp16=False)
+        return self.model(model, "saved")
 
     def trainer(self, trainer: Any) -> None:
         """Raises PrecisionError where the trainer would compute in another precision than the planned one."""
@@ -282,7 +288,7 @@ def _quantization(model: Any) -> str:
 
 
 def _model_dtype(counts: Sequence[Count]) -> str | None:
-    """Of most parameters: base first, else whatever there is beside quantized ones and adapters."""
+    """The dtype of most parameters: base first, else whatever there is beside quantized ones and adapters."""
     for roles in (("base",), ("norm", "vision", "audio", "projector")):
         found: Counter[str] = Counter()
         for each in counts:

@@ -1,4 +1,4 @@
-"""How much of a run may go to predictions: where an evaluation's would take too much, they are left out whole."""
+"""The share of a run that predictions may take: where an evaluation's would take too much, they are left out whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Budget:
         self._train_began, self._first_step = self._clock(), step
 
     def refusal(self, step: int, num_steps: int) -> str | None:
-        """Why a round on the way is to be left out; None where it may be made.
+        """The reason why a round on the way is to be left out; None where it may be made.
 
         What was spent, this round and the one at the end have to fit in the share of what has run so far: so the share
         holds at every moment, and the rounds that are made lie evenly over the run.

@@ -54,6 +54,7 @@ class Progress:
     running_figures: dict[str, list[float]] = field(default_factory=dict)  #: and TRL's figures since then
     logged_step: int | None = None  #: the last step whose loss was told
     num_seen_tokens: int = 0  #: by TRL's count, padding left out
+    loss_type: str | None = None  #: how the loss is computed; None in a checkpoint of an earlier version
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Progress:

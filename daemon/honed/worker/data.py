@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from honed import dataset
+from honed.asking import Mismatches
+from honed.census import Census
 from honed.chat import ChatFormat, Encoded, MediaCutError
 from honed.error import DatasetError, ModelError
 from honed.media import MediaError
+from honed.omission import MAX_SILENCED_SHARE, SILENCED_HINT, SilencedError, Tally
 from honed.policy import Named
 from honed.row import Example
 from honed.spec import DatasetSpec, JobSpec
@@ -58,6 +61,10 @@ class Rows:
     broken: list[str] = field(default_factory=list)  #: the first few, each with its file and its fault
     num_too_long: int = 0  #: of those dropped: a part of their media would have been cut off
     too_long: list[str] = field(default_factory=list)  #: the first few
+    num_silenced: int = 0  #: of those dropped: the template leaves out all that a turn says
+    first_silenced: str = ""
+    lost: Tally = field(default_factory=Tally)  #: what the template leaves out of the others
+    mismatches: Mismatches = field(default_factory=Mismatches)  #: those asked for otherwise than they are trained
 
     def place(self, input_ids: Sequence[int]) -> int | None:
         return self.by_ids.get(hash(tuple(input_ids)))
@@ -88,6 +95,10 @@ class Data:
     read: tuple[dataset.Counts, ...]  #: of each data set, those held out too
     num_dropped: int  #: of the rows to train on and of those held out
     first_dropped: str
+    advice: str = ""  #: what helps where the template leaves out what rows say
+    advice_on_asking: str = ""  #: and where turns are asked for otherwise than they are trained
+    trained: Census = field(default_factory=Census)  #: of the rows to train on, as they were read
+    measured: Census = field(default_factory=Census)  #: of those held out
 
     @property
     def longest(self) -> int:
@@ -104,6 +115,20 @@ class Data:
             for each in self.read
             if each.num_bad
         ]
+        told += self.trained.told_orders()
+        told += [f"held out: {each}" for each in self.measured.told_orders()]
+        if self.trained.has_many_twice:
+            told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
+        if num_in_both := self.measured.num_in(self.trained):
+            told.append(
+                f"{num_in_both} of {self.measured.num_rows} held-out rows are also trained on: they measure "
+                "memorization"
+            )
+        num_shown = sum(len(rows.examples) for rows in both)
+        if lost := sum((rows.lost for rows in both), Tally()).told(num_shown):
+            told.append(f"{lost}; {self.advice}")
+        if asked := sum((rows.mismatches for rows in both), Mismatches()).told(num_shown, self.advice_on_asking):
+            told.append(asked)
         if self.num_dropped:
             num_cut_off = sum(rows.num_cut_off for rows in both)
             longer = (
@@ -156,36 +181,45 @@ def build(
         eval_mixture = load(spec.eval_datasets)
         held_out, eval_counts = list(eval_mixture.examples), eval_mixture.counts
     elif spec.eval_split:
-        examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed)
+        together = bool(assignment.plan.get("splits_by_meaning"))
+        examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed, together=together)
+    trained, measured = (Census.of((example, where(example)) for example in rows) for rows in (examples, held_out))
     max_length = spec.training.cut_at
     media = None
     if load_processor is not None and any(example.media for example in [*examples, *held_out]):
         media = MediaRows(load_processor(), spec)
         chat.expand = media.processor.expand
     train = encode(examples, chat, max_length, stop, media)
+    evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
+    both = [rows for rows in (train, evaluated) if rows is not None]
+    _check_silenced(both)
     if not train.examples:
         raise DatasetError(
             f"no row is left to train on, of {len(examples)}"
             + (f"; the first: {train.first_dropped}" if train.first_dropped else ""),
             hint=_hint(train),
         )
-    evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
     if evaluated is not None and not evaluated.examples:
         split = "" if spec.eval_datasets else " that eval_split holds out"
         raise DatasetError(
             f"no row is left to evaluate on, of {len(held_out)}{split}; the first: {evaluated.first_dropped}",
             hint=_hint(evaluated) + (", or a larger eval_split" if split else ""),
         )
-    both = [rows for rows in (train, evaluated) if rows is not None]
     read = (*mixture.counts, *eval_counts)
     num_dropped = sum(rows.num_dropped for rows in both)
     first_dropped = next((rows.first_dropped for rows in both if rows.num_dropped), "")
+    mismatches = sum((rows.mismatches for rows in both), Mismatches())
     counts = {
         "num_train": len(train.examples),
         "num_eval": len(evaluated.examples) if evaluated else 0,
         "num_truncated": sum(rows.num_truncated for rows in both),
         "num_dropped": num_dropped,
+        "num_silenced": sum(rows.num_silenced for rows in both),
+        "omitted": sum((rows.lost for rows in both), Tally()).as_dict(),
+        "num_asked_otherwise": mismatches.num_rows,
         "num_unusable": sum(count.num_bad for count in read),
+        "num_twice": trained.num_twice,
+        "num_in_both": measured.num_in(trained),
         "num_tokens": train.num_tokens,
         "num_trained_tokens": train.num_trained_tokens,
         "lengths": lengths(map(len, train.dataset["input_ids"])),
@@ -201,16 +235,35 @@ def build(
         train = few(train, size=size, seed=assignment.seed, num_tokens=size * packed if packed else None)
         evaluated = None
         counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
-    return Data(train, evaluated, counts, hashes, media, read, num_dropped, first_dropped)
+    advice = chat.advice_on(sum((rows.lost for rows in both), Tally()))
+    on_asking = chat.advice_on_asking(mismatches)
+    return Data(
+        train, evaluated, counts, hashes, media, read, num_dropped, first_dropped, advice, on_asking, trained, measured
+    )
 
 
 def _hint(rows: Rows) -> str:
     """What helps where every row was left out."""
     if rows.num_broken * 2 > rows.num_dropped:
         return "put the files where the rows say, or name their directory with `media_dir`"
+    if rows.num_silenced * 2 > rows.num_dropped:
+        return SILENCED_HINT
     if rows.num_too_long * 2 > rows.num_dropped:
         return "a longer training.max_length, fewer pixels and frames (`media:`), or shorter sounds"
     return "a longer training.max_length, or rows with something for the assistant to say"
+
+
+def _check_silenced(both: Sequence[Rows]) -> None:
+    """Raises DatasetError where the template does not show what too many rows are to teach. Few may be held out: one of
+    them is a small share of all."""
+    num_rows = sum(len(rows.examples) + rows.num_dropped for rows in both)
+    num_silenced = sum(rows.num_silenced for rows in both)
+    if num_silenced > MAX_SILENCED_SHARE * num_rows:
+        first = next(rows.first_silenced for rows in both if rows.num_silenced)
+        raise DatasetError(
+            f"{num_silenced} of {num_rows} rows would teach an empty answer; the first: {first}",
+            hint=SILENCED_HINT,
+        )
 
 
 def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> Rows:
@@ -287,6 +340,8 @@ def encode(
         rows.num_tokens += len(cut.input_ids)
         rows.longest = max(rows.longest, len(cut.input_ids))
         rows.num_trained_tokens += sum(cut.trained[1:])
+        rows.lost.add(where(example), cut.omitted, example)
+        rows.mismatches.add(where(example), cut.mismatch, example)
         # A row's images may be thousands of tokens: four bytes for each, not a Python list's thirty-six.
         columns["input_ids"].append(array("i", cut.input_ids) if media else cut.input_ids)
         columns["labels"].append(array("i", cut.labels) if media else cut.labels)
@@ -365,6 +420,9 @@ def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | 
                 raise DatasetError(reason, hint=error.hint)
             rows.num_too_long += 1
             rows.too_long += [f"{reason} ({error.hint})"] if len(rows.too_long) < MAX_NAMED else []
+        case SilencedError():
+            rows.num_silenced += 1
+            rows.first_silenced = rows.first_silenced or reason
     rows.drop(reason)
 
 
@@ -395,7 +453,7 @@ def _counts(count: dataset.Counts) -> dict[str, int]:
 
 
 def _files(each: Any) -> list[Path]:
-    return dataset.files(Path(each.path), split=each.split)
+    return list(each.files())
 
 
 def sha256(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""What lies in a directory, held to size and sha256: read in pieces, by a few threads at a time.
+"""Check of a directory's files against their sizes and sha256: read in pieces, by a few threads at a time.
 
 A file of one piece has its plain sha256; a larger one a list, one for each piece, so that a single file of many
 gigabytes is read by all threads. hashlib lets go of Python's lock, so they really run side by side.

@@ -114,7 +114,7 @@ class Divergence:
         )
 
     def lost_weights(self, names: list[str], step: int) -> DivergedError:
-        """Of weights that are no numbers any more."""
+        """The end of a run with weights that are no numbers any more."""
         return DivergedError(
             f"{len(names)} trained weights are not numbers at step {step}, {names[0]} the first: none is saved"
             f"{'; ' if self._suspect else ''}{self._suspect}",

@@ -1,11 +1,12 @@
-"""Whether the model gets better: rounds of predictions with their scores, the guard, and the word at the end."""
+"""Examination of the model during a run: rounds of predictions with their scores, the guard, and the word at the
+end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from honed import score, trial
+from honed import learning, score, trial
 from honed.chat import ChatFormat
 from honed.error import DatasetError, HonedError, RegressedError, from_dict
 from honed.event import EventWriter
@@ -229,17 +230,32 @@ class Examiner:
             figures["eval_loss"] = losses[-1]
         return figures
 
+    def remark(self, state: Any, figures: dict[str, float]) -> str:
+        """What is to be said of a run that ends well: that it ended worse than it began, or that nothing was learned;
+        also in the log. Empty where there is nothing."""
+        if worse := self._worse(figures) if self._spec.guard is None else []:
+            self._events.emit("worse", found=worse)
+            said = f"worse than it began: {', '.join(worse)}"
+            self._log("warning", f"the model ended {said}; with a guard: this would be no success")
+            return said
+        training = self._spec.training
+        if training.loss_type == "dft":
+            return ""  # which rises before it falls
+        told = [
+            learning.Told(entry["step"], entry["loss"], entry.get("epoch") or 0.0)
+            for entry in state.log_history
+            if isinstance(entry.get("loss"), int | float)
+        ]
+        is_ordered = training.train_sampling_strategy == "sequential"
+        before, after = self._progress.figures_before.get("eval_loss"), figures.get("eval_loss")
+        if said := learning.remark(told, before, after, is_ordered=is_ordered):
+            self._log("warning", f"{said}; look at the learning rate, the trained tokens and the predictions")
+        return said
+
     def regression(self, figures: dict[str, float]) -> HonedError | None:
-        """What the guard says to the figures at the end, or why it cannot say anything; where there is none, a word in
-        the log if they are worse."""
+        """What the guard says to the figures at the end, or why it cannot say anything; None where there is none."""
         guard, before = self._spec.guard, self._progress.guard_before
         if guard is None:
-            if worse := self._worse(figures):
-                self._events.emit("worse", found=worse)
-                self._log(
-                    "warning",
-                    f"the model ended worse than it began: {', '.join(worse)}; with a guard: this would be no success",
-                )
             return None
         if before is None:
             self._log("warning", "the guard has no figure from before training to compare with")

@@ -19,7 +19,7 @@ from typing import Any
 
 from honed import __version__, durable
 from honed.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
-from honed.worker import merge
+from honed.worker import card, generation, merge
 from honed.worker.assignment import Assignment
 from honed.worker.load import load_config
 
@@ -47,7 +47,9 @@ def export(
     target = _beside_as_regressed(assignment) if is_regressed else assignment.output_dir
     artifacts = {"output_dir": str(target)}
     with beside(target) as made:
-        model.save_pretrained(made)
+        with generation.savable(model):
+            model.save_pretrained(made)
+        generation.restore(assignment.base_model_path, made)
         tokenizer.save_pretrained(made)
         _copy_processor(assignment.base_model_path, made)
         fault: Exception | None = None
@@ -117,7 +119,7 @@ def beside(target: Path) -> Iterator[Path]:
 
 def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target: Path | None = None) -> None:
     """Add model card and manifest to an output made beside its place, sync it, and put it there."""
-    (made / "README.md").write_text(_card(assignment, facts), encoding="utf-8")
+    (made / "README.md").write_text(card.made(assignment, facts, manifest=MANIFEST), encoding="utf-8")
     manifest = _manifest(assignment, facts)
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _open_up(made)
@@ -220,49 +222,3 @@ def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
         "ended": time.time(),
         **facts,
     }
-
-
-def _card(assignment: Assignment, facts: dict[str, Any]) -> str:
-    spec, metrics = assignment.spec, facts["metrics"]
-    if spec.kind == "merge":
-        return _merged_card(assignment)
-    kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
-    library = "peft" if spec.lora or spec.adapter else "transformers"
-    figures = [f"- {name}: {value:.4g}" for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
-    data = [f"- {item.path}" for item in spec.datasets]
-    return "\n".join([
-        "---", f"base_model: {json.dumps(spec.base_model)}", f"library_name: {library}",
-        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
-        f"# {assignment.name}", "",
-        f"A {kind} of {spec.base_model}, trained by honed {__version__} (job {assignment.job_id}).", "",
-        "Trained on:", "", *data, "",
-        "Figures at the end:", "", *figures, "",
-        f"Everything else (spec, plan, versions, hashes of the data, seed) is in {MANIFEST}.", "",
-    ])  # fmt: skip
-
-
-def _task(base: Path) -> str:
-    """The hub's word for what a model does, by what its processor takes."""
-    files = [path.read_text(encoding="utf-8", errors="replace") for path in base.glob("*processor_config.json")]
-    sees, hears = (any(word in text for text in files) for word in ("image_processor_type", "feature_extractor_type"))
-    match sees, hears:
-        case True, True:
-            return "any-to-any"
-        case True, False:
-            return "image-text-to-text"
-        case False, True:
-            return "audio-text-to-text"
-        case _:
-            return "text-generation"
-
-
-def _merged_card(assignment: Assignment) -> str:
-    spec = assignment.spec
-    return "\n".join([
-        "---", f"base_model: {json.dumps(spec.base_model)}", "library_name: transformers",
-        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
-        f"# {assignment.name}", "",
-        f"{assignment.base_model_path} with the adapter {spec.adapter} merged into it, every parameter in "
-        f"{assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).", "",
-        f"Everything else (spec, plan, versions) is in {MANIFEST}.", "",
-    ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a worker imports, and how fast: before the first step most of its time goes into modules."""
+"""Imports of a worker, and their speed: before the first step most of its time goes into modules."""
 
 from __future__ import annotations
 

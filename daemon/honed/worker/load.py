@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from honed import basemodel
-from honed.error import BackendError, HonedError, ModelError
+from honed import basemodel, modality
+from honed.error import BackendError, HonedError, InternalError, ModelError
 from honed.installed import MODEL_TYPE_ALIASES
+from honed.precision import trained_parts
+from honed.worker import cause
 from honed.worker.assignment import Assignment
 from honed.worker.audit import Auditor
 
@@ -89,17 +91,28 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(
-            f"{assignment.base_model_path}: {type(error).__name__}: {error}", hint="see worker.log for the traceback"
-        ) from error
+        found = cause.explain(error, str(assignment.job_id))
+        kind = ModelError if isinstance(found, InternalError) else type(found)
+        raise kind(f"{assignment.base_model_path}: {found.message}", hint=found.hint) from error
     return Loaded(model, tokenizer, tuple(backend.told))
 
 
 def freeze(model: Any, assignment: Assignment) -> None:
-    """Freeze what is not trained: the base beside an adapter, and eyes and ears, to which rows of text say nothing."""
-    is_adapted = assignment.precision.adapter_dtype is not None
+    """Freeze what is not trained: the base beside an adapter, and the parts that full fine-tuning leaves as they are.
+
+    Raises ModelError where the job names or trains a part that the model does not have.
+    """
+    is_adapted, wanted = assignment.precision.adapter_dtype is not None, trained_parts(assignment.spec)
+    there = {modality.part(name) for name, _ in model.named_parameters()}
+    for kind in sorted({*assignment.spec.parts.patterns, *(() if is_adapted else wanted)} - there):
+        key = f"parts.{kind}" if kind in assignment.spec.parts.patterns else f"train_parts: {kind}"
+        raise ModelError(
+            f"{key}: {type(model).__name__} has no such part among its modules: "
+            f"{', '.join(name for name, _ in model.named_children())}",
+            hint="transformers may name modules otherwise than they are stored: a shorter expression fits both",
+        )
     for name, parameter in model.named_parameters():
-        if is_adapted or basemodel.is_vision_module(name):
+        if is_adapted or modality.part(name) not in wanted:
             parameter.requires_grad_(False)
 
 

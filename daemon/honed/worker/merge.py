@@ -25,6 +25,7 @@ from honed import basemodel, durable, installed
 from honed.basemodel import DTYPES, FLOAT_DTYPES, QUANTIZATION_STATE, Tensor
 from honed.error import DivergedError, HonedError, ModelError, PrecisionError, TimeLimitError
 from honed.event import EventWriter
+from honed.worker import adapter
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
@@ -371,7 +372,9 @@ class _Mixture:
     def _check_stored(self, adapter_dir: Path) -> None:
         changed = [name for name in self._shapes if self._is_changed(name)]
         if not changed:
-            raise ModelError(f"{adapter_dir}: the adapter changes nothing in {self.architecture}", hint=_OTHER_BASE)
+            raise ModelError(
+                f"{adapter_dir}: the adapter changes nothing in {self.architecture}", hint=adapter.OTHER_BASE
+            )
         fused = {each.parameter for each in self._fused.values()}
         for name in changed:
             if self._stored_as(name) not in self._stored and name not in fused:
@@ -395,9 +398,6 @@ class _Mixture:
                 if not torch.equal(*values):
                     found |= {self._stored.get(each, each): each for each in (target, source)}
         return found
-
-
-_OTHER_BASE = "it was trained on another base model: see base_model_name_or_path in its adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -452,24 +452,7 @@ def _attach(model: Any, adapter_dir: Path) -> str:
     state = {
         name: each.to(torch.float32) for name, each in load_file(adapter_dir / "adapter_model.safetensors").items()
     }
-    try:
-        wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-        loaded = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=True)
-    except (ValueError, RuntimeError, KeyError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(f"{adapter_dir}: does not fit {type(model).__name__}: {said}", hint=_OTHER_BASE) from error
-    missing = [
-        name
-        for name, each in wrapped.named_parameters()
-        if each.device.type == "meta" and "original_module" not in name
-    ]
-    for names, what in (
-        (loaded.unexpected_keys, "has weights that the model has no place for"),
-        (missing, "lacks weights"),
-    ):
-        if names:
-            more = " …" if names[3:] else ""
-            raise ModelError(f"{adapter_dir}: {what}: {', '.join(names[:3])}{more}", hint=_OTHER_BASE)
+    adapter.wrap(model, config, state, adapter_dir)
     return str(init).lower()
 
 

@@ -1,4 +1,4 @@
-"""How long a run may be silent before it hangs, learned from its own signs of life.
+"""The silence after which a run counts as hung, learned from its own signs of life.
 
 Each phase (train, evaluate, predict, save, and the stages that are one long call) has a rhythm of its own: steps come
 by the second, a checkpoint may take minutes. What a phase has not shown yet is not known: then the administrator's

@@ -1,4 +1,4 @@
-"""What the model writes for held-out examples: before training, on the way, and at the end.
+"""Predictions for held-out examples: before training, on the way, and at the end.
 
 Greedy unless the job wants draws, in batches padded on the left, without autocast unless the job wants that, and
 without a trace in the run: mode, cache, and the random state of Python, NumPy and torch are put back, so that the
@@ -13,15 +13,16 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from honed.chat import ChatFormat
 from honed.error import HonedError, InternalError, from_dict
 from honed.ladder import MEDIA_PREDICTION_BATCH_SIZE, PREDICTION_BATCH_SIZE
 from honed.media import Media
-from honed.precision import Precision
+from honed.precision import HALF, Precision
 from honed.row import Example
 from honed.spec import SampleSpec
+from honed.worker import cast, generation
 from honed.worker.load import is_out_of_memory
 from honed.worker.processor import Processor
 from honed.worker.stop import Stop
@@ -93,7 +94,10 @@ class Predictor:
         matches_autocast: bool = False,
         batch_size: int | None = None,
         has_ladder: bool = False,
+        settings: Literal["greedy", "base"] = "greedy",
     ) -> None:
+        #: Whether the base model's own generation settings are to have a say.
+        self._is_bases = settings == "base"
         self._batch_size = batch_size
         #: The next attempt takes smaller batches where memory runs out in one.
         self._has_ladder = has_ladder
@@ -101,9 +105,14 @@ class Predictor:
         self._sample = sample
         #: The dtype of the trainer's autocast, and the same where predictions are to have it too.
         self._trainers_dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
-        self._matched_dtype = self._trainers_dtype if matches_autocast else None
+        # FlashAttention takes no float32: weights that are trained in it need autocast, here as in training.
+        is_wide_flash = precision.attn_implementation == "flash_attention_2" and precision.load_dtype == "float32"
+        self._matched_dtype = self._trainers_dtype if matches_autocast or is_wide_flash else None
         self._input_dtypes: dict[str, str] = {}
-        self._load_dtype = precision.load_dtype
+        self._precision = precision
+        self._dtype = cast.computed_dtype(precision)
+        #: The trainer's, which may keep a part of the weights; None before there is one.
+        self.optimizer: Callable[[], Any] = lambda: None
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
         self._max_new_tokens = max_new_tokens
@@ -121,13 +130,16 @@ class Predictor:
 
         texts: list[str | None] = []
         self._fault = None
-        with self._stop.phase("predict"), undisturbed(model), torch.no_grad(), self._autocast(model):
+        self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
+        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
+        saved = cast.as_saved(model, self._precision, self.optimizer())
+        with self._stop.phase("predict"), undisturbed(model), torch.no_grad(), saved, self._autocast(model), settled:
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
             for start in range(0, len(questions), size):
                 self._stop.check()
-                if self._sample is not None:  # by place, so that a draw is the same in each round
-                    torch.manual_seed(self._sample.seed + start)
+                if self._sample is not None or self._is_bases:  # by place: a draw is the same in each round
+                    torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
                 texts += self._ask_batch(model, questions[start : start + size])
         return Answers(texts, self._fault)
 
@@ -142,7 +154,10 @@ class Predictor:
 
         if self._matched_dtype is not None:
             return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
-        dtype = getattr(torch, self._load_dtype)
+        takes_half = self._precision.attn_implementation == "flash_attention_2"
+        if takes_half and self._dtype not in HALF and self._trainers_dtype is not None:
+            return torch.autocast(model.device.type, dtype=getattr(torch, self._trainers_dtype))
+        dtype = getattr(torch, self._dtype)
         is_mixed = any(
             parameter.requires_grad and parameter.dtype != dtype and "lora_" not in name
             for name, parameter in model.named_parameters()
@@ -172,20 +187,22 @@ class Predictor:
         config = GenerationConfig(
             max_new_tokens=self._max_new_tokens,
             **self._drawing(),
-            num_beams=1,
             use_cache=True,
             pad_token_id=pad_id,
             bos_token_id=self._tokenizer.bos_token_id,
             eos_token_id=self._stop_ids or None,
         )
+        if generation.stop_strings(model):  # which are looked for in the text
+            inputs["tokenizer"] = self._tokenizer
         output = model.generate(**inputs, generation_config=config)
         return [self._decode(row) for row in output[:, width:].tolist()]
 
     def _drawing(self) -> dict[str, Any]:
         if (sample := self._sample) is None:
-            return {"do_sample": False}
+            return {} if self._is_bases else {"do_sample": False, "num_beams": 1}
         # transformers would take the 50 likeliest tokens alone.
-        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0}
+        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0,
+                "num_beams": 1}  # fmt: skip
 
     def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
         """The questions as one batch, padded on the left, on the model's device."""
@@ -219,7 +236,7 @@ class Predictor:
             rows,
             self._processor.names_by_token,
             side="left",
-            dtype=self._load_dtype,
+            dtype=self._dtype,
             pad_token_id=self._tokenizer.pad_token_id,
         )
         return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}

@@ -9,6 +9,8 @@ rendered, tokenized and cut as training does it. With `--json`, standard output 
     num_tokens, num_trained
     is_truncated    whether max_length cut it
     segments        [{"text", "trained"}]
+    omitted         [{"kind", "message", "text"}]: what the row says and the chat template leaves out; messages are
+                    counted from 1, the row's tools have null
 
 Rows that cannot be trained on, and facts that deserve a warning, go to standard error.
 """
@@ -21,10 +23,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from honed import basemodel, dataset, spec
+from honed import asking, basemodel, dataset, hubdata, omission, spec
 from honed.chat import ChatFormat, Encoded, MediaCutError
 from honed.error import DatasetError, HonedError, ModelError, SpecError
 from honed.row import Example
@@ -50,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a list of objects on standard output, or {error}")
     options = parser.parse_args(arguments)
     try:
-        rows = preview(spec.load(options.spec_file), num_rows=options.rows, base_model_path=options.base_model)
+        rows = preview(
+            _located(spec.load(options.spec_file)), num_rows=options.rows, base_model_path=options.base_model
+        )
     except HonedError as error:
         if options.json:
             sys.stdout.write(json.dumps({"error": error.as_dict()}) + "\n")
@@ -66,15 +71,17 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     if job_spec.kind != "sft":
         raise SpecError(f"kind: a {job_spec.kind} job trains on no rows")
     path = base_model_path or _resolve(job_spec)
-    chat = ChatFormat(_load_tokenizer(_Asked(job_spec, path)), chat_template_kwargs=job_spec.chat_template_kwargs)
+    # As if it were accepted now.
+    chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
     if any(example.media for example in examples):
         chat.expand = _load_processor(_Asked(job_spec, path), chat.tokenizer).expand
     if any(example.kind == "messages" for example in examples):
-        for _, note in chat.notes():
+        for _, note in chat.notes(examples):
             _tell(note)
     max_length = job_spec.training.cut_at
     shown = []
+    lost, mismatches = omission.Tally(), asking.Mismatches()
     for example, encoded in _encoded(chat, examples, num_rows):
         try:
             cut = encoded.truncate(max_length)
@@ -85,6 +92,8 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
             place = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
             _tell(f"{place}: nothing to train on in its first {max_length} tokens: the row is left out")
             continue
+        lost.add(where(example), cut.omitted, example)
+        mismatches.add(where(example), cut.mismatch, example)
         shown.append(
             {
                 "row": example.row_index + 1,
@@ -93,8 +102,13 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
                 "num_trained": cut.num_trained,
                 "is_truncated": len(cut.input_ids) < len(encoded.input_ids),
                 "segments": cut.segments(),
+                "omitted": [each.as_dict() for each in omission.merged(cut.omitted)],
             }
         )
+    if advice := chat.advice_on(lost):
+        _tell(advice)
+    if asked := mismatches.told(len(shown), chat.advice_on_asking(mismatches)):
+        _tell(asked)
     if not shown:
         raise DatasetError("no row can be trained on", hint="the reasons are above")
     return shown
@@ -136,9 +150,17 @@ def _beginning(each: DatasetSpec, num_rows: int) -> DatasetSpec:
     return each.model_copy(update={"max_rows": min(each.max_rows or num_rows, num_rows)})
 
 
+def _home() -> Path:
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+
+
+def _located(job_spec: JobSpec) -> JobSpec:
+    """The job with its data sets of the hub found in the cache."""
+    return hubdata.located(job_spec, _home(), allow_hub=False)[0]
+
+
 def _resolve(job_spec: JobSpec) -> Path:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
-    return basemodel.resolve(job_spec.base_model, cache_dir=home, allow_hub=False, revision=job_spec.revision)
+    return basemodel.resolve(job_spec.base_model, cache_dir=_home(), allow_hub=False, revision=job_spec.revision)
 
 
 def _load_tokenizer(asked: _Asked) -> Any:
@@ -162,7 +184,8 @@ def _page(row: dict[str, Any]) -> str:
     """A row for people: what is trained on stands between ⟦ and ⟧."""
     cut = ", cut off" if row["is_truncated"] else ""
     text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
-    return f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}\n{text}\n\n"
+    lost = "".join(f"\n    left out: {omission.line(each)}" for each in row["omitted"])
+    return f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}{lost}\n{text}\n\n"
 
 
 def _tell(text: str) -> None:

@@ -223,7 +223,7 @@ def _rate(facts: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _grids(tensors: Mapping[str, Any]) -> dict[Kind, list[tuple[int, ...]]]:
-    """How many patches each of the media has (frames, rows, columns), in families that say."""
+    """The number of patches of each of the media (frames, rows, columns), in families that say."""
     kinds: tuple[Kind, ...] = ("image", "video")
     return {
         kind: [tuple(row) for row in tensors[f"{kind}_grid_thw"].tolist()]

@@ -1,4 +1,4 @@
-"""What is told of a run besides its events: that it still moves, in which phase it is, and how long it may be silent.
+"""Signs of life of a run besides its events: that it still moves, in which phase it is, and how long it may be silent.
 
     attempts/<n>/pulse   {"phase", "limit_sec"}; touched at each sign of life, for honed       (this module writes)
     the unit's socket    ready, how far it is, a watchdog, where the worker is a unit's

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from honed.error import DiskShortError
 from honed.memory import gib
@@ -34,11 +35,21 @@ def is_no_room(error: BaseException) -> bool:
     return any(word in str(error) for word in _NO_ROOM_WORDS)
 
 
-def needed_bytes(checkpoints_dir: Path, trained_bytes: int) -> int:
-    """What the next checkpoint takes: as much as the last; of the first, the weights and an optimizer's two moments."""
+def needed_bytes(checkpoints_dir: Path, written_bytes: int) -> int:
+    """What the next checkpoint takes: as much as the last; the first, the tensors that are written."""
     whole = _whole(checkpoints_dir)
-    size = size_of(whole[-1]) if whole else 3 * trained_bytes
+    size = size_of(whole[-1]) if whole else written_bytes
     return int(size * MARGIN) + SPARE_BYTES
+
+
+def written_bytes(model: Any, optimizer: Any, *, is_whole: bool) -> int:
+    """Bytes of a checkpoint's tensors: the weights, of an adapter those that are trained, and what the optimizer keeps.
+
+    Before its first step it has nothing yet: two moments are taken to be written.
+    """
+    weights = sum(each.numel() * each.element_size() for each in model.parameters() if is_whole or each.requires_grad)
+    kept = [each for state in optimizer.state.values() for each in state.values() if hasattr(each, "element_size")]
+    return weights + (sum(each.numel() * each.element_size() for each in kept) if kept else 2 * weights)
 
 
 def size_of(path: Path) -> int:
@@ -46,7 +57,7 @@ def size_of(path: Path) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Of the file system, for one who is not root."""
+    """Free bytes of the file system, for one who is not root."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 

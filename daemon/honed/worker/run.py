@@ -15,14 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from honed import durable, installed, position, score, trial
+from honed import durable, installed, modality, pace, position, score, trial
 from honed.chat import ChatFormat
 from honed.error import (
     DatasetError,
     DiskShortError,
     EnvironmentInvalidError,
     HonedError,
-    InternalError,
     InterruptedRunError,
     OutOfMemoryError,
     TimeLimitError,
@@ -30,7 +29,21 @@ from honed.error import (
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker import assignment as assignments
-from honed.worker import audit, checkpoint, examiner, imports, load, mask, merge, prediction, room, torchvision, tracker
+from honed.worker import (
+    audit,
+    cast,
+    cause,
+    checkpoint,
+    examiner,
+    imports,
+    load,
+    mask,
+    merge,
+    prediction,
+    room,
+    torchvision,
+    tracker,
+)
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
@@ -62,16 +75,17 @@ def run(
     try:
         torchvision.mend()
         job = assignments.read(job_dir, attempt, backend=backend)
-        if job.spec.kind == "merge":
-            story.artifacts = merge.tell(job, events, stop)
-        else:
-            story.try_first(job, attempt)
-            if job.spec.trial != "only":
-                story.tell(job, attempt)
+        with modality.naming(job.spec.parts.patterns):
+            if job.spec.kind == "merge":
+                story.artifacts = merge.tell(job, events, stop)
+            else:
+                story.try_first(job, attempt)
+                if job.spec.trial != "only":
+                    story.tell(job, attempt)
     except Exception as problem:  # noqa: BLE001 - every end of a worker is told
         with contextlib.suppress(OSError):  # worker.log may lie on the disk that is full: its result is yet to come
             traceback.print_exc()
-        error = explain(problem)
+        error = explain(problem, job_dir.name)
     match error:
         case None:
             outcome = "succeeded"
@@ -92,6 +106,7 @@ def run(
             "artifacts": story.artifacts,
             "memory": story.memory,
             "error": error.as_dict() if error else None,
+            "remark": story.remark if error is None else "",
             "phase": stop.now_in,
             "needed_bytes": error.needed_bytes if isinstance(error, DiskShortError) else 0,
         },
@@ -99,8 +114,8 @@ def run(
     return error.exit_status if error else 0
 
 
-def explain(problem: Exception) -> HonedError:
-    """The error that this is, in honed's words."""
+def explain(problem: Exception, job: str = "ID") -> HonedError:
+    """The error that this is, in honed's words; `job` is the number of the job that it ended."""
     text = f"{type(problem).__name__}: {problem}"
     match problem:
         case HonedError():
@@ -114,7 +129,7 @@ def explain(problem: Exception) -> HonedError:
         case PermissionError():
             return EnvironmentInvalidError(text, hint="let the worker's user read or write there")
         case _:
-            return InternalError(text, hint="see worker.log for the traceback")
+            return cause.explain(problem, job)
 
 
 _MEMORY_HINT = "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length"
@@ -129,6 +144,7 @@ class _Story:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
+        self.remark = ""  #: what is to be said of a success
         self.memory: dict[str, int] = {}  #: bytes really held, as in the event
 
     def try_first(self, job: Assignment, attempt: int) -> None:
@@ -167,8 +183,8 @@ class _Story:
         tracker.prepare(job)
         with imports.quick():
             backend.import_libraries()
+            from honed.worker import losscheck, usage
             from honed.worker import trainer as trainers  # after the backend's own, which may have to be the first
-            from honed.worker import usage
             from honed.worker.callback import RunCallback
             from honed.worker.watched import WatchedTrainer
         for name in examiner.named_metrics(spec):
@@ -186,7 +202,7 @@ class _Story:
         self._stage("data")
         from honed.worker import data as datas
 
-        chat = ChatFormat(loaded.tokenizer, chat_template_kwargs=spec.chat_template_kwargs)
+        chat = ChatFormat.of(spec, loaded.tokenizer, date=job.date)
         data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
         # An adapter's wrapper of the embeddings has their weight, not their num_embeddings.
         num_embeddings = loaded.model.get_input_embeddings().weight.shape[0]
@@ -200,7 +216,8 @@ class _Story:
         events.emit("data", **data.counts)
         for text in data.told():
             self._log("warning", text)
-        for level, text in chat.notes() if any(example.kind == "messages" for example in data.train.examples) else ():
+        rows = data.train.examples
+        for level, text in chat.notes(rows) if any(example.kind == "messages" for example in rows) else ():
             self._log(level, text)
         predictor = prediction.Predictor(
             chat,
@@ -210,6 +227,7 @@ class _Story:
             warn=lambda text: self._log("warning", text),
             processor=data.media.processor if data.media else None,
             sample=spec.predictions.sample,
+            settings=spec.predictions.settings,
             matches_autocast=spec.predictions.autocast == "match",
             batch_size=spec.predictions.batch_size,
             has_ladder=spec.retry.on_out_of_memory == "adjust" and not job.is_trial,
@@ -218,8 +236,10 @@ class _Story:
         num_tokens = max(data.longest + (spec.training.pad_to_multiple_of or 0), spec.training.max_length or 0)
         backend.make_room(loaded.model, max(num_tokens, exam.longest + spec.predictions.max_new_tokens))
         args = trainers.arguments(
-            job, has_eval=data.held_out is not None, has_media=data.media is not None, is_resumed=resumed is not None
-        )
+            job, has_eval=data.held_out is not None, has_media=data.media is not None, is_resumed=resumed is not None,
+            loss_type=progress.loss_type,
+        )  # fmt: skip
+        plain_loss = losscheck.PlainLoss(loaded.model)
         with backend.building():
             trainer = WatchedTrainer(
                 assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress, args=args,
@@ -229,6 +249,7 @@ class _Story:
                     sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
                 ),
             )  # fmt: skip
+        predictor.optimizer = lambda: trainer.optimizer
         memory = usage.Usage(events)
         trainer.add_callback(memory)
         memory.built(trainer.model)
@@ -238,6 +259,14 @@ class _Story:
         self._stage("mask")
         events.emit("example", segments=data.train.first_segments)
         mask.check(trainer, data, chat, events)
+        losscheck.check(trainer, data, job, plain_loss, progress=progress, is_resumed=resumed is not None,
+                        log=self._log)  # fmt: skip
+
+        if resumed is None and not job.is_trial:
+            said = {text.partition(":")[0] for text in job.plan.get("warnings") or ()}  # at the check, with other words
+            for text in pace.unfit(spec, trainer.num_steps()):
+                if text.partition(":")[0] not in said:
+                    self._log("warning", text)
 
         self._stage("baseline")
         if resumed is None:
@@ -265,8 +294,13 @@ class _Story:
 
         if job.is_trial:
             return  # of which nothing is wanted but what it told
+        self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
+        if why := cast.cast(trainer.model, precision, trainer.optimizer):
+            self._log("warning", why)
+        elif precision.save_dtype is not None:
+            auditor.saved(trainer.model)
         from honed.worker import export
 
         facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics,

@@ -1,4 +1,4 @@
-"""Where the trackers of `report_to` write: below the job's directory, and never over a network."""
+"""Places where the trackers of `report_to` write: below the job's directory, and never over a network."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Imported once the backend has imported its libraries: under Unsloth, SFTTrainer 
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import time
 from pathlib import Path
@@ -22,8 +23,9 @@ from trl import SFTConfig, SFTTrainer
 from honed import loss, score
 from honed.error import InterruptedRunError, SpecError, TimeLimitError
 from honed.event import EventWriter
+from honed.rung import EIGHT_BIT
 from honed.training import TrainingSpec
-from honed.worker import checkpoint
+from honed.worker import checkpoint, generation, optimizer
 from honed.worker.assignment import Assignment
 from honed.worker.audit import Auditor
 from honed.worker.callback import RunCallback, is_epoch_end
@@ -44,9 +46,17 @@ _SAID_OTHERWISE = ("save_total_limit", "eval_on_start", "include_num_input_token
 
 
 def arguments(
-    assignment: Assignment, *, has_eval: bool, has_media: bool = False, is_resumed: bool = False
+    assignment: Assignment,
+    *,
+    has_eval: bool,
+    has_media: bool = False,
+    is_resumed: bool = False,
+    loss_type: str | None = None,
 ) -> SFTConfig:
-    """SFTConfig: what the user set, over our defaults and TRL's, under what the plan has settled."""
+    """SFTConfig: what the user set, over our defaults and TRL's, under what the plan has settled.
+
+    `loss_type` is the one that a run which goes on was begun with, where that is known.
+    """
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
     defaults: dict[str, Any] = {"logging_steps": 1}  # every step is an event
@@ -55,10 +65,12 @@ def arguments(
         defaults["eval_on_start"] = spec.eval_strategy != "no"  # the baseline
     if not torch.cuda.is_available():
         defaults["dataloader_pin_memory"] = False
-    if (loss_type := loss.default_type(spec, has_gpu=torch.cuda.is_available())) is not None:
+    if (loss_type := _loss_type(assignment, pinned=loss_type, is_resumed=is_resumed)) is not None:
         defaults["loss_type"] = loss_type
     if spec.early_stopping_patience is not None:
         defaults |= _early_stopping(defaults | asked)
+    elif spec.training.load_best_model_at_end and not {"save_strategy", "save_steps"} & set(asked):
+        defaults |= _saved_as_evaluated(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
     if has_media and (unfit := [name for name in _NOT_BESIDE_MEDIA if asked.get(name)]):
         raise SpecError(
@@ -73,6 +85,7 @@ def arguments(
         "report_to": spec.report_to or "none",
         "run_name": assignment.name,
         "disable_tqdm": True,
+        **({"optim": precision.optim} if precision.optim is not None else {}),
         "save_total_limit": None,  # ours to keep: see checkpoint.rotate
         "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
         "restore_callback_states_from_checkpoint": True,
@@ -92,7 +105,18 @@ def arguments(
     try:
         return SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
-        raise SpecError(f"training: {error}", hint="see docs/job-spec.md") from error
+        raise SpecError(f"training: {error}", hint="`man honed-job` has every key") from error
+
+
+def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
+    """The plan's loss; a run that goes on keeps the one that it was begun with. None: the backend's own."""
+    has_gpu = torch.cuda.is_available()
+    if pinned is not None and (has_gpu or pinned != "chunked_nll"):
+        return pinned
+    planned = assignment.plan.get("loss")
+    if planned is None or (is_resumed and pinned is None):  # of a version that had one rule for all models
+        return loss.default_type(assignment.spec, has_gpu=has_gpu)
+    return planned["type"] if planned["type"] is not None or has_gpu else "nll"
 
 
 def _promised() -> dict[str, Any]:
@@ -113,14 +137,17 @@ _NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
 
 def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
     """Early stopping goes by the best evaluation, and returns to it: each evaluation needs its checkpoint."""
-    defaults = {
+    return {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
-        "save_strategy": chosen.get("eval_strategy", "no"),
+        **_saved_as_evaluated(chosen),
     }
-    if "eval_steps" in chosen:
-        defaults["save_steps"] = chosen["eval_steps"]
-    return defaults
+
+
+def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with each evaluation, so that the best can be gone back to."""
+    steps = {"save_steps": chosen["eval_steps"]} if chosen.get("eval_steps") is not None else {}
+    return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
 
 class Trainer(SFTTrainer):
@@ -159,6 +186,7 @@ class Trainer(SFTTrainer):
             name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad
         }
         given = {name: getattr(args, name) for name in _PUT_BACK}
+        self._is_compensated = assignment.precision.master_weights == "compensated"
         super().__init__(
             model=loaded.model,
             args=args,
@@ -168,11 +196,11 @@ class Trainer(SFTTrainer):
             processing_class=loaded.tokenizer,
             data_collator=_collator(assignment, data, loaded.tokenizer, args),
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
+            optimizer_cls_and_kwargs=optimizer.compensated(args, _name_of(args)) if self._is_compensated else None,
         )
         self.remove_callback(PrinterCallback)  # the events say it all
         self.mended = self._put_back(given)
-        if assignment.precision.quantization != "none":
-            self.mended += _restore(self.model, adapters)
+        self.mended += _restore(self.model, adapters)
         self._tell_changed()
 
     def _put_back(self, given: dict[str, Any]) -> list[str]:
@@ -193,6 +221,12 @@ class Trainer(SFTTrainer):
                     "log", level="warning",
                     message=f"training.{name}: the job says {asked}, but {self._assignment.backend} makes it {found}",
                 )  # fmt: skip
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().create_optimizer(*args, **kwargs)
+        if self._is_compensated and _name_of(self.args) in EIGHT_BIT:
+            optimizer.keep_embeddings_wide(self.model)
+        return made
 
     # --- the boundary between two steps -----------------------------------------------------------------------------
 
@@ -294,6 +328,14 @@ class Trainer(SFTTrainer):
         self._resumed_path = resume_from_checkpoint
         return prepared
 
+    def num_steps(self) -> int:
+        """The number of steps of the whole run, by the rows as they are packed and batched."""
+        if self.args.max_steps > 0:
+            return int(self.args.max_steps)
+        with random_state_kept():
+            num_batches = len(self.get_train_dataloader())
+        return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
+
     def final_step(self) -> int:
         """The step whose model training has ended with; the last is evaluated if it was not."""
         best = self.state.best_global_step
@@ -328,7 +370,8 @@ class Trainer(SFTTrainer):
         self._run_dir = new_dir = checkpoint.new_dir(checkpoints_dir)
         made = new_dir / f"checkpoint-{step}"
         try:
-            super()._save_checkpoint(model, trial)
+            with generation.savable(self.model):
+                super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint != best_path:  # transformers takes where it was written for its place
                 self.state.best_model_checkpoint = best_path
                 self.state.save_to_json(str(made / TRAINER_STATE_NAME))
@@ -359,7 +402,7 @@ class Trainer(SFTTrainer):
         self._progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where checkpoints are written: while one is, beside their place."""
+        """The place where checkpoints are written: while one is, beside their place."""
         return str(self._run_dir) if self._run_dir is not None else str(super()._get_output_dir(trial))
 
     def _kept(self) -> set[Any]:
@@ -386,8 +429,15 @@ class Trainer(SFTTrainer):
             )  # fmt: skip
             return
         super()._load_best_model()
+        if self._is_compensated:
+            optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
         self._has_best = True
         self._auditor.model(self.model, "restored")
+
+
+def _name_of(args: SFTConfig) -> str:
+    """The optimizer's, in training.optim's words."""
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
@@ -406,11 +456,11 @@ def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfi
 def _restore(model: Any, adapters: dict[str, Any]) -> list[str]:
     """Give adapters back the values that they had. Says what was done.
 
-    SFTTrainer casts a quantized model's to bfloat16, whatever is planned, and casting back would leave them rounded.
+    SFTTrainer casts a quantized model's to bfloat16, whatever is planned; casting back would leave them rounded.
     """
     num_cast = 0
     for name, parameter in model.named_parameters():
         if name in adapters and parameter.dtype != adapters[name].dtype:
-            parameter.data = adapters[name]
+            parameter.data = adapters[name].to(parameter.device)
             num_cast += 1
     return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype: put back"] if num_cast else []

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from honed import leftover, modality
-from honed.basemodel import QUANTIZATION_STATE, read_header, read_names
+from honed.basemodel import QUANTIZATION_STATE, read_names
 from honed.error import ModelError
 from honed.modality import Part
 from honed.precision import PART_KEYS, Precision, trained_parts
+from honed.worker import adapter as adapters
 from honed.worker.assignment import Assignment
 from honed.worker.load import load_config
 
@@ -55,7 +56,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     elif isinstance(own, dict) and precision.compute_dtype is not None:
         own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored one is that of another machine
     if assignment.spec.adapter:
-        check_adapter(empty, Path(assignment.spec.adapter))
+        adapters.check_fits(empty, Path(assignment.spec.adapter))
     if torch.cuda.is_available():
         options["device_map"] = {"": 0}
     if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
@@ -71,8 +72,8 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     )
     if missing := sorted(info["missing_keys"]):
         raise incomplete(assignment, missing)
-    if unplaced := leftover.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
-        tell(unplaced)
+    if words := leftover.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
+        tell(words)
     keep_trainable_layout(model)
     return model
 
@@ -105,52 +106,8 @@ def check_complete(assignment: Assignment, config: Any) -> Any:
 
 def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
     """The stored names that are none of the model's, but for those that its class says it passes over."""
-    passed_over = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     names = {name for name in stored if not QUANTIZATION_STATE.search(name)} - set(model.state_dict())
-    return {name for name in names if not any(re.search(each, name) for each in passed_over)}
-
-
-def check_adapter(empty: Any, adapter_dir: Path) -> None:
-    """Raises ModelError for an adapter that fits a model only in part, as peft itself finds on one without weights.
-
-    `empty`, on meta, is wrapped in the adapter and good for nothing else afterwards.
-    """
-    import peft
-    import torch
-
-    config = peft.PeftConfig.from_pretrained(adapter_dir)
-    config.init_lora_weights = False  # nothing is drawn
-    stored, _ = read_header(adapter_dir / "adapter_model.safetensors", hint="the adapter is incomplete: copy it again")
-    state = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in stored}
-    try:
-        wrapped = peft.get_peft_model(empty, config, low_cpu_mem_usage=True)
-        found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=True)
-    except (ValueError, RuntimeError, KeyError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(f"{adapter_dir}: does not fit {type(empty).__name__}: {said}", hint=OTHER_BASE) from error
-    check_fitted(adapter_dir, empty, found)
-
-
-def check_fitted(adapter_dir: Path, model: Any, found: Any) -> None:
-    """Raises ModelError where peft has left weights of an adapter out, or has begun some from zeros: what it `found`.
-
-    Weights beside some that the model's class says it passes over had no gradient, as those of layers that share keys.
-    """
-    lacking = sorted(name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    passed_over = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
-    homeless = [name for name in found.unexpected_keys if not any(re.search(each, name) for each in passed_over)]
-    for names, what in (
-        (sorted(homeless), "has weights that the base model has no place for"),
-        (lacking, "lacks weights that its own adapter_config.json asks for"),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if names[3:] else ""
-            raise ModelError(f"{adapter_dir}: {what}: {', '.join(names[:3])}{more}", hint=OTHER_BASE)
-
-
-#: What to do about an adapter that does not fit.
-OTHER_BASE = "name the base_model that it was trained on: see base_model_name_or_path in its adapter_config.json"
+    return {name for name in names if not adapters.is_passed_over(model, name)}
 
 
 def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
@@ -258,7 +215,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         found = model.load_adapter(
             spec.adapter, "default", is_trainable=True
         )  # again: from_pretrained keeps the report
-        check_fitted(Path(spec.adapter), model, found)
+        adapters.check_fitted(Path(spec.adapter), model, found)
     elif spec.lora is not None:
         check_parts(model, assignment)
         options = _in_layers(model, lora_options(model, assignment))
@@ -348,7 +305,19 @@ def target_pattern(model: Any, options: dict[str, Any]) -> str:
 
 
 def check_parts(model: Any, assignment: Assignment) -> None:
-    """Raises ModelError where the job trains a part that the model has not, or that has no layers for an adapter."""
+    """Raises ModelError where the job trains a part that the model has not, or that has no layers for an adapter, or
+    names a module to be trained whole that is not there: peft says nothing of that."""
+    lora = assignment.spec.lora
+    every = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for name in (lora and lora.modules_to_save) or ():
+        if not any(module.endswith(name) for module in every):
+            outer = sorted(
+                {module.rpartition(".")[2] for module in every if not re.search(r"\.\d+(\.|$)", module)} - {""}
+            )
+            raise ModelError(
+                f"lora.modules_to_save: {assignment.base_model_path} has no module {name!r} once it is loaded",
+                hint=f"outside of its layers it has {', '.join(outer)}",
+            )
     there = {modality.part(name) for name in _linear_names(model)}
     for kind in sorted(trained_parts(assignment.spec) - there):
         names = [name for name, part in roots(model).items() if part == kind]
@@ -376,7 +345,7 @@ def check_adapted(model: Any, assignment: Assignment) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """Of the layers that an adapter can stand beside, GPT-2's Conv1D among them."""
+    """Layers that an adapter can stand beside, GPT-2's Conv1D among them."""
     import torch
     from transformers.pytorch_utils import Conv1D
 

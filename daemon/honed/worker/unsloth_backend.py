@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ class UnslothBackend:
         self.told: list[str] = []
 
     def import_libraries(self) -> None:
+        # Unsloth turns autocast off, behind the plan, on a processor that only emulates bfloat16.
+        os.environ.setdefault("UNSLOTH_CPU_BF16", "1")
         with _blamed():
             import unsloth  # noqa: F401
 
@@ -69,13 +72,16 @@ def _load_base(assignment: Assignment, told: list[str]) -> Any:
     from honed.worker.transformers_backend import keep_trainable_layout
 
     spec, precision = assignment.spec, assignment.precision
+    is_full = spec.lora is None and not spec.adapter
     model, _ = _loader(assignment).from_pretrained(
         str(assignment.base_model_path),
         max_seq_length=max_seq_length(assignment),
         dtype=getattr(torch, precision.load_dtype),
         load_in_4bit=precision.quantization == "4bit",
         load_in_8bit=precision.quantization == "8bit",
-        full_finetuning=spec.lora is None and not spec.adapter,
+        full_finetuning=is_full,
+        # Left out, whole weights may go to bfloat16 and its trainer turns autocast off; adapters are float32 anyway.
+        **({"float32_mixed_precision": precision.load_dtype == "float32"} if is_full else {}),
         attn_implementation=precision.attn_implementation,
         trust_remote_code=spec.trust_remote_code,
         use_gradient_checkpointing=_is_checkpointed(assignment),

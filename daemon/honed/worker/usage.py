@@ -84,7 +84,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-    """Of the storages behind tensors, each counted once; those on the meta device hold nothing."""
+    """Bytes of the storages behind tensors, each counted once; those on the meta device hold nothing."""
     storages = {}
     for tensor in tensors:
         if tensor.device.type != "meta":

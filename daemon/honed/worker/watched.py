@@ -88,8 +88,9 @@ class WatchedTrainer(Trainer):
     def _write(self, model: Any, trial: Any) -> Any:
         """A checkpoint, older ones given up for it where there is no room. Raises DiskShortError, none of it left."""
         checkpoints_dir = self._assignment.layout.checkpoints_dir
-        trained = sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
-        num_bytes = room.needed_bytes(checkpoints_dir, trained)
+        is_whole = self._assignment.precision.adapter_dtype is None
+        written = room.written_bytes(self.model, self.optimizer, is_whole=is_whole)
+        num_bytes = room.needed_bytes(checkpoints_dir, written)
         room.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
         for is_last in (False, True):
             try:

@@ -1,0 +1,70 @@
+"""The common causes of an exception that a library raises: what it means, and what helps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A kind of exception, known by its words."""
+
+    words: re.Pattern[str]
+    kind: type[HonedError]
+    hint: str
+
+
+def _cause(words: str, kind: type[HonedError], hint: str) -> Cause:
+    return Cause(re.compile(words, re.IGNORECASE), kind, hint)
+
+
+#: The first whose words are in the exception's type and message is taken.
+CAUSES = (
+    _cause(r"no kernel image is available|not compatible with the current PyTorch", EnvironmentInvalidError,
+           "the torch that is installed is not built for this GPU: `honectl doctor` has both"),
+    _cause(r"driver version is insufficient|found no NVIDIA driver|CUDA driver initialization|libcuda",
+           EnvironmentInvalidError, "the GPU's driver and torch do not fit: `honectl doctor`, then nvidia-smi"),
+    _cause(r"uncorrectable ECC|unspecified launch failure|illegal memory access|device.*is lost|Xid",
+           EnvironmentInvalidError, "the GPU or its driver failed: see `journalctl -k`, then honectl requeue"),
+    _cause(r"device-side assert|index out of range in self|IndexKernel", ModelError,
+           "a token's number is beyond the model's embeddings: tokenizer and model are not of one checkpoint: fetch "
+           "both again"),
+    _cause(r"size mismatch for|Error\(s\) in loading state_dict|ignore_mismatched_sizes", ModelError,
+           "the weights do not fit the config.json beside them: fetch the model again, whole"),
+    _cause(r"does not recognize this architecture|Unrecognized (model|configuration)|has no attribute 'model_type'",
+           ModelError, "the transformers that is installed does not know the model: `honectl doctor` has "
+           "its version; model_type names the one that it is an alias of"),
+    _cause(r"trust_remote_code", ModelError,
+           "the model brings code of its own: trust_remote_code: true runs it, where the administrator allows that"),
+    _cause(r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|PytorchStreamReader", ModelError,
+           "a file of the weights is damaged: fetch the model again"),
+    _cause(r"OfflineMode|LocalEntryNotFound|HTTPSConnectionPool|Max retries exceeded|Name or service not known|"
+           r"Temporary failure in name resolution|Connection refused", EnvironmentInvalidError,
+           "a library wanted the network, which jobs do not have: fetch what it wants first, and name its directory"),
+    _cause(r"expected scalar type|must have the same dtype|should be the same.*type|mat1 and mat2 must have",
+           InternalError,
+           "two parts of the model have different dtypes: dtype: float32, or backend: transformers, may go around it"),
+    _cause(r"TemplateError|UndefinedError|TemplateSyntaxError|Conversation roles must alternate", ModelError,
+           "the chat template refuses the rows: `honectl preview FILE` shows where; chat_template: names another"),
+    _cause(r"Too many open files|Errno 24\b", EnvironmentInvalidError,
+           "too many files are open: fewer training.dataloader_num_workers, or a larger LimitNOFILE="),
+    _cause(r"DataLoader worker.*(killed|exited)|unable to open shared memory|/dev/shm", EnvironmentInvalidError,
+           "a process that loads data died: training.dataloader_num_workers: 0 loads in the worker itself"),
+    _cause(r"^FileNotFoundError", InternalError,
+           "a file that was there when the job was accepted is gone: put it back, then honectl requeue"),
+    _cause(r"^NotImplementedError", InternalError,
+           "a library cannot do this on the device: backend: transformers, or attn_implementation: eager, may"),
+)  # fmt: skip
+
+
+def explain(problem: Exception, job: str) -> HonedError:
+    """The error that a library's exception is. Its traceback is in the job's log, whose command the hint names."""
+    text = f"{type(problem).__name__}: {problem}"
+    log = f"`honectl logs {job}` has the traceback"
+    for cause in CAUSES:
+        if cause.words.search(text):
+            return cause.kind(text, hint=f"{cause.hint}; {log}")
+    return InternalError(text, hint=f"{log}, of honed's or a library's code; what it was at stands above it")
