@@ -136,12 +136,16 @@ def build(directory: Path, shape: Shape, *, tiny: bool) -> None:
     if tiny and not shape.has_vision:
         build_checkpoint(directory, shape.family, template=shape.template, dtype="bfloat16", **shape.tiny)
         return
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cpu" if tiny else "cuda"):
-        if shape.has_vision:
-            _build_vision(directory, shape, tiny=tiny)
-        else:
-            build_checkpoint(directory, shape.family, template=shape.template, dtype="bfloat16", **shape.config)
+    try:
+        with torch.device("cpu" if tiny else "cuda"):
+            if shape.has_vision:
+                _build_vision(directory, shape, tiny=tiny)
+            else:
+                build_checkpoint(directory, shape.family, template=shape.template, dtype="bfloat16", **shape.config)
+    finally:
+        torch.set_default_dtype(default_dtype)
 
 
 def _build_vision(directory: Path, shape: Shape, *, tiny: bool) -> None:

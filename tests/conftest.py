@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,3 +42,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(chosen, key=lambda item: ORDER.index(item.path.parent.name))
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """Fails a test that leaves torch computing otherwise than it found it: what trains next in this process would be
+    another run. `full_determinism` is a job's own, set for its process, and is taken back here."""
+    yield
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "set_autocast_enabled"):
+        return
+    dtype, is_autocast, is_grad = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_default_dtype(torch.float32)
+    torch.set_autocast_enabled("cpu", False)
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    assert (str(dtype), is_autocast, is_grad, matmul) == ("torch.float32", False, True, "highest")
