@@ -26,10 +26,9 @@ from honed.error import EnvironmentInvalidError, HonedError, ModelError, from_di
 from honed.job import Job, State
 from honed.layout import Layout
 from honed.log import about
-from honed.memory import gib
 from honed.message import of_error
 from honed.placement import Placement
-from honed.progress import duration
+from honed.progress import duration, gib
 from honed.spool import Spool
 
 log = logging.getLogger(__name__)

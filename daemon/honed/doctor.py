@@ -26,8 +26,8 @@ from honed import config as configs
 from honed.config import Config
 from honed.error import EnvironmentInvalidError, HonedError
 from honed.layout import Layout
-from honed.memory import gib
 from honed.policy import nearest_existing
+from honed.progress import gib
 
 Status = Literal["ok", "warning", "error"]
 

@@ -55,7 +55,7 @@ from honed.error import (
 )
 from honed.hub import File, Hub, Listing, TransientError
 from honed.layout import Layout
-from honed.memory import gib
+from honed.progress import gib
 from honed.snapshot import Missing
 
 log = logging.getLogger("honed.fetch")

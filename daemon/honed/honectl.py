@@ -1,36 +1,58 @@
 """honectl: hands jobs to honed, and tells what became of them.
 
-Here are the command line and the verbs that are soon told; the others lie by subject: draft and submission have those
-for job files, listing, following and joblog those that show jobs. A new verb is a function of an Instance and the
-options, and a line in its group below.
+Here are the command line and the short verbs; the others lie by subject: draft and submission have those for job
+files, listing, following and joblog those that show jobs. A new verb is a function of an Instance and the options, and
+a line in its group below. Each module is imported when its verb runs: `honectl --version` and a TAB take a fraction of
+what all of them would.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from honed import __version__, config, draft, following, joblog, listing, pruning, submission, terminal
+from honed import __version__
 from honed import layout as layouts
 from honed.error import HonedError, NotPermittedError, UsageError
-from honed.instance import Instance
 from honed.job import State
 
-#: One verb; returns its exit status.
-Run = Callable[[Instance, argparse.Namespace], int]
+if TYPE_CHECKING:
+    from honed.instance import Instance
+
+#: One verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
+Run = Callable[["Instance", argparse.Namespace], int]
+Place = str
+
+
+def find(place: Place) -> Any:
+    """The function that lies at `module:function`, a module of honed's; imported now."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"honed.{module}"), name)
+
+
+def later(place: Place) -> Callable[[str], Any]:
+    """The conversion of an option that lies at `module:function`, imported when the option is given."""
+
+    def convert(text: str) -> Any:
+        return find(place)(text)
+
+    return convert
 
 
 class Add(Protocol):
     """Adds a verb with the options that all have."""
 
-    def __call__(self, name: str, run: Run, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
+    def __call__(self, name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
 
 
 def change(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal
+
     arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
     changed: list[dict[str, Any]] = []
     status = 0
@@ -62,6 +84,8 @@ def _became(verb: str, job: dict[str, Any]) -> str:
 
 
 def pause(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal
+
     instance.pause(options.verb == "pause")
     terminal.say(
         "no more jobs are started; running ones go on" if options.verb == "pause" else "jobs are started again"
@@ -70,6 +94,7 @@ def pause(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import terminal
     from honed.doctor import examine
 
     found = [finding.as_dict() for finding in examine(instance.layout)]
@@ -82,6 +107,7 @@ def doctor(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def sandbox(instance: Instance, options: argparse.Namespace) -> int:
+    from honed import config, terminal
     from honed import sandbox as sandboxes
 
     configuration = config.load(instance.layout)
@@ -123,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"honectl {__version__}")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def add(name: str, run: Run, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
+    def add(name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=words, description=words)
         verb.set_defaults(run=run)
         verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -143,7 +169,7 @@ def _add_files(add: Add) -> None:
     """What is done with job files."""
     verb = add(
         "submit",
-        submission.submit,
+        "submission:submit",
         "check job files and drop them into the spool; relative paths become absolute",
     )
     verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -154,17 +180,19 @@ def _add_files(add: Add) -> None:
     verb.add_argument(
         "--wait", action="store_true", help="show its progress until it is over; exit 1 unless it succeeded"
     )
-    verb = add("check", draft.check, "check job files as honed would before it accepts them")
+    verb = add("check", "draft:check", "check job files as honed would before it accepts them")
     verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    add("plan", draft.plan, "what would be done and why; no model is loaded").add_argument(
+    add("plan", "draft:plan", "what would be done and why; no model is loaded").add_argument(
         "file", type=Path, metavar="FILE"
     )
-    verb = add("preview", draft.preview, "rows exactly as they will be trained on, masked and trained text told apart")
+    verb = add(
+        "preview", "draft:preview", "rows exactly as they will be trained on, masked and trained text told apart"
+    )
     verb.add_argument("file", type=Path, metavar="FILE")
     verb.add_argument("--rows", type=int, default=3, help="how many (default: %(default)s)")
     verb = add(
         "trial",
-        submission.try_out,
+        "submission:try_out",
         "try a job on eight rows, before all others: does it learn, how long, how much memory",
     )
     verb.add_argument("file", type=Path, metavar="FILE")
@@ -172,7 +200,7 @@ def _add_files(add: Add) -> None:
 
 def _add_jobs(add: Add) -> None:
     """What is told of jobs."""
-    verb = add("list", listing.list_jobs, "jobs and their progress: the first of each kind, or with --json all")
+    verb = add("list", "listing:list_jobs", "jobs and their progress: the first of each kind, or with --json all")
     verb.add_argument("ids", metavar="ID", nargs="*", help="only these")
     verb.add_argument(
         "--state", action="append", choices=[state.value for state in State], help="only these; may be repeated"
@@ -180,14 +208,14 @@ def _add_jobs(add: Add) -> None:
     verb.add_argument("--all", action="store_true", help="each and every one, however many there are")
     verb.add_argument("--limit", type=int, metavar="N", help="at most so many of all")
     verb.add_argument("--after", type=int, metavar="ID", help="those that stand behind this job in the list of all")
-    add("show", listing.show, "all that is known of one job").add_argument("id", metavar="ID")
-    verb = add("logs", joblog.logs, "what a job's attempts told; with --json a line of JSON for each event")
+    add("show", "listing:show", "all that is known of one job").add_argument("id", metavar="ID")
+    verb = add("logs", "joblog:logs", "what a job's attempts told; with --json a line of JSON for each event")
     verb.add_argument("id", metavar="ID")
     verb.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
     verb.add_argument("--raw", action="store_true", help="the worker's own output, its libraries' chatter included")
     verb.add_argument("-x", "--explain", action="store_true", help="with the journal's explanations of what happened")
     verb = add(
-        "watch", following.watch, "live progress of all jobs, or of one; with --json a line of JSON for each change"
+        "watch", "following:watch", "live progress of all jobs, or of one; with --json a line of JSON for each change"
     )
     verb.add_argument("id", metavar="ID", nargs="?")
 
@@ -200,7 +228,7 @@ def _add_changes(add: Add) -> None:
         ("release", "let a held job go on"),
         ("requeue", "queue a finished job again, from its last checkpoint if it has one"),
     ):
-        verb = add(name, change, words)
+        verb = add(name, "honectl:change", words)
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
             verb.add_argument("--from-start", action="store_true", help="forget its checkpoints")
@@ -208,13 +236,18 @@ def _add_changes(add: Add) -> None:
         ("pin", "keep a job: neither prune nor retention removes it"),
         ("unpin", "keep a job no longer"),
     ):
-        add(name, change, words).add_argument("ids", nargs="+", metavar="ID")
-    verb = add("prune", pruning.prune, "remove finished jobs, or their checkpoints, or refused files; says what")
+        add(name, "honectl:change", words).add_argument("ids", nargs="+", metavar="ID")
+    verb = add("prune", "pruning:prune", "remove finished jobs, or their checkpoints, or refused files; says what")
     verb.add_argument("ids", nargs="*", metavar="ID", help="these; without one, those beyond a limit")
-    verb.add_argument("--older-than", type=pruning.span, metavar="AGE", help="finished so long ago: 30d, 12h, 2w")
+    verb.add_argument(
+        "--older-than", type=later("pruning:span"), metavar="AGE", help="finished so long ago: 30d, 12h, 2w"
+    )
     verb.add_argument("--keep", type=int, metavar="N", help="all but the newest N")
     verb.add_argument(
-        "--max-size", type=pruning.size, metavar="SIZE", help="the oldest, until the rest takes less: 200G, 500M"
+        "--max-size",
+        type=later("pruning:size"),
+        metavar="SIZE",
+        help="the oldest, until the rest takes less: 200G, 500M",
     )
     verb.add_argument(
         "--state", action="append", choices=[state.value for state in State if state.is_final],
@@ -225,14 +258,16 @@ def _add_changes(add: Add) -> None:
     )
     verb.add_argument("--rejected", action="store_true", help="refused files, and no jobs")
     verb.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    add("pause", pause, "start no more jobs; running ones go on", as_json=False)
-    add("resume", pause, "start jobs again", as_json=False)
+    add("pause", "honectl:pause", "start no more jobs; running ones go on", as_json=False)
+    add("resume", "honectl:pause", "start jobs again", as_json=False)
 
 
 def _add_results(add: Add) -> None:
     """What a job has made."""
     verb = add(
-        "predictions", listing.predictions, "what the model wrote for held-out examples, step by step, beside the truth"
+        "predictions",
+        "listing:predictions",
+        "what the model wrote for held-out examples, step by step, beside the truth",
     )
     verb.add_argument("id", metavar="ID")
     verb.add_argument("--sample", type=int, metavar="N", help="only this example")
@@ -240,23 +275,26 @@ def _add_results(add: Add) -> None:
     forms = verb.add_mutually_exclusive_group()
     forms.add_argument("--jsonl", action="store_true", help="a line of JSON for each row")
     forms.add_argument("--csv", action="store_true", help="CSV, with a line of names")
-    verb = add("report", listing.report, "the path of a job's page, or of the index over all jobs")
+    verb = add("report", "listing:report", "the path of a job's page, or of the index over all jobs")
     verb.add_argument("id", metavar="ID", nargs="?")
     verb.add_argument("--open", action="store_true", help="open it in a browser, too")
 
 
 def _add_machine(add: Add) -> None:
     """What concerns the machine."""
-    verb = add("sandbox", sandbox, "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
+    verb = add("sandbox", "honectl:sandbox", "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
     verb.add_argument("--dry-run", action="store_true", help="show the drop-ins, and write nothing")
-    add("doctor", doctor, "is this machine fit: versions, GPU, disk, permissions")
+    add("doctor", "honectl:doctor", "is this machine fit: versions, GPU, disk, permissions")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `honectl` command."""
     options = parser().parse_args(arguments)
+    from honed import terminal
+    from honed.instance import Instance
+
     try:
-        status: int = options.run(Instance(layouts.of(options.root)), options)
+        status: int = find(options.run)(Instance(layouts.of(options.root)), options)
     except HonedError as error:
         if getattr(options, "json", False):
             terminal.console.print_json(json.dumps({"error": error.as_dict()}))

@@ -196,7 +196,3 @@ def _state_bytes(name: str, shape: Shape, size: int, *, is_embedding: bool, is_c
             return int(size * (num_states * PROJECTED_RANK * max(shape) + PROJECTED_RANK * min(shape)))
         case _:
             return int(size * num_states * number) + (4 if num_states else 0)  # and its step, a float32
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{math.ceil(num_bytes / 2**20)} MiB"

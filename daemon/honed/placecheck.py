@@ -8,12 +8,13 @@ import os
 import shutil
 from pathlib import Path
 
-from honed import memory, precision
+from honed import precision
 from honed.basemodel import BITS, BaseModelInfo
 from honed.error import DiskShortError, SpecError
 from honed.layout import Layout
 from honed.plan import Plan
 from honed.policy import Policy, nearest_existing
+from honed.progress import gib
 from honed.spec import JobSpec
 
 #: Checkpoints that are kept where save_total_limit says nothing.
@@ -138,7 +139,6 @@ def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) 
         free = shutil.disk_usage(existing).free
         if num_bytes > free:
             raise DiskShortError(
-                f"{existing}: checkpoints and output take about {memory.gib(num_bytes)}, "
-                f"and {memory.gib(free)} are free",
+                f"{existing}: checkpoints and output take about {gib(num_bytes)}, and {gib(free)} are free",
                 hint="free some, set training.save_total_limit, or write elsewhere with output_dir",
             )

@@ -19,6 +19,7 @@ from honed.error import BackendError
 from honed.installed import Installed, known_model_types
 from honed.memory import Memory
 from honed.precision import Precision
+from honed.progress import gib
 from honed.rung import Rung
 from honed.spec import JobSpec
 
@@ -168,8 +169,8 @@ def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple
     if chosen:
         best = steps[0]
         why = (
-            f"{best.master_weights} with {best.optim} would need {memory.gib(best.total_bytes)}, and there are "
-            f"{memory.gib(needed.available_bytes)}"
+            f"{best.master_weights} with {best.optim} would need {gib(best.total_bytes)}, and there are "
+            f"{gib(needed.available_bytes)}"
         )
         reasons = choices.reasons | {name: f"{choices.reasons[name]}: {why}" for name in ("master_weights", "optim")}
         choices = replace(choices, reasons=reasons)
@@ -291,8 +292,8 @@ def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[
     found = list(choices.warnings)
     if not needed.fits:
         found.append(
-            f"memory: {memory.gib(needed.total_bytes)} are estimated, and there are "
-            f"{memory.gib(needed.available_bytes)}: it may run out; "
+            f"memory: {gib(needed.total_bytes)} are estimated, and there are "
+            f"{gib(needed.available_bytes)}: it may run out; "
             f"a smaller per_device_train_batch_size or {'media.max_image_size' if needed.media else 'max_length'} "
             "takes less"
         )

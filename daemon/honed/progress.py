@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,11 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as a person says them: 24.0 GiB, 12 MiB; part of a MiB counts as one."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{math.ceil(num_bytes / 2**20)} MiB"
 
 
 def figure(value: Any) -> str:

@@ -11,7 +11,8 @@ from honed.activation import UNCUT_LENGTH
 from honed.device import Device
 from honed.error import HonedError, MemoryShortError
 from honed.field import Section
-from honed.memory import Memory, gib
+from honed.memory import Memory
+from honed.progress import gib
 from honed.spec import JobSpec, LoraSpec
 
 #: A change of a job, in the job file's words.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.error import DiskShortError
-from honed.memory import gib
+from honed.progress import gib
 from honed.worker import checkpoint
 
 #: How much more than the last one a checkpoint is taken to need, and bytes that are left to everybody else.
