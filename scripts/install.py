@@ -340,9 +340,23 @@ class Installer:
             self._say("systemd does not run here: nothing is reloaded")
             return
         self._systemctl("daemon-reload")
+        self._check_user_database()
+        for job_id in _running_jobs():
+            # One that an older version started has no view yet, and its unit's last step now needs the user from it.
+            self._systemctl("start", f"honed-view@{job_id}.service", may_fail=True)
         if not self._options.no_restart:
             # Running jobs are units of their own: they go on, and the new honed takes them over.
             self._systemctl("try-restart", "honed.service", "honed-send.service", "honed-web.service")
+
+    def _check_user_database(self) -> None:
+        """Jobs run as users that systemd finds in /run/userdb."""
+        lines = dict(line.split(":", 1) for line in _lines_of(Path("/etc/nsswitch.conf")) if ":" in line)
+        missing = [name for name in ("passwd", "group") if "systemd" not in lines.get(name, "").split()]
+        if missing:
+            fail(
+                f"/etc/nsswitch.conf has no `systemd` in: {', '.join(missing)}; jobs run as their submitters by it",
+                "Debian, Ubuntu: apt-get install libnss-systemd; elsewhere add the word to the lines",
+            )
 
     def _systemctl(self, *words: str, may_fail: bool = False) -> None:
         self._run("systemctl", *(["--user"] if self._options.user else []), *words, may_fail=may_fail)
@@ -440,6 +454,19 @@ class Installer:
             self._say(f"remove {path}")
             if not self._options.dry_run:
                 shutil.rmtree(self._at(path))
+
+
+def _lines_of(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    return []
+
+
+def _running_jobs() -> list[int]:
+    """The numbers of the jobs whose units live."""
+    words = ["systemctl", "list-units", "--plain", "--no-legend", "--state=active,activating", "honed-job@*.service"]
+    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return [int(number) for number in re.findall(r"^honed-job@(\d+)\.service", told, re.MULTILINE)]
 
 
 def _running_from(directory: Path) -> Iterator[int]:

@@ -29,6 +29,9 @@ _NOBODY = 0xFFFFFFFF
 READ, WRITE, ENTER = 4, 2, 1
 #: The users and the group of the system's own instance; on a machine without them honed is one user's affair.
 DAEMON_USER, WORKERS_USER, DROPPERS_GROUP = "honed", "honed-job", "honed-submit"
+#: The first uid of people (login.defs' UID_MIN), and those after it that stand for nobody or for a service (systemd's
+#: dynamic users, the kernel's overflow user).
+FIRST_PERSON, NO_PERSONS = 1000, frozenset([*range(61184, 65520), 65534, 65535])
 #: Hidden from the services (ProtectHome=), whatever their modes.
 HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
 MAX_LINKS = 40
@@ -158,9 +161,38 @@ def group_name(gid: int) -> str:
     return str(gid)
 
 
-def workers_user(root: Path) -> Person | None:
-    """Who the workers of the instance below `root` are; None where they are the daemon's own user."""
-    return person(WORKERS_USER) if root == Path("/") else None
+def has_workers_user(root: Path) -> bool:
+    """Tell whether workers of the instance below `root` are other users than the daemon."""
+    return root == Path("/") and person(WORKERS_USER) is not None
+
+
+def worker_of(root: Path, uid: int, jobs_dir: Path) -> Person | None:
+    """The user that a submitter's jobs run as: themselves, and honed-job for root and system accounts, and on a file
+    system without ACLs. None where workers are the daemon's own user."""
+    if not has_workers_user(root):
+        return None
+    return person(uid if is_person(uid) and has_acls(jobs_dir) else WORKERS_USER)
+
+
+def is_person(uid: int) -> bool:
+    """Tell whether jobs may run as this user: root and system accounts have rights that no job should have."""
+    return uid >= FIRST_PERSON and uid not in NO_PERSONS
+
+
+def has_acls(directory: Path) -> bool:
+    """Tell whether the file system of a directory has POSIX ACLs."""
+    try:
+        os.getxattr(directory, ACCESS_XATTR)
+    except OSError as error:
+        return error.errno != errno.ENOTSUP
+    return True
+
+
+def job_user(job_dir: Path) -> int | None:
+    """The user who may write a job's directory by its ACL: its worker's. None: honed-job's group may."""
+    acl = acl_of(job_dir)
+    found = [] if acl is None else [uid for uid, permissions in acl.users.items() if permissions & WRITE]
+    return found[0] if len(found) == 1 and is_person(found[0]) else None
 
 
 # -- what is in the way -----------------------------------------------------------------------------------------------
@@ -288,8 +320,8 @@ def home_above(path: Path) -> Path | None:
 
 
 def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool, administrators: int | None = None) -> None:
-    """Let a new job's directory (mode 0770) be read by who dropped the job and by the administrators' group, beside the
-    daemon and the workers' group.
+    """Let a new job's directory (mode 0770) be written by the submitter, whose worker it is, and read by the
+    administrators' group, beside the daemon and the group honed-job. A submitter who is no person only reads.
 
     Whatever is made in it inherits that. The group comes with the setgid bit of the directory above, since a sandboxed
     daemon may not set that bit (RestrictSUIDSGID=).
@@ -299,8 +331,9 @@ def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool, administrators:
         with contextlib.suppress(PermissionError):
             os.chown(path, -1, gid)
     everybody = READ | ENTER if is_shared else 0
+    submitter = READ | WRITE | ENTER if is_person(owner_uid) else READ | ENTER
     groups = {administrators: READ | ENTER} if administrators is not None else {}
-    acl = Acl(owner=7, group=7, other=everybody, users={owner_uid: READ | ENTER}, groups=groups)
+    acl = Acl(owner=7, group=7, other=everybody, users={owner_uid: submitter}, groups=groups)
     set_acl(path, acl, inherited=True)
 
 

@@ -73,7 +73,7 @@ class Arrivals:
         self._spool = spool
         self._left_over: set[Path] = set()  # directories of refused arrivals that could not be removed yet
         #: Whether workers are another user than we, who then shares nothing by accident.
-        self._has_workers_user = access.workers_user(spool.root) is not None
+        self._has_workers_user = access.has_workers_user(spool.root)
 
     def close(self) -> None:
         """The last try at what refusals have left. The spool is closed after it."""

@@ -500,7 +500,7 @@ def _check_dir(path: Path, key: str) -> None:
     except FileNotFoundError:
         raise ModelError(f"{key}: no such directory: {path}", hint="the path is the machine's that trains") from None
     except OSError as error:
-        raise ModelError(f"{key}: {path}: {error.strerror}", hint="let the group honed-job read it") from error
+        raise ModelError(f"{key}: {path}: {error.strerror}", hint="let the job's submitter read it") from error
     if not stat.S_ISDIR(mode):
         raise lookalike.refuse_file(path, key)
 
@@ -512,7 +512,7 @@ def _open_regular(path: Path, hint: str) -> BinaryIO:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file", hint=hint) from None
     except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}", hint="let the group honed-job read it") from error
+        raise ModelError(f"{path}: {error.strerror}", hint="let the job's submitter read it") from error
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()

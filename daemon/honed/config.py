@@ -136,11 +136,8 @@ class PolicyConfig(_Section):
     """Whether weights in pickle files (.bin, .pt) may be loaded: loading one runs what is in it."""
     allowed_paths: list[Directory] | None = None
     """Directories below which a job may read models and data and write its output; symbolic links are followed first.
-    By default it reads all that the workers' user may, and writes into its own directory alone where that user is not
-    honed's own. Its own directory, the model cache and what `submit --stage` copied are always allowed."""
-    lent_paths: list[Directory] = []
-    """Directories whose files a job may read though its submitter cannot, such as models under a licence: what it makes
-    of them is the submitter's to read. Anything else that a job names its submitter must be able to read."""
+    By default it reads all that its submitter may, and writes into its own directory alone. Its own directory, the
+    model cache and what `submit --stage` copied are always allowed."""
     admin_group: str = "root"
     """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
     share_results: bool = False

@@ -97,7 +97,7 @@ class DatasetError(QuotingError):
 
 def unreadable(kind: type[HonedError], where: object, error: OSError) -> HonedError:
     """The refusal of a file that the system does not let honed read."""
-    return kind(f"{where}: {error.strerror or error}", hint="can honed's user and the group honed-job read it?")
+    return kind(f"{where}: {error.strerror or error}", hint="can the job's submitter read it?")
 
 
 class ModelError(QuotingError):

@@ -253,7 +253,7 @@ def _check_file(media: Media) -> Path | None:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise MediaError(f"{path}: {error.strerror or error}", hint="can the group honed-job read it?") from error
+        raise MediaError(f"{path}: {error.strerror or error}", hint="can the job's submitter read it?") from error
     if not head:
         raise MediaError(f"{path}: an empty file")
     if head.startswith(b"version https://git-lfs"):
@@ -415,7 +415,7 @@ def _frame_files(media: Media) -> list[Path]:
     try:
         found = [each for each in media.path.iterdir() if not each.name.startswith(".")]
     except OSError as error:
-        raise MediaError(f"{media.path}: {error.strerror or error}", hint="can the group honed-job read it?") from error
+        raise MediaError(f"{media.path}: {error.strerror or error}", hint="can the job's submitter read it?") from error
     images = sorted((each for each in found if each.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
     if not images:
         raise MediaError(f"{media.path}: no frame in this directory", hint=f"frames end in {' '.join(IMAGE_SUFFIXES)}")

@@ -238,8 +238,8 @@ BY_ERROR: dict[str, Message] = {
         "24a60176db434f8399cf5898d64c4c56",
         "A data set is missing, cannot be read, or has no row to train on",
         """
-        The message names the file and the row. A file that is there and cannot be read is one that the user honed-job
-        may not read: home directories are closed to it.
+        The message names the file and the row. A file that is there and cannot be read is one that the job's submitter
+        may not read; home directories are closed to honed's services.
 
           honectl check FILE            what is wrong, with the row
           honectl preview FILE          rows as they would be trained on
@@ -251,8 +251,8 @@ BY_ERROR: dict[str, Message] = {
         "6f804e657f364761b0ea25709a1be694",
         "The base model's files are incomplete, or cannot be used",
         """
-        A file is missing, cut short, of another model, in a form that is not loaded here, or not readable for the
-        user honed-job. The message names it. Copy or fetch the model again, or name another; a hub id that is not in
+        A file is missing, cut short, of another model, in a form that is not loaded here, or not readable for
+        the job's submitter. The message names it. Copy or fetch the model again, or name another; a hub id that is not in
         the cache is fetched only where policy.hub allows that.
         """,
         "man:honed-job(5)",

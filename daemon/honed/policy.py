@@ -48,15 +48,13 @@ class Policy:
     allowed: tuple[Path, ...] | None  #: None: everything
     dropper: Person | None
     workers: Person | None
-    lent: tuple[Path, ...] = ()  #: what jobs may read though their submitters cannot
 
     @classmethod
     def of(cls, layout: Layout, config: Config, uid: int | None) -> Policy:
         named = config.policy.allowed_paths
         allowed = None if named is None else tuple(Path(path).resolve() for path in named)
-        dropper = access.person(os.getuid() if uid is None else uid)
-        lent = tuple(Path(path).resolve() for path in config.policy.lent_paths)
-        return cls(layout, allowed, dropper, access.workers_user(layout.root), lent)
+        uid = os.getuid() if uid is None else uid
+        return cls(layout, allowed, access.person(uid), access.worker_of(layout.root, uid, layout.jobs_dir))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -69,6 +67,8 @@ class Policy:
                 self._check_home(named, path)
                 self._check_dropper(named, path)
                 self._check_reach(named, path, self.workers)
+                # Whoever checks, honed or the submitter's own program, opens it, too.
+                self._check_reach(named, path, access.person(os.geteuid()) or self.workers)
 
     def _check_allowed(self, named: Named, path: Path) -> None:
         real = _real(path)
@@ -99,14 +99,13 @@ class Policy:
 
     def _check_dropper(self, named: Named, path: Path) -> None:
         """Refuse what the submitter cannot read without honed: its rights, and the workers', are lent to nobody."""
-        if self.dropper is None or _is_below(_real(path), *self.lent, self._shared()):
+        if self.dropper is None or _is_below(_real(path), self._shared()):
             return
         if (found := access.obstacle(path, self.dropper)) is not None:
             raise named.error(
                 f"{named.key}: {path}: {found}, who submits the job",
                 hint=f"its owner lets you read it: setfacl -m u:{self.dropper.name}:"
-                f"{'rx' if found.path.is_dir() else 'r'} {found.path}; or an administrator adds its directory to "
-                "policy.lent_paths, for every submitter",
+                f"{'rx' if found.path.is_dir() else 'r'} {found.path}",
             )
 
     def _shared(self) -> Path:

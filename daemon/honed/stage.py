@@ -83,9 +83,11 @@ def _make_place(layout: Layout) -> Path:
             f"{layout.staged_dir}: {error.strerror}",
             hint=f"join the group {access.DROPPERS_GROUP}; where there is no such directory, install honed",
         ) from error
-    readers = [who for who in map(access.person, (access.DAEMON_USER, access.WORKERS_USER)) if who is not None]
+    daemon = access.person(access.DAEMON_USER)
+    worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
+    rights = {} if worker is None else {worker.uid: 5}
     # The daemon may remove it, too, once its job is gone.
-    rights = {who.uid: 7 if who.name == access.DAEMON_USER else 5 for who in readers}
+    rights |= {} if daemon is None else {daemon.uid: 7}
     if not access.set_acl(place, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
         place.chmod(0o755)
     return place

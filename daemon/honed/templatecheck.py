@@ -86,7 +86,7 @@ def _read(path: Path, key: str = "chat_template") -> str:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_BYTES)
     except (OSError, ValueError) as error:
-        raise SpecError(f"{key}: {path}: {error}", hint="it is UTF-8, and the group honed-job can read it") from error
+        raise SpecError(f"{key}: {path}: {error}", hint="it is UTF-8, and the job's submitter can read it") from error
     if not text.strip():
         raise SpecError(f"{key}: {path} is empty", hint="name a file with a Jinja chat template")
     if "{{" not in text and "{%" not in text:

@@ -226,15 +226,19 @@ def test_the_dropper_reads_her_own_refusals_and_jobs_from_the_files(honed: Machi
     assert "spec_invalid" in honed.run("cat", f"{REJECTED}/wrong.json.reason", user="anna")
     number = job_of(honed, "anna", "annas-own")
     assert "/srv/model" in honed.run("cat", f"{JOBS}/{number}/spec.json", f"{JOBS}/{number}/plan.json", user="anna")
-    assert honed.try_run("touch", f"{JOBS}/{number}/mine", user="anna").returncode != 0
+    # What her worker makes is hers, by her uid; what honed made is not.
+    for name in ("spec.json", "plan.json"):
+        assert honed.try_run("sh", "-c", f"echo >{JOBS}/{number}/{name}", user="anna").returncode != 0
+        assert honed.try_run("rm", "-f", f"{JOBS}/{number}/{name}", user="anna").returncode != 0
+    assert honed.try_run("touch", f"{JOBS}/{number}/mine", user="berta").returncode != 0
 
 
 def test_a_jobs_directory_is_the_workers_to_write_and_inherits_its_rights(honed: Machine) -> None:
     number = job_of(honed, "anna", "rights")
     assert honed.run("stat", "-c", "%U:%G %a", f"{JOBS}/{number}") == "honed:honed-job 3770\n"
     honed.run("sh", "-ec", f"umask 007; mkdir {JOBS}/{number}/output; echo weights >{JOBS}/{number}/output/a",
-              user="honed-job")  # fmt: skip
-    assert honed.run("cat", f"{JOBS}/{number}/output/a", user="anna") == "weights\n"
+              user="anna")  # fmt: skip
+    assert honed.run("cat", f"{JOBS}/{number}/output/a", user="honed") == "weights\n"
     assert honed.try_run("cat", f"{JOBS}/{number}/output/a", user="berta").returncode != 0
     honed.run("rm", "-r", f"{JOBS}/{number}/output", user="honed")
 
@@ -393,20 +397,20 @@ def test_files_in_a_home_are_refused_with_the_way_out_and_staged_by_it(honed: Ma
     assert "(from-home), queued" in staged
     number = json.loads(honed.run("honectl", "show", "--json", "from-home", user="anna"))["id"]
     path = json.loads(honed.read(f"{JOBS}/{number}/plan.json"))["spec"]["datasets"][0]["path"]
-    assert honed.run("head", "-c1", path, user="honed-job") == "{"
+    assert honed.run("head", "-c1", path, user="honed") == "{"
     assert honed.try_run("cat", path, user="berta").returncode != 0
 
 
-def test_files_that_the_workers_cannot_read_are_named_with_their_mode(honed: Machine) -> None:
+def test_files_that_cannot_be_read_are_named_with_their_mode(honed: Machine) -> None:
     honed.sh("mkdir -m 750 /srv/closed && cp /srv/rows.jsonl /srv/closed && chgrp anna /srv/closed")
     drop(honed, "anna", "closed-dir.json", spec(datasets=[{"path": "/srv/closed/rows.jsonl"}]))
     text = reason(honed, "closed-dir.json")
-    assert "/srv/closed (mode 0750, root:anna) cannot be entered by the user honed-job" in text
-    assert "setfacl -m u:honed-job:rx /srv/closed" in text
-    opened = {int(honed.run("id", "-u", name)): READ | ENTER for name in ("honed-job", "honed")}
+    assert "/srv/closed (mode 0750, root:anna) cannot be entered by the user honed" in text
+    assert "setfacl -m u:honed:rx /srv/closed" in text
+    opened = {int(honed.run("id", "-u", "honed")): READ | ENTER}
     assert access.set_acl(honed.host_path("/srv/closed"), Acl(owner=7, group=5, other=0, users=opened, groups={}))
     job_of(honed, "anna", "opened", datasets=[{"path": "/srv/closed/rows.jsonl"}])
-    # Opened to the workers, it is opened to nobody who could not read it before.
+    # Opened to honed, it is opened to nobody who could not read it before.
     drop(honed, "berta", "steal.json", spec(datasets=[{"path": "/srv/closed/rows.jsonl"}]))
     text = reason(honed, "steal.json")
     assert "/srv/closed (mode 0750, root:anna) cannot be entered by the user berta, who submits the job" in text

@@ -36,9 +36,17 @@ ExecStopPost={PYTHON} -c "from honed.jobunit import end_main; raise SystemExit(e
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 TimeoutStopSec=2s
 """
+VIEW_DROPIN = f"""\
+[Service]
+ExecStart=
+ExecStart={PYTHON} -c "from honed.jobview import main; raise SystemExit(main())" %i
+ExecStop=
+ExecStop={PYTHON} -c "from honed.jobview import main; raise SystemExit(main())" %i --remove
+Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+"""
 CONFIG = "[jobs]\nstall_timeout_sec = 3.0\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\n"
 INSTALL = """\
-cp {units}/honed.service {units}/honed-job@.service {units}/*.slice /etc/systemd/system
+cp {units}/honed.service {units}/honed-job@.service {units}/honed-view@.service {units}/*.slice /etc/systemd/system
 cp {units}/50-honed.rules /usr/share/polkit-1/rules.d
 systemd-sysusers {units}/honed.sysusers.conf
 systemd-tmpfiles --create {units}/honed.tmpfiles.conf
@@ -54,6 +62,7 @@ class Honed:
         self.machine = machine
         machine.write("/etc/systemd/system/honed.service.d/test.conf", HONED_DROPIN)
         machine.write("/etc/systemd/system/honed-job@.service.d/test.conf", JOB_DROPIN)
+        machine.write("/etc/systemd/system/honed-view@.service.d/test.conf", VIEW_DROPIN)
         machine.write("/etc/honed/honed.toml", CONFIG)
         self.python("from pathlib import Path; from zoo import plain; p = Path('/srv/test'); p.mkdir(); "
                     "plain.write_base_model(p / 'model'); plain.write_dataset(p / 'rows.jsonl')")  # fmt: skip
@@ -135,7 +144,7 @@ def test_the_unit_of_a_job_says_how_far_it_is_and_its_chatter_is_its_own(honed: 
     honed.wait_step(job)
     shown = honed.machine.show(f"honed-job@{job}", "StatusText", "Type", "User", "Slice", "ActiveState")
     assert shown["StatusText"].startswith("step ")
-    assert (shown["User"], shown["Slice"], shown["ActiveState"]) == ("honed-job", "honed-jobs.slice", "active")
+    assert (shown["User"], shown["Slice"], shown["ActiveState"]) == (f"honed-j{job}", "honed-jobs.slice", "active")
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], honed.starts(job)) == ("succeeded", 1)
     chatter = [line for line in honed.machine.journal(f"HONED_JOB={job}") if line["MESSAGE"] == "the libraries chatter"]

@@ -122,7 +122,8 @@ def test_a_number_that_no_user_has_is_somebody_without_groups() -> None:
 
 
 def test_an_instance_elsewhere_has_no_workers_user_of_its_own(tmp_path: Path) -> None:
-    assert access.workers_user(tmp_path) is None
+    assert not access.has_workers_user(tmp_path)
+    assert access.worker_of(tmp_path, 1000, tmp_path) is None
 
 
 @needs_root

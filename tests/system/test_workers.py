@@ -1,0 +1,244 @@
+"""As whom a job's unit runs, and what it sees: two people's jobs on one machine, with a shell in the worker's place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+from zoo import plain
+
+pytestmark = pytest.mark.systemd
+
+INCOMING = "/var/spool/honed/incoming"
+JOBS = "/var/lib/honed/jobs"
+#: In the place of the worker: what the job's own script says, with the sandbox and the user of the unit.
+PROBE_DROPIN = """\
+[Service]
+Type=oneshot
+NotifyAccess=none
+WatchdogSec=0
+ExecStart=
+ExecStart=sh /srv/probe.sh
+ExecStopPost=
+StandardOutput=truncate:/srv/said
+StandardError=inherit
+"""
+#: Places where a program leaves files, or finds those of others.
+PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/home/anna", "/home/berta", "/run/user/4711", "/etc/credstore", "/etc/honed")
+
+
+@pytest.fixture(scope="module")
+def honed(machine: Machine) -> Machine:
+    """Installed and running, with starting of jobs paused: these tests start the units themselves."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    machine.run("groupadd", "team")
+    machine.add_user("anna", "honed-submit", "team")
+    machine.add_user("berta", "honed-submit")
+    machine.write("/etc/honed/honed.toml.d/50-test.toml", "[spool]\nsettle_sec = 0.2\n")
+    plain.write_base_model(machine.host_path("/srv/model"))
+    plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
+    machine.run("systemctl", "enable", "--now", "honed")
+    machine.run("honectl", "pause")
+    machine.write("/etc/systemd/system/honed-job@.service.d/50-probe.conf", PROBE_DROPIN)
+    machine.run("systemctl", "daemon-reload")
+    return machine
+
+
+def job_of(honed: Machine, user: str | None, name: str, **keys: Any) -> int:
+    """Drop a small job and wait until it is accepted. Returns its number."""
+    return drop(honed, user, plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name, **keys))
+
+
+def drop(honed: Machine, user: str | None, spec: dict[str, Any]) -> int:
+    name, text = spec["name"], json.dumps(spec)
+    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
+              user=user, stdin=text)  # fmt: skip
+
+    def accepted() -> int | None:
+        refused = f"/var/spool/honed/rejected/{name}.json.reason"
+        assert not honed.exists(refused), honed.read(refused)
+        rows = json.loads(honed.run("honectl", "list", "--json", "--all"))
+        return max((row["id"] for row in rows if row["name"] == name), default=None)
+
+    return int(wait_for(accepted, what=f"{name} accepted") or 0)
+
+
+def probe(honed: Machine, job_id: int, script: str) -> str:
+    """What a shell says in a job's unit."""
+    honed.write("/srv/probe.sh", script)
+    honed.run("rm", "-f", "/srv/said")
+    honed.try_run("systemctl", "start", f"honed-job@{job_id}")
+    honed.wait_property(f"honed-job@{job_id}", "ActiveState", "inactive", "failed")
+    return honed.read("/srv/said") if honed.exists("/srv/said") else ""
+
+
+def made_by(honed: Machine, user: str, job_id: int) -> str:
+    """Leave in a job's directory what its worker would; returns a data set there."""
+    honed.run("sh", "-ec", f"umask 007; mkdir -p {JOBS}/{job_id}/output; cp /srv/rows.jsonl {JOBS}/{job_id}/output",
+              user=user)  # fmt: skip
+    return f"{JOBS}/{job_id}/output/rows.jsonl"
+
+
+def test_a_worker_has_the_rights_of_its_submitter_and_no_others(honed: Machine) -> None:
+    honed.sh("mkdir -m 750 /srv/teams && cp /srv/rows.jsonl /srv/teams && chgrp -R team /srv/teams")
+    honed.sh("install -m 600 -o anna /srv/rows.jsonl /srv/annas.jsonl; install -m 600 -o berta /srv/rows.jsonl /srv/b")
+    said = probe(
+        honed,
+        job_of(honed, "anna", "whose"),
+        "id -u; grep -E 'Groups|CapEff|CapBnd|NoNewPrivs' /proc/self/status; for path in /srv/annas.jsonl "
+        "/srv/teams/rows.jsonl /srv/b; do head -c1 $path >/dev/null 2>&1 && echo read $path; done",
+    )
+    lines = said.splitlines()
+    assert lines[0] == honed.run("id", "-u", "anna").strip()
+    assert "honed" not in honed.run("id", "-Gn", "anna").replace("honed-submit", "")
+    assert [line.split() for line in lines if line.startswith(("Cap", "NoNew"))] == [
+        ["CapEff:", "0000000000000000"], ["CapBnd:", "0000000000000000"], ["NoNewPrivs:", "1"],
+    ]  # fmt: skip
+    assert [line for line in lines if line.startswith("read")] == [
+        "read /srv/annas.jsonl",
+        "read /srv/teams/rows.jsonl",
+    ]
+
+
+def test_roots_jobs_and_those_of_before_the_upgrade_run_as_honed_job(honed: Machine) -> None:
+    wanted = honed.run("id", "-u", "honed-job").strip()
+    assert probe(honed, job_of(honed, None, "roots"), "id -u") == f"{wanted}\n"
+    before = job_of(honed, "anna", "before")
+    # An older version's: its submitter reads, the workers' group writes.
+    uid = honed.run("id", "-u", "anna").strip()
+    code = (
+        "from pathlib import Path; from honed.access import Acl, set_acl; "
+        f"set_acl(Path('{JOBS}/{before}'), Acl(7, 7, 0, {{{uid}: 5}}, {{}}), inherited=True)"
+    )
+    honed.run("/opt/honed/current/bin/python", "-c", code)
+    honed.sh(f"install -d -o honed-job -g honed-job -m 2770 {JOBS}/{before}/attempts")
+    said = probe(honed, before, f"id -u; touch {JOBS}/{before}/attempts/mine && echo written")
+    assert said == f"{wanted}\nwritten\n"
+
+
+def test_a_job_sees_its_own_and_the_outputs_that_it_names_and_nothing_else_of_honed(honed: Machine) -> None:
+    first, other = job_of(honed, "anna", "first"), job_of(honed, "berta", "other")
+    rows = made_by(honed, "anna", first)
+    made_by(honed, "berta", other)
+    second = job_of(honed, "anna", "second", datasets=[{"path": rows}])
+    said = probe(
+        honed,
+        second,
+        f"ls /var/lib/honed; ls {JOBS}; head -c1 {rows} && echo; touch {JOBS}/{first}/output/x 2>&1; "
+        f"touch {JOBS}/{second}/mine && echo written; rm -f {JOBS}/{second}/plan.json 2>&1; "
+        f"ls /var/spool/honed /run/honed /run/honed-view 2>&1",
+    )
+    lines = said.splitlines()
+    assert lines[:2] == ["jobs", "staged"] or lines[:1] == ["jobs"]
+    assert {line for line in lines if line.isdecimal()} == {str(first), str(second)}
+    assert "{" in lines
+    assert f"touch: cannot touch '{JOBS}/{first}/output/x': Read-only file system" in said
+    assert "written" in lines
+    assert f"rm: cannot remove '{JOBS}/{second}/plan.json': Operation not permitted" in said
+    for place in ("/var/spool/honed", "/run/honed", "/run/honed-view"):
+        assert f"ls: cannot open directory '{place}': Permission denied" in said
+    # When it has ended nothing of its view is left.
+    wait_for(lambda: not honed.exists("/run/honed-view"), what="no view")
+    assert honed.sh("ls /run/userdb") == ""
+    assert "honed-view" not in honed.sh("cat /proc/mounts")
+
+
+@pytest.mark.parametrize("swap", ["named in the plan", "directory renamed", "link in its place"])
+def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: str) -> None:
+    """Even where honed itself would be fooled: the view is opened with the submitter's rights."""
+    theirs = job_of(honed, "berta", f"theirs {swap}")
+    made_by(honed, "berta", theirs)
+    own = job_of(honed, "anna", f"own {swap}")
+    rows = made_by(honed, "anna", own)
+    thief = job_of(honed, "anna", f"thief {swap}", datasets=[{"path": rows}])
+    match swap:
+        case "named in the plan":
+            plan = honed.read_json(f"{JOBS}/{thief}/plan.json")
+            plan["may_read"]["inputs"].append(f"{JOBS}/{theirs}")
+            honed.write(f"{JOBS}/{thief}/plan.json", json.dumps(plan))
+        case "directory renamed":
+            honed.sh(f"mv {JOBS}/{own} {JOBS}/{own}.away; mv {JOBS}/{theirs} {JOBS}/{own}")
+        case _:
+            honed.sh(f"mv {JOBS}/{own} {JOBS}/{own}.away; ln -s {theirs} {JOBS}/{own}")
+    assert probe(honed, thief, f"cat {JOBS}/*/output/rows.jsonl") == ""
+    told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{thief}")
+    assert f"job {thief} gets no view: {JOBS}/" in told
+    assert "for the user anna" in told or "Not a directory" in told
+    assert not honed.exists("/run/honed-view")
+    honed.sh(f"[ ! -e {JOBS}/{own}.away ] || {{ rm {JOBS}/{own} 2>/dev/null || mv {JOBS}/{own} {JOBS}/{theirs}; "
+             f"mv {JOBS}/{own}.away {JOBS}/{own}; }}")  # fmt: skip
+
+
+def test_what_one_job_leaves_no_other_finds(honed: Machine) -> None:
+    """In no place that it can write, but in its own directory; and it finds nothing that people left there."""
+    honed.sh("install -d -m 700 -o anna /run/user/4711; echo planted >/dev/shm/planted; chmod 666 /dev/shm/planted")
+    honed.sh("for place in /tmp /var/tmp /home/anna /run/user/4711 /etc/credstore; do mkdir -p $place; "
+             "echo planted >$place/planted; chown anna $place/planted; done")  # fmt: skip
+    plant = "for place in {} $HOME; do touch $place/from-$1 2>/dev/null && echo wrote $place; done; ls -A {} 2>&1"
+    script = plant.format(" ".join(PLACES), " ".join(PLACES))
+    first = probe(honed, job_of(honed, "anna", "plants"), script.replace("$1", "anna"))
+    again = probe(honed, job_of(honed, "anna", "looks"), script.replace("$1", "anna2"))
+    berta = probe(honed, job_of(honed, "berta", "looks-too"), script.replace("$1", "berta"))
+    for said in (first, again, berta):
+        assert {line for line in said.splitlines() if line.startswith("wrote")} == {
+            "wrote /tmp", "wrote /var/tmp", "wrote /dev/shm",
+        }  # fmt: skip
+        assert "planted" not in said
+    assert "from-anna\n" not in again
+    assert "from-anna" not in berta
+    assert honed.sh("cat /dev/shm/planted") == "planted\n"  # and its end removes nothing of its user's
+
+
+def test_a_machine_without_the_user_database_says_what_is_missing(honed: Machine) -> None:
+    job_id = job_of(honed, "anna", "no-database")
+    honed.sh("cp /etc/nsswitch.conf /srv/nsswitch.conf; sed -i 's/ systemd//' /etc/nsswitch.conf")
+    try:
+        assert probe(honed, job_id, "id -u") == ""
+        told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{job_id}")
+        assert "install libnss-systemd" in told
+        done = honed.try_run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+        assert done.returncode == 1
+        assert "/etc/nsswitch.conf has no `systemd` in: passwd, group" in done.stderr
+    finally:
+        honed.sh("cp /srv/nsswitch.conf /etc/nsswitch.conf")
+
+
+def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Machine, model: str) -> None:
+    """With the real worker: an adapter, another that goes on from it in a directory elsewhere, and the merged model."""
+    honed.sh("rm -r /etc/systemd/system/honed-job@.service.d; systemctl daemon-reload")
+    honed.sh("install -d -m 755 -o anna /srv/annas")
+    honed.write("/etc/honed/honed.toml.d/60-paths.toml", '[policy]\nallowed_paths = ["/srv"]\n')
+    honed.run("honectl", "sandbox")
+    for row in json.loads(honed.run("honectl", "list", "--json", "--all")):
+        honed.run("honectl", "cancel", row["id"])
+    honed.run("honectl", "resume")
+    spec = {
+        "base_model": model, "backend": "transformers", "datasets": [{"path": "/srv/data/facts.jsonl"}],
+        "training": {"max_steps": 2, "per_device_train_batch_size": 2}, "predictions": {"sample_frequency": "off"},
+    }  # fmt: skip
+    drop(honed, "anna", {**spec, "name": "learn", "lora": {"r": 4}})
+    drop(honed, "anna", {**spec, "name": "go-on", "adapter": "job:learn", "output_dir": "/srv/annas/more"})
+    drop(honed, "anna", {"name": "merged", "kind": "merge", "base_model": model, "adapter": "job:learn"})
+
+    def over() -> dict[str, dict[str, Any]] | None:
+        rows = {row["name"]: row for row in json.loads(honed.run("honectl", "list", "--json", "--all"))}
+        chain = {name: rows.get(name, {}) for name in ("learn", "go-on", "merged")}
+        ended = {"succeeded", "failed", "cancelled"}
+        return chain if all(row.get("state") in ended for row in chain.values()) else None
+
+    chain = wait_for(over, what="the chain's end", deadline_sec=400)
+    assert chain is not None
+    told = {name: json.loads(honed.run("honectl", "show", "--json", name, user="anna")) for name in chain}
+    assert {name: row["state"] for name, row in chain.items()} == dict.fromkeys(chain, "succeeded"), told
+    made = honed.sh(
+        f"find /srv/annas/more {JOBS}/{chain['merged']['id']}/output -type f -printf '%u %f\\n'", user="anna"
+    )
+    assert {line.split()[0] for line in made.splitlines()} == {"anna"}
+    assert {"adapter_model.safetensors", "model.safetensors"} <= {line.split()[1] for line in made.splitlines()}
+    # honed reads what its page shows, and removes what it is told to.
+    honed.run("honectl", "prune", "merged", user="anna")
+    wait_for(lambda: not honed.exists(f"{JOBS}/{chain['merged']['id']}"), what="pruned")
