@@ -252,8 +252,8 @@ BY_ERROR: dict[str, Message] = {
         "The base model's files are incomplete, or cannot be used",
         """
         A file is missing, cut short, of another model, in a form that is not loaded here, or not readable for
-        the job's submitter. The message names it. Copy or fetch the model again, or name another; a hub id that is not in
-        the cache is fetched only where policy.hub allows that.
+        the job's submitter. The message names it. Copy or fetch the model again, or name another; a hub id that is
+        not in the cache is fetched only where policy.hub allows that.
         """,
         "man:honed-job(5)",
     ),
