@@ -48,13 +48,13 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     wait_for(lambda: json.loads(machine.run("honectl", "list", "--json", "--state", "succeeded"))[1:],
              what="both jobs", deadline_sec=400)  # fmt: skip
     owners = set(machine.run("find", f"{JOBS}/1", "-printf", "%u\\n").split())
-    assert owners == {"honed", "honed-job"}
+    assert owners == {"honed", "anna"}
     # What a library's tempfile leaves is open to nobody: the end of the unit has seen to that.
     machine.sh(
-        f"mkdir -m 0700 {JOBS}/1/output/tmpx; touch {JOBS}/1/output/tmpx/file; chown -R honed-job {JOBS}/1/output/tmpx"
+        f"mkdir -m 0700 {JOBS}/1/output/tmpx; touch {JOBS}/1/output/tmpx/file; chown -R anna {JOBS}/1/output/tmpx"
     )
     end = machine.sh("readlink -f /opt/honed/current/bin/honed-job-end").strip()
-    machine.try_run(end, "1", user="honed-job")
+    machine.try_run(end, "1", user="anna")
 
     refused = machine.try_run("honectl", "prune", "1", user="berta")
     assert refused.returncode == 77, refused.stderr
@@ -71,7 +71,7 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
 
     # What even the group may not enter is said, with what root can do; the job is gone from the list all the same.
     closed = f"{JOBS}/2/output/closed"
-    machine.sh(f"mkdir -m 0700 {closed}; touch {closed}/file; chown -R honed-job {closed}")
+    machine.sh(f"mkdir -m 0700 {closed}; touch {closed}/file; chown -R anna {closed}")
     short = machine.try_run("honectl", "prune", "2", user="anna")
     assert short.returncode == 1
     assert "Permission denied" in short.stdout
