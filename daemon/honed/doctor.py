@@ -341,7 +341,7 @@ def _machine(config: Config) -> list[Finding]:
     """Check the units and what they depend on."""
     service, job = _unit("honed.service"), _unit("honed-job@0.service")
     return [_service(service), _job_unit(job), *_fetch_unit(config, job),
-            _polkit(has_template=job.get("LoadState") == "loaded"), _users(),
+            _polkit(has_template=job.get("LoadState") == "loaded"), _users(), _user_database(),
             _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
 
 
@@ -449,6 +449,21 @@ def _users() -> Finding:
         return Finding("users", "error", "honed is no member of honed-job: it cannot hand jobs their directories",
                        "usermod -aG honed-job honed; systemctl restart honed")  # fmt: skip
     return Finding("users", "ok", "honed, honed-job and the group honed-submit")
+
+
+def _user_database() -> Finding:
+    """Jobs' units run as users that honed-view@ registers in /run/userdb, and systemd finds by nss-systemd."""
+    try:
+        text = Path("/etc/nsswitch.conf").read_text(encoding="utf-8")
+    except OSError as error:
+        return Finding("user database", "error", f"/etc/nsswitch.conf: {error.strerror}", "apt install libnss-systemd")
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#"))
+    missing = [name for name in ("passwd", "group") if "systemd" not in lines.get(name, "").split()]
+    if missing:
+        return Finding("user database", "error",
+                       f"no `systemd` in /etc/nsswitch.conf: {', '.join(missing)}; jobs cannot run as their submitters",
+                       "apt install libnss-systemd, or add the word to the lines")  # fmt: skip
+    return Finding("user database", "ok", "jobs run as their submitters")
 
 
 def _catalog() -> Finding:

@@ -117,7 +117,7 @@ def _died(ended: Exit) -> error.HonedError:
             status = f" (exit status {ended.status})" if ended.status is not None else ""
             return error.EnvironmentInvalidError(
                 f"its unit could not start the worker{status}",
-                hint="systemctl status honed-job@ID and its journal say which line of the unit; honectl doctor",
+                hint="journalctl -u honed-job@ID -u honed-view@ID says which line of the unit; honectl doctor",
             )
         case Exit(service_result="timeout"):
             return error.KilledError(
