@@ -56,8 +56,10 @@ def why_not() -> str | None:
     programs = ("unshare", "nsenter", "runuser", "systemctl", "systemd-analyze", "dbus-daemon")
     missing = [program for program in programs if shutil.which(program) is None]
     missing += [path for path in ("/usr/lib/systemd/systemd", "/usr/lib/polkit-1/polkitd") if not Path(path).exists()]
+    places = [path for pattern in ("lib*", "lib/*") for path in Path("/usr").glob(f"{pattern}/libnss_systemd.so.2")]
+    missing += [] if places else ["libnss_systemd.so.2"]
     if missing:
-        return f"needs {', '.join(missing)} (Debian: systemd dbus polkitd util-linux)"
+        return f"needs {', '.join(missing)} (Debian: systemd dbus polkitd libnss-systemd util-linux)"
     tried = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "--cgroup", "--net", "true"], capture_output=True, check=False
     )
