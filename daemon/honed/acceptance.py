@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from honed import durable, foreign, message, problem, query
-from honed.arrival import Arrivals, Claim, Copy, refusal
+from honed.arrival import Arrivals, Claim, Copy, refusal, shown, too_large
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
 from honed.device import Device
-from honed.error import HonedError, InternalError, InterruptedRunError, SpecError, from_dict
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, InterruptedRunError, SpecError, from_dict
 from honed.fetcher import Fetcher
 from honed.job import Job, State
 from honed.log import about
@@ -56,6 +56,8 @@ NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
 #: Looks at which an arrival could not be taken, after which it is left where it lies.
 MAX_DENIALS = 3
+#: Files of one user that came over the control socket and wait: they take room on honed's disk, and not in their quota.
+MAX_SUBMITTED = 10_000
 #: How often one arrival has the same thing fetched: what is cached can be removed before the next look at it.
 MAX_FETCHES_PER_ARRIVAL = 3
 
@@ -142,6 +144,7 @@ class Acceptance:
         self.config = config
         self._fetcher = fetcher
         self._clock = clock
+        self._submitted: deque[Claim] = deque()  # over the control socket, and not looked at yet
         self._pending: dict[int, _Pending] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._names = _Names()  # of those that wait
@@ -185,7 +188,7 @@ class Acceptance:
     @property
     def num_arriving(self) -> int:
         """Arrivals that were seen and not taken yet: they may still be being written."""
-        return self._num_unsettled + len(self._listed)
+        return self._num_unsettled + len(self._listed) + len(self._submitted)
 
     @property
     def num_unsettled(self) -> int:
@@ -197,6 +200,19 @@ class Acceptance:
         """Whether accepted jobs may be checked again now: a few at a time, so that new ones get their turn."""
         return len(self._asked_again) < MAX_ASKED_AGAIN
 
+    def submit(self, name: str, data: bytes, uid: int) -> Claim:
+        """Take a job file that somebody hands over; it is checked as a dropped one is. Raises HonedError where it is
+        not taken, and OSError where the machine keeps us from it."""
+        if len(data) > (limit := self.config.spool.max_spec_bytes):
+            raise too_large(name, limit)
+        if self._arrivals.num_submitted(uid) >= MAX_SUBMITTED:
+            raise EnvironmentInvalidError(
+                f"{shown(name)}: {MAX_SUBMITTED} job files of yours wait to be checked",
+                hint="submit it again when there are fewer: honectl list",
+            )
+        self._submitted.append(claim := self._arrivals.submit(name, data, uid))
+        return claim
+
     def scan(self) -> None:
         """Claim arrivals that are whole, and check again what was claimed before and could not be settled then."""
         self.fault = ""
@@ -207,7 +223,8 @@ class Acceptance:
             self._list_at = now + LISTING_REST * (self._clock() - now)
         self._check_claimed()
         whole: list[Path] = []
-        wanted = min(MAX_TOGETHER, MAX_PENDING - len(self._pending) - len(self._checked))
+        self._copy([self._submitted.popleft() for _ in range(min(len(self._submitted), self._room()))])
+        wanted = self._room()
         looks = min(len(self._listed), MAX_LOOKS_PER_PASS) if wanted > 0 else 0
         while looks and len(whole) < wanted:
             looks -= 1
@@ -234,9 +251,12 @@ class Acceptance:
 
     def _check_claimed(self) -> None:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
-        known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked)}
-        room = min(MAX_PENDING - len(self._pending), MAX_TOGETHER)
-        found = self._arrivals.claims(but=known | self._tried, limit=max(0, room))
+        known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked),
+                 *(claim.id for claim in self._submitted)}  # fmt: skip
+        if self._room() <= 0:
+            self._must_list = True
+            return
+        found = self._arrivals.claims(but=known | self._tried, limit=self._room())
         if not found:
             self._tried.clear()  # once more with the next look
             return
@@ -249,6 +269,10 @@ class Acceptance:
             else:
                 unsettled.append(claim)
         self._copy(unsettled)
+
+    def _room(self) -> int:
+        """How many more may be claimed or looked at now."""
+        return max(0, min(MAX_TOGETHER, MAX_PENDING - len(self._pending) - len(self._checked)))
 
     def _claim(self, paths: list[Path]) -> None:
         """Raises OSError where the machine keeps one of them from being claimed; the others are."""
@@ -290,7 +314,7 @@ class Acceptance:
         policy = self.config.policy
         copies = self._arrivals.copy_all(
             claims, max_bytes=self.config.spool.max_spec_bytes, is_shared=policy.share_results,
-            admin_group=policy.admin_group,
+            admin_group=policy.admin_group, drops=policy.arrivals == "spool",
         )  # fmt: skip
         for claim, copy in zip(claims, copies, strict=True):
             match copy:
@@ -652,7 +676,7 @@ class Acceptance:
         log.error("%r waits in %s: %s", claim.name, claim.path.parent, error, exc_info=unforeseen)
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
-        target = self._arrivals.reject(claim, refusal(claim.name, error, when=timestamp(time.time())))
+        target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning("%r refused: %s: %s%s; see %s.reason", claim.name, error.code, first, more, target,

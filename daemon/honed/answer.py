@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -9,8 +10,10 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from honed import __version__, access, control, message, query, removal
+from honed import __version__, access, control, durable, message, query, removal
 from honed.acceptance import Acceptance
+from honed.access import ENTER, WRITE, Person
+from honed.arrival import held_name
 from honed.attempts import Attempts
 from honed.backlog import Backlog
 from honed.config import Config
@@ -75,11 +78,10 @@ class Answers:
                 asker = self._asker(request)
                 found = query.overview(self._spool, self._layout, choice, asker)
                 return {**found, "jobs": list(self._with_reasons(found["jobs"], asker))}
-            case "accepted":
-                since = str(request.arguments.get("since", ""))
-                asker = self._asker(request)
-                taken = query.accepted(self._spool, self._layout, reference, asker, since)
-                return next(self._with_reasons([taken], asker)) if taken is not None else None
+            case "accepted" | "refusal":
+                return self._verdict(request, reference)
+            case "submit":
+                return self._submit(request)
             case str() if verb in query.READING_VERBS:
                 asker = self._asker(request)
                 told = query.READING_VERBS[verb](self._spool, self._layout, reference, asker)
@@ -88,6 +90,7 @@ class Answers:
                 asker = self._asker(request)
                 return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
                         "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
+                        "takes_drops": self.config.policy.arrivals == "spool",
                         "num_arriving": self._acceptance.num_arriving,
                         "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
             case "pause" | "resume":
@@ -167,6 +170,48 @@ class Answers:
             raise NotPermittedError(
                 f"job {job_id} is another user's", hint="its owner, root and the administrators' group may change it"
             )
+
+    def _verdict(self, request: control.Request, name: str) -> dict[str, Any] | None:
+        """What became of an arrival: the job that was made of it, or why it was refused. None where there is none.
+
+        Raises UsageError for a number that is no number.
+        """
+        asker, number = self._asker(request), request.arguments.get("number")
+        if number is not None and type(number) is not int:
+            raise UsageError("number is an arrival's")
+        if request.verb == "refusal":
+            return query.refusal(self._spool, name, asker, number=number)
+        since = str(request.arguments.get("since", ""))
+        taken = query.accepted(self._spool, self._layout, name, asker, since, number=number)
+        return next(self._with_reasons([taken], asker)) if taken is not None else None
+
+    def _submit(self, request: control.Request) -> dict[str, Any]:
+        """Take a job file from whoever may drop one: who can write in incoming/."""
+        who = Person(request.uid, request.gids, access.user_name(request.uid))
+        if not access.may(self._spool.incoming_dir, who, WRITE | ENTER):
+            log.warning("submit refused to user %d: they may not write %s", request.uid, self._spool.incoming_dir,
+                        extra=about(None, of_error(NotPermittedError.code), code=NotPermittedError.code))  # fmt: skip
+            raise NotPermittedError(
+                f"you may not submit jobs: {self._spool.incoming_dir} is closed to you",
+                hint=f"join the group {access.DROPPERS_GROUP}, and log in again",
+            )
+        name, data = request.arguments.get("name"), request.arguments.get("data")
+        if not isinstance(name, str) or not isinstance(data, str):
+            raise UsageError("submit takes a name, and the file's bytes as data, in base64")
+        try:
+            content = base64.b64decode(data, validate=True)
+        except ValueError as error:
+            raise UsageError(f"data is not base64: {error}") from error
+        try:
+            claim = self._acceptance.submit(
+                held_name(name) if request.arguments.get("hold") else name, content, request.uid
+            )
+        except OSError as error:
+            raise EnvironmentInvalidError(
+                f"{name} was not taken: {durable.machine_fault(error) or error}", hint="honectl doctor"
+            ) from error
+        self._wake()
+        return {"id": claim.id, "name": claim.name}
 
     def _pin(self, job: Job, *, is_pinned: bool) -> Job:
         if (running := self._attempts.running.get(job.id)) is not None:

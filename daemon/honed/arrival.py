@@ -2,10 +2,13 @@
 
     incoming/       people drop `name.yaml` (.yml .json .toml); a leading dot: not yet
     claimed/<id>/   an arrival that is being checked, under its own name
+    claimed/<id>.<uid>/    the same of one that this user handed over the control socket
     rejected/       what was refused, as it was dropped, and <file>.reason
     seq             the last number given to an arrival
 
 The rename into claimed/ takes one from the person who dropped it; that of its entry (`Spool.adding`) makes it a job.
+Whose it is says the file's owner; of one that came over the control socket, which is a file of honed's own, the name of
+the directory that it came into: no crash comes between the two.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,10 @@ UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".filepart", ".swp", ".swx",
 #: `name.hold.yaml` is accepted into held/.
 HOLD_SUFFIX = ".hold"
 MAX_NAME_BYTES = 255
+#: A claim's directory: its number and, of what came over the control socket, the user who submitted it.
+PLACE = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
+#: The second line of such a file's refusal.
+SUBMITTED = re.compile(r"Submitted as ([0-9]+) by the user ([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,13 @@ class Claim:
     """An arrival that was taken out of incoming/ under a number of its own."""
 
     id: int
-    path: Path  #: claimed/<id>/<name>
+    path: Path  #: claimed/<id>/<name>, or claimed/<id>.<uid>/<name>
+    submitter: int | None = None  #: the user who handed it over the control socket; None: it was dropped
+
+    @property
+    def uid(self) -> int:
+        """Whose it is."""
+        return self.path.lstat().st_uid if self.submitter is None else self.submitter
 
     @property
     def name(self) -> str:
@@ -119,6 +133,28 @@ class Arrivals:
         yield [self._spool.incoming_dir]
         return Claim(job_id, place / arrival.name)
 
+    def submit(self, name: str, data: bytes, uid: int) -> Claim:
+        """Take a job file that somebody hands over, under a new number. The rename to its name is the commit: a crash
+        before it leaves nothing that counts. Raises SpecError for a name that no job file has.
+        """
+        _check_name(name)
+        if "/" in name or name.startswith(".") or len(os.fsencode(name)) > MAX_NAME_BYTES - len("..tmp"):
+            raise SpecError(f"{name!r}: not a file's name, too long, or hidden", hint="rename the file")
+        job_id = self._next_id()
+        place = self._spool.claimed_dir / f"{job_id}.{uid}"
+        place.mkdir(mode=0o700)
+        try:
+            durable.sync_dir(self._spool.claimed_dir)
+            durable.write(place / name, data, mode=0o600)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)  # whoever submits it is told that it was not taken
+            raise
+        return Claim(job_id, place / name, uid)
+
+    def num_submitted(self, uid: int) -> int:
+        """How many files of one user came over the control socket, and are neither jobs nor refused yet."""
+        return sum(submitter == uid for _, submitter, _ in self._places())
+
     def _next_id(self, count: int = 1) -> int:
         """The first of so many numbers that were never given before and never will be again, durable before they are
         used."""
@@ -140,38 +176,53 @@ class Arrivals:
         numbers = [int(path.name) for path in self._spool.layout.jobs_dir.iterdir() if path.name.isdecimal()]
         return max([*numbers, *self._spool.pruned_ids(), *self._spool.all_jobs()], default=0)
 
-    def copy(self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "") -> Copy:
-        """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size.
+    def copy(
+        self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "", drops: bool = True
+    ) -> Copy:
+        """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size, and
+        for a dropped one where no `drops` are taken.
 
         The person who dropped it may still hold it open: whatever they write from now on changes nothing.
         """
-        return finish(self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group))
+        (copied,) = self.copy_all(
+            [claim], max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group, drops=drops
+        )
+        if isinstance(copied, Exception):
+            raise copied
+        return copied
 
     def copy_all(
-        self, claims: Sequence[Claim], *, max_bytes: int, is_shared: bool = False, admin_group: str = ""
+        self,
+        claims: Sequence[Claim],
+        *,
+        max_bytes: int,
+        is_shared: bool = False,
+        admin_group: str = "",
+        drops: bool = True,
     ) -> list[Copy | Exception]:
         """As copy, many at once; what went wrong with one stands in its place."""
         return durable.finish_all(
             [
-                self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group)
+                self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group, drops=drops)
                 for claim in claims
             ]
         )
 
-    def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool, admin_group: str) -> Steps[Copy]:
-        if claim.path.suffix not in SPEC_SUFFIXES:
+    def _copying(self, claim: Claim, *, max_bytes: int, is_shared: bool, admin_group: str, drops: bool) -> Steps[Copy]:
+        if claim.submitter is None and not drops:
             raise SpecError(
-                f"{claim.name!r}: not a job file's name", hint="a job file ends in .yaml, .yml, .json or .toml"
+                f"{shown(claim.name)}: this honed takes no files from incoming/ (policy.arrivals), since where one lay "
+                "before, and so who submits it, cannot be known",
+                hint="honectl submit FILE",
             )
-        if not claim.name.isprintable():
-            raise SpecError(f"{claim.name!r}: a name with control characters", hint="rename the file and drop it again")
+        _check_name(claim.name)
         if stat.S_ISCHR(mode := claim.path.lstat().st_mode) or stat.S_ISBLK(mode):
             # Not even opened: opening alone makes some devices act.
             raise SpecError(f"{claim.name}: a device", hint="drop the file itself")
         try:
             fd = os.open(claim.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise _dropper_fault(claim, error) or error from error
+            raise (_dropper_fault(claim, error) if claim.submitter is None else None) or error from error
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
@@ -189,21 +240,20 @@ class Arrivals:
             data = _read_at_most(fd, max_bytes + 1)
         finally:
             os.close(fd)
+        uid = info.st_uid if claim.submitter is None else claim.submitter
         if len(data) > max_bytes:
-            raise SpecError(
-                f"{claim.name}: larger than {max_bytes} bytes", hint="a job file names data; it does not hold it"
-            )
+            raise too_large(claim.name, max_bytes)
         directory = self._spool.job_layout(claim.id).dir
         if self._has_workers_user:
             yield from durable.making_dir(
                 directory, mode=0o1770
             )  # sticky: the workers leave our spec and plan in it alone
             administrators = access.group_id(admin_group)
-            access.open_job_dir(directory, info.st_uid, is_shared=is_shared, administrators=administrators)
+            access.open_job_dir(directory, uid, is_shared=is_shared, administrators=administrators)
         else:
             yield from durable.making_dir(directory)
         yield from durable.writing(directory / f"spec{claim.path.suffix}", data)
-        return Copy(directory / f"spec{claim.path.suffix}", info.st_uid)
+        return Copy(directory / f"spec{claim.path.suffix}", uid)
 
     def admit(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Job:
         """Accept a claimed arrival. The rename of its entry is the commit: before it, nothing happened."""
@@ -231,7 +281,8 @@ class Arrivals:
         reason_path = target.with_name(target.name + ".reason")
         durable.write(reason_path, reason.encode(errors="replace"))
         if self._has_workers_user:
-            access.let_read(reason_path, claim.path.lstat().st_uid)
+            for path in [reason_path] if claim.submitter is None else [reason_path, claim.path]:
+                access.let_read(path, claim.uid)
         claim.path.rename(target)
         try:
             durable.sync_dir(self._spool.rejected_dir)
@@ -273,13 +324,18 @@ class Arrivals:
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
         """What was claimed and has neither been accepted nor refused, `but` for these numbers; at most so many."""
         found: list[Claim] = []
-        for number in sorted(int(name) for name in names_in(self._spool.claimed_dir) if name.isdecimal()):
-            place = self._spool.claimed_dir / str(number)
+        for number, submitter, place in sorted(self._places(), key=lambda each: each[0]):
             if limit is not None and len(found) >= limit:
                 break
             if number not in but and place.is_dir():
-                found += [Claim(number, path) for path in place.iterdir()]
+                found += [Claim(number, path, submitter) for path in place.iterdir() if not path.name.startswith(".")]
         return found
+
+    def _places(self) -> Iterator[tuple[int, int | None, Path]]:
+        """The directories of claims: number, submitter, path."""
+        for name in names_in(self._spool.claimed_dir):
+            if match := PLACE.fullmatch(name):
+                yield int(match[1]), int(match[2]) if match[2] else None, self._spool.claimed_dir / name
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
@@ -287,15 +343,19 @@ class Arrivals:
         """Finish what a crash cut short: half claims, half refusals. The spool has recovered before."""
         for path in self._spool.rejected_dir.glob(".*.reason.tmp"):
             path.unlink(missing_ok=True)
-        for place in list(self._spool.claimed_dir.iterdir()):
-            if not place.name.isdecimal() or not place.is_dir():
-                log.warning("%s: not honed's; left alone", place)
+        for name in names_in(self._spool.claimed_dir):
+            if not PLACE.fullmatch(name) or not (self._spool.claimed_dir / name).is_dir():
+                log.warning("%s: not honed's; left alone", self._spool.claimed_dir / name)
+        for number, submitter, place in self._places():
+            if not place.is_dir():
                 continue
+            for path in place.glob(".*.tmp"):  # its submitter was never told that it was taken
+                path.unlink()
             names = list(place.iterdir())
             if not names:
                 place.rmdir()
             for path in names:
-                self._recover_claim(Claim(int(place.name), path))
+                self._recover_claim(Claim(number, path, submitter))
         self._drop_refused()
         self._next_id_is_readable()
 
@@ -323,7 +383,7 @@ class Arrivals:
     def _drop_refused(self) -> None:
         """Remove what a crash has left of the directories of arrivals that were refused: nothing but the spec."""
         kept = {name.partition(".")[0] for state in State for name in names_in(self._spool.state_dir(state))}
-        kept |= {*names_in(self._spool.claimed_dir), *map(str, self._spool.pruned_ids())}
+        kept |= {str(number) for number, _, _ in self._places()} | set(map(str, self._spool.pruned_ids()))
         for name in names_in(self._spool.layout.jobs_dir):
             path = self._spool.layout.jobs_dir / name
             if (
@@ -334,15 +394,53 @@ class Arrivals:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def refusal(name: str, error: HonedError, *, when: str) -> str:
-    """What stands in `<file>.reason`: why, for a person."""
-    lines = [f"{name} was refused at {when}.", "", f"{error.code}:"]
+def _check_name(name: str) -> None:
+    if Path(name).suffix not in SPEC_SUFFIXES:
+        raise SpecError(f"{name!r}: not a job file's name", hint="a job file ends in .yaml, .yml, .json or .toml")
+    if not name.isprintable():
+        raise SpecError(f"{name!r}: a name with control characters", hint="rename the file and drop it again")
+
+
+def too_large(name: str, max_bytes: int) -> SpecError:
+    return SpecError(f"{shown(name)}: larger than {max_bytes} bytes", hint="a job file names data; it does not hold it")
+
+
+def shown(name: str) -> str:
+    """A file's name as it stands in a line of text."""
+    return name if name.isprintable() else repr(name)
+
+
+def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
+    """What stands in `<file>.reason`: why, for a person; and who submitted it, where its owner does not tell."""
+    is_dropped = claim.submitter is None
+    lines = [f"{shown(claim.name)} was refused at {when}."]
+    lines += [] if is_dropped else [f"Submitted as {claim.id} by the user {claim.submitter}."]
+    lines += ["", f"{error.code}:"]
     lines += [f"  {line}" for line in error.message.splitlines()]
     if error.hint:
         lines += ["", f"What to do: {error.hint}"]
     if error.fix:
         lines += ["", "To be changed in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
-    return "\n".join([*lines, "", "Then drop the job file into incoming/ again.", ""])
+    again = "drop the job file into incoming/ again" if is_dropped else "submit it again: honectl submit FILE"
+    return "\n".join([*lines, "", f"Then {again}.", ""])
+
+
+def submission_of(reason: str) -> tuple[int, int] | None:
+    """The number and the user of a refused file that came over the control socket, from its reason."""
+    match = SUBMITTED.fullmatch([*reason.split("\n", 2), ""][1])
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def refused_uid(path: Path) -> int:
+    """Whose a file in rejected/ is. Raises FileNotFoundError where it is gone."""
+    owner = path.lstat().st_uid
+    if owner != path.parent.stat().st_uid:
+        return owner
+    with contextlib.suppress(FileNotFoundError):
+        reason = path.with_name(f"{path.name}.reason").read_text(encoding="utf-8", errors="replace")
+        if submission := submission_of(reason):
+            return submission[1]
+    return owner
 
 
 def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:
@@ -363,6 +461,12 @@ def _read_at_most(fd: int, size: int) -> bytes:
     while len(data) < size and (chunk := os.read(fd, size - len(data))):
         data += chunk
     return data
+
+
+def held_name(name: str) -> str:
+    """The name under which a file is accepted into held/."""
+    suffix = Path(name).suffix
+    return f"{name.removesuffix(suffix)}{HOLD_SUFFIX}{suffix}"
 
 
 def drop(incoming_dir: Path, source: Path, *, hold: bool = False) -> str:

@@ -130,6 +130,11 @@ class PolicyConfig(_Section):
     """Whether a job may name a hub id, of a model or a data set, that must be fetched: honed fetches it before it
     accepts the job. Where not, it is refused with the command that fetches it. One in the local cache may always be
     used."""
+    arrivals: Literal["spool", "socket"] = "spool"
+    """How job files come in. `spool`: by a file in incoming/, whose owner is who submits it; `honectl submit` drops
+    one. `socket`: by `honectl submit` alone, over the control socket, where the kernel says who submits; a file in
+    incoming/ is refused. It cannot be known where that lay before: a file in a directory that others can write can be
+    moved to incoming/ by them, and stays its owner's."""
     trust_remote_code: bool = False
     """Whether a job may run code that comes with a model."""
     pickle: bool = False

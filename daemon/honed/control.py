@@ -1,8 +1,10 @@
 """The control socket: honectl's way in. One JSON object a line, answered by one; no request can hold the loop.
 
     {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint}}
+    {"verb": "submit", "name": "a.yaml", "data": "<base64>", "hold": false}   →   {"id": 8, "name": "a.yaml"}
 
-A long list is made as it is read, some rows at a time, in between the loop's other work.
+A request takes 64 KiB, and what the largest job file takes in base64; a longer one is read to its end and refused. A
+long list is made as it is read, some rows at a time, in between the loop's other work.
 
 Who asks is known from the socket (SO_PEERCRED), never from the text.
 """
@@ -25,6 +27,7 @@ from honed.error import EnvironmentInvalidError, HonedError, InternalError, NotP
 
 log = logging.getLogger(__name__)
 
+#: Bytes of a request besides the job file in it, and that are read at a time.
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_CONNECTIONS = 64
 #: Of one user, so that nobody keeps the others out. Root and we are no such users.
@@ -74,7 +77,8 @@ class _Connection:
     socket: socket.socket
     uid: int
     gids: frozenset[int]
-    received: bytes = b""
+    received: bytearray = field(default_factory=bytearray)
+    is_cut: bool = False  #: the line that is being received is too long, and its beginning was thrown away
     to_send: bytes = field(default=b"")
     more: Iterator[bytes] | None = None  #: the rest of a long answer
 
@@ -82,7 +86,15 @@ class _Connection:
 class Server:
     """Listens, reads whole lines, and hands each to `answer`."""
 
-    def __init__(self, path: Path, selector: selectors.BaseSelector, answer: Callable[[Request], Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        selector: selectors.BaseSelector,
+        answer: Callable[[Request], Any],
+        *,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+    ) -> None:
+        self.max_request_bytes = max_request_bytes
         self._path = path
         self._selector = selector
         self._answer = answer
@@ -142,15 +154,19 @@ class Server:
     def _receive(self, connection: _Connection) -> None:
         data = connection.socket.recv(MAX_REQUEST_BYTES)
         connection.received += data
-        if not data or (len(connection.received) > MAX_REQUEST_BYTES and b"\n" not in connection.received):
+        if not data:
             self._close(connection)
+        elif len(connection.received) > self.max_request_bytes and b"\n" not in data:
+            connection.received.clear()
+            connection.is_cut = True
 
     def _answer_next(self, connection: _Connection) -> None:
         """One request a pass of the loop: a thousand sent at once hold up the loop no longer than one."""
         is_idle = not connection.to_send and connection.more is None
         if b"\n" in connection.received and is_idle and connection.socket.fileno() >= 0:
             line, connection.received = connection.received.split(b"\n", 1)
-            answer = self._respond(line, connection)
+            is_long, connection.is_cut = connection.is_cut or len(line) > self.max_request_bytes, False
+            answer = self._refuse_long() if is_long else self._respond(line, connection)
             if isinstance(rows := answer.get("result"), Rows):
                 connection.more = _chunks(rows)
             else:
@@ -168,7 +184,14 @@ class Server:
             return
         connection.more = connection.more if connection.to_send else None
 
-    def _respond(self, line: bytes, asking: _Connection) -> dict[str, Any]:
+    def _refuse_long(self) -> dict[str, Any]:
+        error = UsageError(
+            f"a request takes {self.max_request_bytes} bytes at most",
+            hint="a job file names data; it does not hold it: spool.max_spec_bytes",
+        )
+        return {"ok": False, "error": error.as_dict()}
+
+    def _respond(self, line: bytearray, asking: _Connection) -> dict[str, Any]:
         try:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
@@ -188,6 +211,11 @@ class Server:
             self._selector.unregister(connection.socket)
             self._connections.pop(fd, None)
             connection.socket.close()
+
+
+def with_file(num_bytes: int) -> int:
+    """Bytes of a request with a file of that size in it."""
+    return MAX_REQUEST_BYTES + 4 * -(-num_bytes // 3)
 
 
 def credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:

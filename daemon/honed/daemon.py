@@ -126,7 +126,10 @@ class Daemon:
             layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
             housekeeper=self._housekeeper, unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
         )  # fmt: skip
-        self._server = control.Server(layout.control_path, self._selector, self._answers.answer)
+        self._server = control.Server(
+            layout.control_path, self._selector, self._answers.answer,
+            max_request_bytes=control.with_file(config.spool.max_spec_bytes),
+        )  # fmt: skip
 
     def _unfinished(self) -> Iterable[Job]:
         yield from self._backlog.jobs()
@@ -306,6 +309,7 @@ class Daemon:
             ):
                 part.config = self._config
             self._watcher.settle_sec = self._config.spool.settle_sec
+            self._server.max_request_bytes = control.with_file(self._config.spool.max_spec_bytes)
             self._publishing.reload(self._config)
             log.info("configuration reloaded", extra=about(message=message.RELOADED))
         self._notifier.ready()

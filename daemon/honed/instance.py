@@ -3,8 +3,10 @@ the socket, or, when honed is down, to the spool itself under its lock."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from honed import query
@@ -50,12 +52,39 @@ class Instance:
             return dict(self._client.ask("overview", **choice))
         return query.overview(self._spool(), self.layout, query.Choice.of(choice))
 
-    def accepted(self, source: str, *, since: str) -> dict[str, Any] | None:
-        """The job that was made of a file since then, if one was."""
+    @property
+    def takes_drops(self) -> bool:
+        """Whether job files are dropped into incoming/; else honed takes them over its socket alone."""
+        if self.is_up:
+            return bool(self._client.ask("status")["takes_drops"])
+        from honed import config
+
+        return config.load(self.layout).policy.arrivals == "spool"
+
+    def submit(self, path: Path, *, hold: bool) -> dict[str, Any]:
+        """Hand a job file over the socket. Returns the number and the name that it got."""
+        data = base64.b64encode(path.read_bytes()).decode()
+        try:
+            return dict(self._client.ask("submit", name=path.name, data=data, hold=hold))
+        except EnvironmentInvalidError as error:
+            error.hint += f"; honectl list says whether {path.name} was taken"
+            raise
+
+    def accepted(self, source: str, *, since: str, number: int | None = None) -> dict[str, Any] | None:
+        """The job that was made of a file since then, or of the arrival of that number, if one was."""
         found = (
-            self._client.ask("accepted", id=source, since=since)
+            self._client.ask("accepted", id=source, since=since, number=number)
             if self.is_up
-            else query.accepted(self._spool(), self.layout, source, query.ANYBODY, since)
+            else query.accepted(self._spool(), self.layout, source, query.ANYBODY, since, number=number)
+        )
+        return dict(found) if found is not None else None
+
+    def refusal(self, source: str, *, number: int | None = None) -> dict[str, Any] | None:
+        """Why a file was refused, if it was."""
+        found = (
+            self._client.ask("refusal", id=source, number=number)
+            if self.is_up
+            else query.refusal(self._spool(), source, number=number)
         )
         return dict(found) if found is not None else None
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from honed import foreign
+from honed import arrival, foreign
 from honed.catalog import Catalog
 from honed.database import Reader, figures, timestamp
 from honed.error import NotPermittedError, UsageError, plain
@@ -154,8 +154,14 @@ def _heads(jobs: Catalog, choice: Choice, num: int) -> Iterator[Job]:
     yield from islice(ended, num)
 
 
-def accepted(spool: Spool, layout: Layout, source: str, asker: Asker, since: str) -> dict[str, Any] | None:
-    """The newest job that was made of a file of that name; None where none was since then."""
+def accepted(
+    spool: Spool, layout: Layout, source: str, asker: Asker, since: str, *, number: int | None = None
+) -> dict[str, Any] | None:
+    """The newest job that was made of a file of that name since then, or of the arrival of that number; None where
+    there is none."""
+    if number is not None:
+        job = spool.job(number)
+        return next(_rows(layout, [job], asker)) if job is not None and asker.may_read(job) else None
     for job in spool.all().newest():
         if timestamp(job.submitted_at) < since:
             return None
@@ -321,8 +327,11 @@ def _worker(layout: Layout, job: Job) -> dict[str, Any]:
     return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "cpu_sec": ticks / os.sysconf("SC_CLK_TCK")}
 
 
-def refusal(spool: Spool, _layout: Layout, file_name: str, asker: Asker = ANYBODY) -> dict[str, Any] | None:
-    """The last word on a file of that name that was refused, of the asker's own; None where there is none."""
+def refusal(
+    spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int | None = None
+) -> dict[str, Any] | None:
+    """The last word on a file of that name that was refused, of the asker's own, or on the one that was submitted under
+    that number; None where there is none."""
     stem, suffix = Path(file_name).stem, Path(file_name).suffix
     found = [
         spool.rejected_dir / name for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
@@ -331,14 +340,16 @@ def refusal(spool: Spool, _layout: Layout, file_name: str, asker: Asker = ANYBOD
     answers: list[dict[str, Any]] = []
     for path in found:
         try:
-            if not asker.reads_all and path.lstat().st_uid != asker.uid:
+            if not asker.reads_all and arrival.refused_uid(path) != asker.uid:
                 continue
             reason_path = path.with_name(f"{path.name}.reason")
             reason = reason_path.read_text(encoding="utf-8", errors="replace")
+            if number is not None and (arrival.submission_of(reason) or (None,))[0] != number:
+                continue
             answers.append({"file": path.name, "reason": reason, "refused_at": reason_path.stat().st_mtime})
         except FileNotFoundError:
             continue
-    ours = [answer for answer in answers if answer["reason"].startswith(f"{file_name} was refused")]
+    ours = [answer for answer in answers if answer["reason"].startswith(f"{arrival.shown(file_name)} was refused")]
     return max(ours, key=lambda answer: answer["refused_at"], default=None)
 
 
@@ -349,7 +360,6 @@ READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
     "predictions": predictions,
     "losses": losses,
     "glance": glance,
-    "refusal": refusal,
 }
 
 

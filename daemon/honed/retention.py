@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import foreign
+from honed.arrival import refused_uid
 from honed.config import RetentionConfig
 from honed.error import NotPermittedError, UsageError
 from honed.job import Job, State
@@ -248,7 +249,7 @@ def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
             info = path.lstat()
         except FileNotFoundError:
             continue
-        if uid is None or info.st_uid == uid:
+        if uid is None or refused_uid(path) == uid:
             found.append(Item(path.name, info.st_ctime, info.st_size))
     return found
 

@@ -9,6 +9,8 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +42,14 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
-    incoming_dir = instance.layout.spool_dir / "incoming"
-    if not incoming_dir.is_dir():
-        raise EnvironmentInvalidError(
-            f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
-        )
     status, answers = 0, []
     since = time.time() - 1.0
-    # All are dropped before the first verdict: one may name another.
-    names = [arrival.drop(incoming_dir, path, hold=options.hold) for path in paths]
-    for path, name, verdict in zip(options.files, names, checked, strict=True):
+    # All are sent before the first verdict: one may name another.
+    for path, sent, verdict in zip(options.files, _send(instance, paths, hold=options.hold), checked, strict=True):
         if instance.is_up and verdict.needs_fetch and not options.wait:
             answers.append({"file": str(path), "id": None, "state": "fetching", **draft.missing(verdict)})
         elif instance.is_up:
-            answers.append(_verdict(instance, name, since, is_fetched=bool(verdict.needs_fetch)))
+            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch)))
         else:
             answers.append({"file": str(path), "id": None})
         _say_verdict(path, answers[-1], as_json=options.json)
@@ -69,6 +65,39 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
             if answer["id"] is not None:
                 status |= following.until_final(instance, str(answer["id"]), quiet=options.json)
     return int(status)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A job file that is on its way."""
+
+    name: str
+    number: int | None = None  #: known at once of one that was handed over the socket
+
+
+def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> list[_Sent]:
+    """Hand job files to honed: into incoming/, or over the socket where it takes none from there."""
+    if instance.takes_drops:
+        incoming_dir = instance.layout.spool_dir / "incoming"
+        if not incoming_dir.is_dir():
+            raise EnvironmentInvalidError(
+                f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
+            )
+        return [_Sent(arrival.drop(incoming_dir, path, hold=hold)) for path in paths]
+    if not instance.is_up:
+        raise EnvironmentInvalidError(
+            "honed is not running, and takes job files over its socket alone (policy.arrivals)", hint="start it first"
+        )
+    sent: list[_Sent] = []
+    for path in paths:
+        try:
+            taken = instance.submit(path, hold=hold)
+        except HonedError as error:
+            if sent:
+                error.message += f"; {len(sent)} of {len(paths)} files were submitted before it"
+            raise
+        sent.append(_Sent(taken["name"], taken["id"]))
+    return sent
 
 
 def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
@@ -120,13 +149,13 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
         terminal.console.print_json(json.dumps(answers))
 
 
-def _verdict(instance: Instance, name: str, since: float, *, is_fetched: bool) -> dict[str, Any]:
-    """What honed made of a file just dropped. Where a model `is_fetched` first, that may take hours."""
+def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool) -> dict[str, Any]:
+    """What honed made of a file just sent. Where a model `is_fetched` first, that may take hours."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
-        if (job := instance.accepted(name, since=timestamp(since))) is not None:
+        if (job := instance.accepted(sent.name, since=timestamp(since), number=sent.number)) is not None:
             return job
-        refused = instance.read("refusal", name)
+        refused = instance.refusal(sent.name, number=sent.number)
         if refused is not None and refused["refused_at"] >= since:
             return {"id": None, "state": "rejected", "reason": refused["reason"]}
         time.sleep(0.05)
@@ -160,8 +189,8 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
         path = Path(directory) / f"{options.file.stem}.trial.json"
         path.write_text(json.dumps(trial.only(content, options.file.stem)), encoding="utf-8")
-        name = arrival.drop(instance.layout.spool_dir / "incoming", path)
-    verdict = _verdict(instance, name, since, is_fetched=True)
+        (sent,) = _send(instance, [path])
+    verdict = _verdict(instance, sent, since, is_fetched=True)
     if verdict["id"] is None:
         _say_verdict(options.file, verdict, as_json=False)
         return 1

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from crash import saves
+from crash import saves, submissions
 from crash.scene import KILL, Hit, Point, Scene, points_of, spread
 
 #: MiB, and options that put off what a kernel would write by itself.
@@ -96,7 +96,30 @@ class Saves:
         return saves.violations(root, self._num_done)
 
 
-VICTIMS: dict[str, type[Daemon] | type[Saves]] = {"honed": Daemon, "saves": Saves}
+class Submissions:
+    """honed, while it takes job files over its socket."""
+
+    def __init__(self) -> None:
+        self._num_done = 0
+
+    def prepare(self, root: Path) -> None:
+        submissions.prepare(root)
+
+    def points(self, directory: Path, *, mutant: str | None) -> list[Point]:
+        found = submissions.points_of(directory, mutant=mutant)
+        return [*(point for point in found if point.call in (*CALLS, "write", "mkdir")), Saves.END]
+
+    def run(self, root: Path, hit: Hit, *, mutant: str | None) -> None:
+        before = () if hit.point == Saves.END else submissions.hit_arguments(hit)
+        self._num_done = submissions.run(root, before=before, mutant=mutant)
+
+    def violations(self, root: Path) -> list[str]:
+        return submissions.violations(root, self._num_done)
+
+
+VICTIMS: dict[str, type[Daemon] | type[Saves] | type[Submissions]] = {
+    "honed": Daemon, "saves": Saves, "submissions": Submissions,
+}  # fmt: skip
 
 
 def run(*command: str) -> None:

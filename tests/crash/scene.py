@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from honed.arrival import Arrivals
 from honed.database import Database
 from honed.job import Job, State
 from honed.layout import Layout
@@ -31,6 +32,8 @@ KILL = "KILL"
 #: Seconds that one honed may take for three tiny jobs; far more than it needs.
 DEADLINE_SEC = 180.0
 GOOD, BAD = ("plain.json", "dies.json"), ("half.json",)
+#: Of the good ones this came over the control socket, from a user whose no file is.
+HANDED, SUBMITTER = "plain.json", 12345
 CONFIG = """
 [spool]
 settle_sec = 0
@@ -85,13 +88,19 @@ class Scene:
         self.log_path = root / "log"
 
     def prepare(self) -> None:
-        """Three files in incoming/, dropped a while ago: two jobs, and one that is half a file."""
+        """Three files, two jobs and one that is half a file: two in incoming/, dropped a while ago, and one that was
+        taken over the control socket by a honed that had only just begun."""
         incoming_dir = self.layout.spool_dir / "incoming"
         incoming_dir.mkdir(parents=True)
         model = plain.write_base_model(self.root / "model")
         dataset = plain.write_dataset(self.root / "rows.jsonl")
         text = json.dumps(plain.spec(model, dataset))
-        for name in (*GOOD, *BAD):
+        spool = Spool(self.layout, lock=False)
+        Arrivals(spool).submit(HANDED, text.encode(), SUBMITTER)
+        for place in [*filter(Path.is_dir, spool.dir.iterdir()), self.layout.jobs_dir]:
+            if not any(place.iterdir()) and place != incoming_dir:
+                place.rmdir()
+        for name in {*GOOD, *BAD} - {HANDED}:
             path = incoming_dir / name
             path.write_text(text if name in GOOD else text[:20])
             os.utime(path, (1, 1))
@@ -123,14 +132,7 @@ class Scene:
         arguments = ("-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
         status = self.honed(shim_hit=arguments) if shim else self.honed(before=("strace", *arguments))
         assert status == 0, self.log
-        counts: collections.Counter[str] = collections.Counter()
-        found = []
-        for line in trace_path.read_text(errors="replace").splitlines():
-            if match := re.match(r"(\w+)\(", line):
-                counts[match[1]] += 1
-                if path := re.search(rf"{re.escape(str(self.root))}/((?:var|run)/[^\"<>]*)", line):
-                    found.append(Point(match[1], counts[match[1]], path[1]))
-        return found
+        return counted(trace_path, self.root)
 
     @property
     def log(self) -> str:
@@ -161,6 +163,8 @@ class Scene:
                 may_be_unreadable = False
             elif (name in refused) != (name in BAD):
                 found.append(f"{name}: {'refused' if name in refused else 'accepted'}")
+        found += [f"job {job.id} ({job.name}) is user {job.uid}'s"
+                  for job in jobs if (job.uid == SUBMITTER) != (job.source == HANDED)]  # fmt: skip
         for job in jobs:
             if job.state is not State.SUCCEEDED:
                 found.append(f"job {job.id} ({job.name}) is {job.state}: {job.error}")
@@ -195,6 +199,18 @@ class Scene:
 
     def clear(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def counted(trace_path: Path, root: Path) -> list[Point]:
+    """The calls in a trace that are on files of the instance below `root`."""
+    counts: collections.Counter[str] = collections.Counter()
+    found = []
+    for line in trace_path.read_text(errors="replace").splitlines():
+        if match := re.match(r"(\w+)\(", line):
+            counts[match[1]] += 1
+            if path := re.search(rf"{re.escape(str(root))}/((?:var|run)/[^\"<>]*)", line):
+                found.append(Point(match[1], counts[match[1]], path[1]))
+    return found
 
 
 def dump(path: Path) -> dict[str, frozenset[tuple[object, ...]]]:

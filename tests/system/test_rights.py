@@ -451,6 +451,35 @@ def test_output_elsewhere_is_the_administrators_to_allow(honed: Machine) -> None
     honed.run("systemctl", "reload", "honed")
 
 
+def test_where_only_the_socket_is_open_no_file_that_somebody_moved_starts_a_job(honed: Machine) -> None:
+    honed.write("/etc/honed/honed.toml.d/60-socket.toml", '[policy]\narrivals = "socket"\n')
+    honed.run("systemctl", "reload", "honed")
+    honed.wait_message("configuration reloaded")
+    try:
+        honed.run("install", "-d", "-m", "0777", "/var/spool/shared")
+        honed.run("sh", "-ec", "cat >/var/spool/shared/annas.json", user="anna", stdin=spec(name="annas-draft"))
+        honed.run("mv", "/var/spool/shared/annas.json", f"{INCOMING}/annas.json", user="berta")
+        assert "honectl submit FILE" in reason(honed, "annas.json")
+        honed.run("sh", "-ec", "cat >/home/anna/socket.json", user="anna", stdin=spec(name="over-the-socket"))
+        done = honed.run("honectl", "submit", "--json", "/home/anna/socket.json", user="anna")
+        number = json.loads(done)[0]["id"]
+        assert ask(honed, "root", "show", id=str(number))["result"]["uid"] == int(honed.run("id", "-u", "anna"))
+        assert "spec.json" in honed.run("ls", f"{JOBS}/{number}", user="anna")
+        assert honed.try_run("ls", f"{JOBS}/{number}", user="berta").returncode != 0
+        assert ask(honed, "nobody", "submit", name="x.json", data="e30=")["error"]["code"] == "not_permitted"
+        # What honed refuses is hers to read, the file and why, and nobody else's.
+        taken = ask(honed, "anna", "submit", name="wrong-one.json", data="e30=")["result"]
+        assert f"Submitted as {taken['id']} by the user" in reason(honed, "wrong-one.json")
+        for path in (f"{REJECTED}/wrong-one.json", f"{REJECTED}/wrong-one.json.reason"):
+            assert honed.try_run("cat", path, user="anna").returncode == 0
+            assert honed.try_run("cat", path, user="berta").returncode != 0
+        assert ask(honed, "berta", "refusal", id="wrong-one.json")["result"] is None
+        assert ask(honed, "anna", "refusal", id="wrong-one.json", number=taken["id"])["result"] is not None
+    finally:
+        honed.run("rm", "/etc/honed/honed.toml.d/60-socket.toml")
+        honed.run("systemctl", "reload", "honed")
+
+
 # --- Secrets ----------------------------------------------------------------------------------------------------------
 
 

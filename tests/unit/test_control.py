@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import selectors
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from honed import query
-from honed.control import Client, Request, Server
+from honed.control import MAX_REQUEST_BYTES, Client, Request, Server, with_file
 from honed.error import NotPermittedError
 from honed.job import Job, State
 from honed.layout import Layout
@@ -127,8 +128,40 @@ def test_a_refusal_is_read_by_who_dropped_the_file(spool: Spool, tmp_path: Path)
     (spool.rejected_dir / "a.9.yaml.reason").write_text("a.yaml was refused at …: second")
     os.utime(spool.rejected_dir / "a.yaml.reason", (1, 1))
     us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
-    found = query.refusal(spool, Layout(tmp_path), "a.yaml", us)
+    found = query.refusal(spool, "a.yaml", us)
     assert found is not None
     assert found["reason"].endswith("second")
-    assert query.refusal(spool, Layout(tmp_path), "a.yaml", ANNA) is None
-    assert query.refusal(spool, Layout(tmp_path), "../../etc/passwd", us) is None
+    assert query.refusal(spool, "a.yaml", ANNA) is None
+    assert query.refusal(spool, "../../etc/passwd", us) is None
+
+
+# --- What takes long to say -------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_too_long_is_refused_and_the_next_one_answered(served: tuple[Path, list[Request]]) -> None:
+    path, asked = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer, peer.makefile("rb") as answers:
+        peer.connect(str(path))
+        for size in (MAX_REQUEST_BYTES, 40 * MAX_REQUEST_BYTES):
+            peer.sendall(json.dumps({"verb": "long", "id": "x" * size}).encode() + b"\n" + b'{"verb": "short"}\n')
+            refused = json.loads(answers.readline())
+            assert f"a request takes {MAX_REQUEST_BYTES} bytes at most" in refused["error"]["message"]
+            assert json.loads(answers.readline())["ok"]
+    assert [request.verb for request in asked] == ["short", "short"]
+
+
+def test_the_largest_job_file_goes_into_a_request(tmp_path: Path) -> None:
+    size = 16 * 1024 * 1024
+    request = {"verb": "submit", "name": "é" * 120 + ".json", "data": base64.b64encode(bytes(size)).decode()}
+    assert len(json.dumps(request)) + 1 <= with_file(size) < size * 1.4
+
+
+def test_one_who_asks_slowly_keeps_nobody_waiting(served: tuple[Path, list[Request]]) -> None:
+    path, _ = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow, slow.makefile("rb") as answers:
+        slow.connect(str(path))
+        for letter in '{"verb": "slow"':
+            slow.sendall(letter.encode())
+            assert Client(path).ask("quick", id="7") == {"id": "7"}
+        slow.sendall(b"}\n")
+        assert json.loads(answers.readline())["ok"]

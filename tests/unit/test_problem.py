@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from honed import document, problem
-from honed.arrival import refusal
+from honed.arrival import Claim, refusal
 from honed.error import DatasetError, HonedError, from_dict
 from honed.problem import InvalidSpecError, Problem, faults, mended, written
 
@@ -77,7 +78,7 @@ def test_the_fault_of_what_a_file_names_has_key_and_line_of_their_own(message: s
 def test_a_reason_tells_the_edits() -> None:
     error = problem.fault("unknown key", key="load_in_4bit", fix={"load_in_4bit": None, "quantization": "4bit"})
     assert "To be changed in the file:\n  load_in_4bit: taken out\n  quantization: 4bit\n" in refusal(
-        "a.yaml", error, when="now"
+        Claim(7, Path("a.yaml")), error, when="now"
     )
 
 

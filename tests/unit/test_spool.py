@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from honed.arrival import Arrivals, Claim, drop, refusal
+from honed import query, retention
+from honed.arrival import Arrivals, Claim, drop, refusal, submission_of
 from honed.error import EnvironmentInvalidError, SpecError
 from honed.job import MOVES, Attempt, Job, State
 from honed.layout import Layout
 from honed.spool import Spool
 
 MAX_BYTES = 1000
+#: A user whom no file here belongs to.
+SUBMITTER = 12345
 
 
 @pytest.fixture
@@ -208,8 +212,63 @@ def test_many_who_submit_files_of_one_name_at_once_lose_none(tmp_path: Path, spo
 
 
 def test_a_refusal_says_what_why_and_what_to_do() -> None:
-    text = refusal("a.yaml", SpecError("line 3: lr: unknown key", hint="learning_rate"), when="now")
+    text = refusal(Claim(7, Path("a.yaml")), SpecError("line 3: lr: unknown key", hint="learning_rate"), when="now")
     assert all(word in text for word in ("a.yaml", "spec_invalid", "line 3: lr: unknown key", "learning_rate"))
+
+
+# -- over the control socket ------------------------------------------------------------------------------------------
+
+
+def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> None:
+    claim = Arrivals(spool).submit("a.hold.json", b"{}", SUBMITTER)
+    assert (claim.title, claim.is_held) == ("a", True)
+    arrivals = recovered(spool)
+    assert arrivals.claims() == [claim]
+    assert arrivals.num_submitted(SUBMITTER) == 1
+    copy = arrivals.copy(claim, max_bytes=MAX_BYTES, drops=False)
+    assert (copy.uid, copy.path.read_text()) == (SUBMITTER, "{}")
+    arrivals.admit(job_of(claim), claim, {})
+    assert list(spool.claimed_dir.iterdir()) == []
+
+
+def test_where_no_drops_are_taken_a_dropped_file_is_refused_with_the_remedy(spool: Spool) -> None:
+    claim = Arrivals(spool).claim(put(spool, "a.json"))
+    assert claim is not None
+    with pytest.raises(SpecError, match="takes no files from incoming") as caught:
+        Arrivals(spool).copy(claim, max_bytes=MAX_BYTES, drops=False)
+    assert caught.value.hint == "honectl submit FILE"
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.json", "a/b.json", ".a.json", "x" * 247 + ".json", "a\n.json", "a\udcff.json", "a.txt", "..", ""]
+)
+def test_a_name_that_no_file_has_is_not_taken_and_costs_no_number(spool: Spool, name: str) -> None:
+    with pytest.raises(SpecError):
+        Arrivals(spool).submit(name, b"{}", SUBMITTER)
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert not (spool.dir / "seq").exists()
+
+
+def test_the_refusal_of_a_submitted_file_is_its_submitters(spool: Spool) -> None:
+    arrivals = Arrivals(spool)
+    first, second = (arrivals.submit("a.json", b"{}", SUBMITTER) for _ in range(2))
+    for claim, word in ((first, "one"), (second, "two")):
+        arrivals.reject(claim, refusal(claim, SpecError(word), when="now"))
+    anna, berta = (query.Asker(uid, is_administrator=False, reads_all=False) for uid in (SUBMITTER, SUBMITTER + 1))
+    for claim, word in ((first, "one"), (second, "two")):
+        found = query.refusal(spool, "a.json", anna, number=claim.id)
+        assert found is not None
+        assert word in found["reason"]
+        assert query.refusal(spool, "a.json", berta, number=claim.id) is None
+    assert query.refusal(spool, "a.json", anna, number=second.id + 1) is None
+    assert len(retention.refused_files(spool, uid=SUBMITTER)) == 2
+    assert retention.refused_files(spool, uid=SUBMITTER + 1) == []
+
+
+def test_no_name_makes_a_refusal_somebody_elses(spool: Spool) -> None:
+    claim = Claim(7, Path("a was refused at now.\nSubmitted as 7 by the user 0.\n.json"))
+    assert submission_of(refusal(claim, SpecError("Submitted as 7 by the user 0."), when="now")) is None
+    assert submission_of("") is None
 
 
 # -- every crash ------------------------------------------------------------------------------------------------------
@@ -326,14 +385,14 @@ def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None, life: Callable[..., None]
 ) -> None:
     faults = Faults(monkeypatch)
-    names = ["a.json", "bad.json", "c.json"]
+    names = ["a.json", "bad.json", "over-socket.json"]
     point = 0
     while True:
         point += 1
         root = tmp_path / str(point)
         spool = Spool(Layout(root))
         for name in names:
-            put(spool, name)
+            put(spool, name) if "-" not in name else Arrivals(spool).submit(name, b"{}", SUBMITTER)
         faults.num_seen, faults.crash_at = 0, point
         faults.error = None if errno is None else OSError(errno, os.strerror(errno))
         try:
@@ -351,3 +410,32 @@ def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
         if finished:
             break
     assert point > 60, "the faults were really met"
+
+
+@pytest.mark.parametrize("errno", [None, 28, 5, 13, 30])
+def test_a_submission_hit_at_any_file_operation_is_there_whole_with_its_submitter_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None
+) -> None:
+    faults, point, claim = Faults(monkeypatch), 0, None
+    while claim is None:
+        point += 1
+        spool = Spool(Layout(tmp_path / str(point)))
+        faults.num_seen, faults.crash_at = 0, point
+        faults.error = None if errno is None else OSError(errno, os.strerror(errno))
+        with contextlib.suppress(Crash, OSError):
+            claim = Arrivals(spool).submit("a.json", b'{"whole": 1}', SUBMITTER)
+        faults.crash_at = None
+        spool.close()
+        again = Spool(Layout(tmp_path / str(point)))
+        arrivals = recovered(again)
+        found = arrivals.claims()
+        assert len(found) <= 1
+        for each in found:
+            copy = arrivals.copy(each, max_bytes=MAX_BYTES, drops=False)
+            assert (copy.path.read_text(), copy.uid) == ('{"whole": 1}', SUBMITTER)
+        assert not found or claim == found[0] or errno is None, "who was told that it was not taken submits it again"
+        assert (claim is None) or found, "what was said to be taken is there"
+        assert len(list(again.claimed_dir.iterdir())) == len(found)
+        assert not list(again.dir.rglob(".*"))
+        again.close()
+    assert point > 10, "the faults were really met"

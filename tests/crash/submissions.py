@@ -1,0 +1,82 @@
+"""Job files that come over the control socket, on their way to the disk. `python submissions.py SPOOL_DIR` takes three,
+as honed does; each number on stdout is one that its submitter was told of.
+
+What must hold, whatever happens to that process, is in `violations`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from crash.scene import Hit, Point, counted
+from honed.arrival import Arrivals, Claim
+from honed.layout import Layout
+from honed.spool import Spool
+
+HERE = Path(__file__).parent
+CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")
+#: Name, submitter and content, each of its own.
+FILES = tuple((f"{word}.json", 20_000 + number, f'{{"name": "{word}"}}'.encode() * 400)
+              for number, word in enumerate(("first", "second", "third")))  # fmt: skip
+
+
+def tell(root: Path, *, done: Callable[[Claim], None] = lambda _claim: None) -> None:
+    spool = Spool(Layout(root))
+    arrivals = Arrivals(spool)
+    for name, uid, data in FILES:
+        done(arrivals.submit(name, data, uid))
+    spool.close()
+
+
+def prepare(root: Path) -> None:
+    """A spool as honed's first start leaves it."""
+    Spool(Layout(root)).close()
+
+
+def run(root: Path, *, before: Sequence[str] = (), mutant: str | None = None) -> int:
+    """Submit all in a process of its own. Returns how many were said to be taken."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "mutant"), *filter(None, sys.path)])}
+    if mutant is not None:
+        environment["HONED_TEST_MUTANT"] = mutant
+    command = [*before, sys.executable, str(Path(__file__)), str(Layout(root).spool_dir)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return len(ended.stdout.split())
+
+
+def violations(root: Path, num_done: int, *, was_told: bool = False) -> list[str]:
+    """What is wrong after the next start. `was_told`: the process lived on, so that the submitter of the next file was
+    told that it was not taken."""
+    spool = Spool(Layout(root), lock=False)  # what cannot be read raises, and leaves nothing open
+    spool.recover()
+    arrivals = Arrivals(spool)
+    arrivals.recover()
+    found = [(claim.name, arrivals.copy(claim, max_bytes=10**6, drops=False)) for claim in arrivals.claims()]
+    told = [(name, copy.uid, copy.path.read_bytes()) for name, copy in found]
+    allowed = [list(FILES[:num_done])] + ([] if was_told else [list(FILES[: num_done + 1])])
+    wrong = [] if told in allowed else [f"after {num_done} there are {[each[:2] for each in told]}"]
+    wrong += [f"left in claimed/: {path.name}" for path in spool.claimed_dir.iterdir() if not any(path.iterdir())]
+    return wrong + [f"hidden: {path}" for path in spool.dir.rglob(".*")]
+
+
+def points_of(directory: Path, *, mutant: str | None = None) -> list[Point]:
+    """What an undisturbed process calls on files of the instance, in order."""
+    root, trace_path = directory / "undisturbed", directory / "undisturbed.trace"
+    prepare(root)
+    arguments = ("strace", "-qq", "-y", "-o", str(trace_path), "-e", f"trace={','.join(CALLS)}")
+    assert run(root, before=arguments, mutant=mutant) == len(FILES)
+    if mutant is None:
+        assert violations(root, len(FILES)) == []
+    return [point for point in counted(trace_path, root) if re.search("/(claimed|seq|.seq)", point.path)]
+
+
+def hit_arguments(hit: Hit) -> tuple[str, ...]:
+    return ("strace", *hit.arguments)
+
+
+if __name__ == "__main__":
+    tell(Path(sys.argv[1]).parents[2], done=lambda claim: print(claim.id, flush=True))
