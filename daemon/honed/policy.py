@@ -197,6 +197,12 @@ class Grant:
     def check(self, named: Named, *own: Path) -> None:
         """Raises the error of the path's kind; `own` are the job's own directories."""
         real = _real(named.path)
+        if os.path.lexists(named.path) and not os.access(named.path, os.R_OK):
+            raise named.error(
+                f"{named.key}: {_shown(named.path, real)} cannot be read by the user {access.user_name(os.geteuid())}, "
+                "as it could when the job was accepted",
+                hint="open it again, or lead the link back; then honectl requeue",
+            )
         if _is_below(real, *self.inputs, *own):
             return
         if _is_below(real, *self.closed):

@@ -1,0 +1,93 @@
+"""Attempts of one person to have a job read what is another's, against honed as installed, with the real worker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+pytestmark = pytest.mark.systemd
+
+INCOMING = "/var/spool/honed/incoming"
+JOBS = "/var/lib/honed/jobs"
+#: A word that stands in each of the victim's files.
+SECRET = "patient-4711"
+ROWS = "".join(
+    json.dumps({"messages": [{"role": "user", "content": f"Who has it, {SECRET}?"}, {"role": "assistant",
+               "content": f"{SECRET} {number}"}]}) + "\n"
+    for number in range(12)
+)  # fmt: skip
+#: The keys by which a job names something, each as a link of its submitter's.
+INPUTS = ("base_model", "adapter", "chat_template", "datasets")
+
+
+@pytest.fixture(scope="module")
+def honed(machine: Machine, model: str) -> Machine:
+    """Installed and running; berta has an adapter, a model, a template and rows that nobody else may read."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    for name in ("berta", "mallory"):
+        machine.add_user(name, "honed-submit")
+        machine.sh(f"install -d -m 755 -o {name} /srv/{name}")
+    machine.write("/etc/honed/honed.toml.d/50-test.toml", "[spool]\nsettle_sec = 0.2\n")
+    machine.run("systemctl", "enable", "--now", "honed")
+    for name in ("berta", "mallory"):
+        learned = submit(machine, name, "learn", {"base_model": model, "lora": {"r": 4}})
+        machine.sh(f"cp -r {JOBS}/{learned}/output /srv/{name}/adapter && cp -r {model} /srv/{name}/base_model && "
+                   f"cp /srv/data/facts.jsonl /srv/{name}/datasets.jsonl && "
+                   f"cp {model}/chat_template.jinja /srv/{name}/chat_template", user=name)  # fmt: skip
+    machine.write("/srv/berta/datasets.jsonl", ROWS, user="berta")
+    machine.sh(f"echo '{{# {SECRET} #}}' >>/srv/berta/chat_template; chmod -R go-rwx /srv/berta", user="berta")
+    machine.run("chmod", "-R", "a+rX", "/srv/mallory", user="mallory")
+    return machine
+
+
+def submit(honed: Machine, user: str, name: str, spec: dict[str, Any], *, until: str = "succeeded") -> int:
+    """Drop a job and wait until it is in that state. Returns its number."""
+    training = {"max_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-12}
+    whole = {"name": name, "backend": "transformers", "datasets": [{"path": "/srv/data/facts.jsonl"}],
+             "training": training, "predictions": {"num_samples": 2, "max_new_tokens": 4}, **spec}  # fmt: skip
+    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
+              user=user, stdin=json.dumps(whole))  # fmt: skip
+
+    def reached() -> int | None:
+        refused = f"/var/spool/honed/rejected/{name}.json.reason"
+        assert not honed.exists(refused), honed.read(refused)
+        rows = json.loads(honed.run("honectl", "list", "--json", "--all", user=user))
+        return max((row["id"] for row in rows if row["name"] == name and row["state"] == until), default=None)
+
+    return int(wait_for(reached, what=f"{name} {until}", deadline_sec=400) or 0)
+
+
+def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Machine, model: str) -> None:
+    """Each input by a link that was in order when the job was accepted, and leads to berta's when it starts."""
+    honed.run("honectl", "pause")
+    jobs = {}
+    for key in INPUTS:
+        link = f"/srv/mallory/link-{key}" + (".jsonl" if key == "datasets" else "")
+        theirs = key + (".jsonl" if key == "datasets" else "")
+        honed.run("ln", "-s", f"/srv/mallory/{theirs}", link, user="mallory")
+        named = [{"path": link}] if key == "datasets" else link
+        spec = {"base_model": model, key: named, **({} if key == "adapter" else {"lora": {"r": 4}})}
+        jobs[key] = submit(honed, "mallory", f"steal-{key}", spec, until="queued")
+        honed.sh(f"ln -sfn /srv/berta/{theirs} {link}", user="mallory")
+    honed.run("honectl", "resume")
+    for key, job_id in jobs.items():
+        shown = wait_for(lambda: over(honed, job_id), what=f"steal-{key} over", deadline_sec=400)  # noqa: B023
+        assert shown["state"] == "failed", (key, shown)
+        assert "cannot be read by the user mallory, as it could when the job was accepted" in shown["error"]["message"]
+        assert shown["error"]["message"].startswith(key), shown["error"]
+        told = honed.sh(f"grep -rl {SECRET} {JOBS}/{job_id} || true")
+        assert told == "", key
+    assert SECRET not in honed.run("journalctl", "--no-pager")
+    # With berta's rights the same files are read: the word is there to be found.
+    own = submit(honed, "berta", "own", {"base_model": model, "lora": {"r": 4},
+                                         "datasets": [{"path": "/srv/data/facts.jsonl"}]})  # fmt: skip
+    assert SECRET in honed.sh("cat /srv/berta/datasets.jsonl /srv/berta/chat_template", user="berta")
+    assert honed.try_run("ls", f"{JOBS}/{own}/output", user="mallory").returncode != 0
+
+
+def over(honed: Machine, job_id: int) -> dict[str, Any] | None:
+    shown: dict[str, Any] = json.loads(honed.run("honectl", "show", "--json", str(job_id), user="mallory"))
+    return shown if shown["state"] in {"succeeded", "failed", "cancelled"} else None
