@@ -30,7 +30,7 @@ MEMBER = "\0"
 class Section(BaseModel):
     """A mapping with known keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 @dataclass(frozen=True)

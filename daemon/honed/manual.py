@@ -7,7 +7,11 @@ etc/completions/    honectl.bash  honectl.zsh  honectl.fish
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
+import itertools
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,14 +165,32 @@ def _honectl() -> str:
     return "\n".join(parts) + "\n"
 
 
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring of each of a model's fields, by name, from the source: the string below the field.
+
+    pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
+    """
+    found = {}
+    for each in reversed(model.__mro__):
+        if not issubclass(each, BaseModel) or each is BaseModel:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in itertools.pairwise(definition.body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    return found
+
+
 def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) -> str:
     parts = [_head(name, 5, what), f".SH DESCRIPTION\n{_text(introduction.replace('@', ''))}"]
     for title, note, model in sections:
         parts += [f'.SH "{_text(title.upper())}"', *([_text(" ".join(note.split()))] if note else [])]
-        annotations = kinds(model)
+        annotations, told = kinds(model), docstrings(model)
         for key, info in model.model_fields.items():
             takes = describe(annotations[key]).removesuffix(", or null")
-            parts += [f'.TP\n.BR {_text(key)} " ({_text(takes)}{_default(info)})"', _text(info.description)]
+            parts += [f'.TP\n.BR {_text(key)} " ({_text(takes)}{_default(info)})"', _text(told.get(key))]
     parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1)"]
     return "\n".join(parts) + "\n"
 

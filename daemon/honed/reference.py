@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from honed import manual, view
 from honed.config import Config
 from honed.field import MANY, choices, describe, kinds, members
+from honed.manual import docstrings
 from honed.message import catalog
 from honed.spec import JobSpec
 from honed.training import OWNED
@@ -183,10 +184,11 @@ def configuration_sample() -> str:
     lines = [_TOML_INTRODUCTION]
     for section, model in _config_sections():
         lines.append(f"[{section}]")
+        told = docstrings(model)
         for name, info in model.model_fields.items():
             default = info.get_default(call_default_factory=True)
             value = "… (not set)" if default is None else json.dumps(default)
-            lines += [f"# {_plain(info.description)}", f"#{name} = {value}", ""]
+            lines += [f"# {_plain(told.get(name))}", f"#{name} = {value}", ""]
     return "\n".join(lines)
 
 
@@ -213,9 +215,9 @@ def _config_sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _section(title: str, note: str, model: type[BaseModel]) -> str:
-    annotations = kinds(model)
+    annotations, told = kinds(model), docstrings(model)
     lines = [f"## {title}\n", *([note] if note else []), "| Key | Takes | Default | Meaning |", "|---|---|---|---|"]
-    lines += [_row(name, annotations[name], info) for name, info in model.model_fields.items()]
+    lines += [_row(name, annotations[name], info, told.get(name)) for name, info in model.model_fields.items()]
     lines += [
         f"\n`{name}` takes {', '.join(f'`{word}`' for word in words)}."
         for name, annotation in annotations.items()
@@ -224,9 +226,9 @@ def _section(title: str, note: str, model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, annotation: Any, info: FieldInfo) -> str:
+def _row(name: str, annotation: Any, info: FieldInfo, told: str | None) -> str:
     takes = describe(annotation).removesuffix(", or null").replace("|", "\\|")
-    return f"| `{name}` | {takes} | {_default(info)} | {_plain(info.description)} |"
+    return f"| `{name}` | {takes} | {_default(info)} | {_plain(told)} |"
 
 
 def _default(info: FieldInfo) -> str:
