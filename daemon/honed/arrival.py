@@ -418,7 +418,8 @@ def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
     lines += ["", f"{error.code}:"]
     lines += [f"  {line}" for line in error.message.splitlines()]
     if error.hint:
-        lines += ["", f"What to do: {error.hint}"]
+        first, *rest = error.hint.split("\n")
+        lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]
     if error.fix:
         lines += ["", "To be changed in the file:", *(f"  {each}" for each in problem.told_fix(error.fix))]
     again = "drop the job file into incoming/ again" if is_dropped else "submit it again: honectl submit FILE"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -442,7 +443,7 @@ def _check_fetched(path: Path, data: bytes) -> None:
     if data.startswith(lookalike.LFS_POINTER):
         raise ModelError(
             f"{path}: a Git LFS pointer (a few lines of text), not the file itself",
-            hint=f"fetch the files that it stands for: git -C {path.parent} lfs pull",
+            hint=f"fetch the files that it stands for: git -C {shlex.quote(str(path.parent))} lfs pull",
         )
 
 

@@ -17,8 +17,9 @@ COLUMNS = ("epoch", "step", "sample_index", "prompt", "ground_truth", "predictio
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
 #: Pieces above which texts are compared as wholes: the search takes the square of their number.
 MAX_PIECES = 2000
-#: What a spreadsheet would take for a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+#: What a spreadsheet would take for a formula: the signs that begin one, as they are and in full width, and what it
+#: passes over before them.
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "\t", "\r", "\n")
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
 
 
@@ -88,8 +89,8 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
 
 def write_csv(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
     """RFC 4180, with a line of names. A text that a spreadsheet would run as a formula gets a ' in front; no number
-    does."""
-    writer = csv.writer(file)
+    does. Every text is quoted, or a spreadsheet that also parts cells at ; and tab would find formulas behind those."""
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([_cell(row[name]) for name in COLUMNS])

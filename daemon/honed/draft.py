@@ -215,7 +215,9 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "honed.worker.preview", str(found.path), "--rows", str(options.rows), "--json"]
         if verdict.plan is not None:
             command += ["--base-model", str(verdict.plan.model.path)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    for line in done.stderr.decode(errors="replace").splitlines():
+        print(terminal.plain(line), file=sys.stderr)
     if done.returncode:
         raise _not_previewed(done)
     if options.json:
@@ -228,6 +230,6 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say(f"{row['dataset']}: row {row['row']}: {counts}", style="bold")
         for each in row["omitted"]:
             terminal.say(f"  left out by the chat template: {omission.line(each)}", style="yellow")
-        terminal.console.print(terminal.segments(row["segments"]))
+        terminal.say_drawn(terminal.segments(row["segments"]))
         terminal.say()
     return 0

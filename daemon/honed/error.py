@@ -34,9 +34,9 @@ from typing import Any, ClassVar
 MAX_CHARS = 16_000
 
 
-def plain(text: str) -> str:
+def plain(text: str, *, max_chars: int = MAX_CHARS) -> str:
     """A text that no terminal acts on, no log takes for two entries and no reader drowns in: it may quote anything."""
-    cut = text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"
+    cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
     return (
         cut if cut.isprintable() else "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in cut)
     )

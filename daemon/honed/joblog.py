@@ -37,7 +37,7 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
         for attempt in job["attempts"]:
             number = attempt["number"]
             if number not in offsets and not options.json:
-                print(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}")
+                print(terminal.plain(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}"))
             read = partial(_read_json, number) if options.json else _read_raw if options.raw else _read_told
             offsets[number] = read(files.attempt(number), offsets.get(number, 0))
         sys.stdout.flush()

@@ -264,7 +264,8 @@ def _takes_job(parser: argparse.ArgumentParser) -> bool:
     return any(action.metavar == _JOB_METAVAR for action in parser._actions)
 
 
-_JOBS = r"""honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'"""
+#: Prints the numbers of the jobs, a line each: names, which may hold anything, are offered to no shell.
+JOBS = r"""honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'"""
 
 
 def _bash() -> str:
@@ -275,7 +276,7 @@ def _bash() -> str:
     ]
     return "\n".join([
         f"# {_MADE}",
-        "_honectl_jobs() {", f"    {_JOBS}", "}",
+        "_honectl_jobs() {", f"    {JOBS}", "}",
         "_honectl() {",
         '    local word words verb= current=${COMP_WORDS[COMP_CWORD]}',
         '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
@@ -295,7 +296,7 @@ def _zsh() -> str:
     described = [f"        {_quoted(f'{name}:{words}')}" for name, words, _ in verbs()]
     arms = [
         f"        {name}) _arguments {' '.join(_quoted(word) for word in _long(parser))} "
-        + ("'*:job:($(" + _JOBS.replace("'", '"') + "))'" if _takes_job(parser) else "'*:file:_files'")
+        + ("'*:job:($(" + JOBS.replace("'", '"') + "))'" if _takes_job(parser) else "'*:file:_files'")
         + " ;;"
         for name, _, parser in verbs()
     ]
@@ -307,7 +308,7 @@ def _zsh() -> str:
 
 
 def _fish() -> str:
-    lines = [f"# {_MADE}", "function __honectl_jobs", f"    {_JOBS}", "end"]
+    lines = [f"# {_MADE}", "function __honectl_jobs", f"    {JOBS}", "end"]
     for name, words, parser in verbs():
         seen = f"-n '__fish_seen_subcommand_from {name}'"
         lines.append(f"complete -c honectl -n __fish_use_subcommand -f -a {name} -d {_quoted(words)}")

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 MAX_WORDS = 100
 #: Characters of a message and of a hint in a notice's text.
 MAX_TEXT = 2000
+#: How chats call all who read along: Mattermost's, Discord's and Matrix' words. Slack's are in angle brackets.
+_EVERYBODY = re.compile(r"@(?=(?:all|channel|everyone|here|room)\b)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -218,8 +221,10 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """What a job file says, as it may stand in a chat or a mail: no markup, no mention of everybody, no new header."""
+    """What a job file says, as it may stand in a chat or a mail: no markup, no link or picture behind other words, no
+    mention of everybody, no new header."""
     text = "".join(char if char.isprintable() else " " for char in str(text))
+    text = _EVERYBODY.sub("\N{FULLWIDTH COMMERCIAL AT}", text).replace("](", "] (")
     return text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}").replace(
         ">", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
     )

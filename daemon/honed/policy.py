@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ class Policy:
             raise named.error(
                 f"{named.key}: {path}: {found}, who submits the job",
                 hint=f"its owner lets you read it: setfacl -m u:{self.dropper.name}:"
-                f"{'rx' if found.path.is_dir() else 'r'} {found.path}",
+                f"{'rx' if found.path.is_dir() else 'r'} {shlex.quote(str(found.path))}",
             )
 
     def _shared(self) -> Path:
@@ -125,8 +126,8 @@ class Policy:
         if (found := access.obstacle(path, workers)) is not None:
             raise named.error(
                 f"{named.key}: {path}: {found}",
-                hint=f"setfacl -m u:{workers.name}:{'rx' if found.path.is_dir() else 'r'} {found.path}; "
-                "or honectl submit --stage, which copies it in",
+                hint=f"setfacl -m u:{workers.name}:{'rx' if found.path.is_dir() else 'r'} "
+                f"{shlex.quote(str(found.path))}; or honectl submit --stage, which copies it in",
             )
 
     def is_reachable(self, named: Named) -> bool:

@@ -119,8 +119,20 @@ class Relay:
     def _tell(self, lines: list[bytes]) -> None:
         # A bar of progress draws over itself; the journal would call it a blob. Its last state is enough.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        prefix = b"<4>" if self.is_dumping else b""  # of the unit's lines, which are debug, these are for the owner
-        write(2, b"".join(b"%s%s\n" % (prefix if line[:1] != b"<" else b"", line) for line in shown if line.strip()))
+        write(2, b"".join(self._priority(line) + _plain(line) + b"\n" for line in shown if line.strip()))
+
+    def _priority(self, line: bytes) -> bytes:
+        """The prefix of a line, by which the journal files it. A line may say itself that it is a warning or less. None
+        passes for an emergency, which every terminal of the machine is shown."""
+        match line[:3]:
+            case b"<4>" | b"<5>" | b"<6>" | b"<7>":
+                return b""
+            case _ if self.is_dumping:  # of the unit's lines, which are debug, these are for the owner
+                return b"<4>"
+            case b"<0>" | b"<1>" | b"<2>" | b"<3>":
+                return b"<7>"
+            case _:
+                return b""
 
 
 class Watch:
@@ -217,6 +229,12 @@ class Watch:
         while self._relay.is_open and poll.poll(0) and time.monotonic() < deadline:
             self._relay.pump()
         self._relay.flush()
+
+
+def _plain(line: bytes) -> bytes:
+    """A line without what a terminal acts on: journalctl would show it, or call the line a blob."""
+    text = line.decode(errors="replace")
+    return "".join(char if char.isprintable() or char == "\t" else "\ufffd" for char in text).encode()
 
 
 def write(fd: int, data: bytes) -> None:

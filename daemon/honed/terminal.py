@@ -67,7 +67,16 @@ def plain(value: Any, *, limit: int | None = None) -> str:
 
 def say(text: str = "", *, style: str = "") -> None:
     """One thing; lines after its first are indented, so that none passes for another thing that is said."""
-    console.print(Text(plain(text).replace("\n", "\n  "), style=style))
+    say_drawn(Text(plain(text), style=style))
+
+
+def say_drawn(text: Text) -> None:
+    """As say. A narrow terminal's own lines are indented as well; a pipe gets none of these."""
+    for number, line in enumerate(text.split("\n", allow_blank=True) or [text]):
+        indent = "  " if number else ""
+        parts = line.wrap(console, max(console.width - 4, 20)) if console.is_terminal else [line]
+        for place, part in enumerate(parts):
+            console.print(Text(indent + "  " * bool(place)) + part, soft_wrap=True)
 
 
 def stream() -> TextIO:
@@ -178,7 +187,7 @@ def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequenc
     """One example's way through the `steps`, differences from the truth marked; of a step without a row it is said."""
     truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
     compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
-    console.print(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]).replace("\n", "\n  "), "dim")))
+    say_drawn(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
     is_wide = console.is_terminal and console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
     drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
     drawn.add_column("step", justify="right", no_wrap=True)
@@ -211,7 +220,7 @@ def trial(found: Findings) -> None:
     if found.segments:
         say()
         say("The first row, and what of it is trained on:", style="bold")
-        console.print(segments(found.segments))
+        say_drawn(segments(found.segments))
 
 
 class _Figures(ProgressColumn):

@@ -45,11 +45,13 @@ from zoo import plain
 def be_hostile(events_path: Path, result_path: Path) -> int:
     """Put one text that nobody should print as it is wherever a text can stand."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from test_hostile_jobs import ALL, LONG
+    from hostile import ALL, FORMULAS, LONG
 
     text = ALL + LONG
     shown = dict.fromkeys(("model_dtype", "config_dtype", "embedding_dtype", "quantization", "when"), text)
     rows = [{"sample_index": 0, "prompt": text, "ground_truth": ALL, "prediction": ALL + "!", text: text}]
+    formulas = [{"sample_index": number, "prompt": each, "ground_truth": each, "prediction": each}
+                for number, each in enumerate(FORMULAS, 1)]  # fmt: skip
     with events_path.open("ab") as file:
         for data in (
             {"event": "stage", "stage": text},
@@ -57,7 +59,9 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
             {"event": "step", "step": text, "num_steps": text, "loss": text, "eta_sec": text, "epoch": text},
             {"event": "step", "step": 3, "num_steps": 9, "loss": 1.0, "eta_sec": 5.0, "epoch": 0.5},
             {"event": "evaluation", "step": 3, "metrics": {"eval_loss" + text: text, ALL: 1.0}},
+            {"event": "resumed", "step": ALL, "path": ALL},  # which forgets predictions: so it comes before them
             {"event": "predictions", "step": 3, "num_failed": text, "rows": rows, "scores": {ALL: 1.0}},
+            {"event": "predictions", "step": 4, "num_failed": 0, "rows": formulas},
             {"event": "audit", **shown, "counts": [{"role": text, "dtype": ALL}], "mended": [ALL]},
             {"event": "data", "num_train": ALL, "num_" + ALL: ALL, "lengths": ALL},
             {"event": "example", "segments": [{"text": ALL, "trained": True}]},
@@ -65,7 +69,6 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
             {"event": "memory", "when": ALL, "weights_bytes": 10**400, "device_peak_bytes": ALL},
             {"event": "started", "pid": ALL, "versions": {ALL: ALL}, "backend": ALL},
             {"event": "artifact", "name": ALL, "path": ALL},
-            {"event": "resumed", "step": ALL, "path": ALL},
             {"event": ALL, "x": ALL},
         ):
             file.write(json.dumps({"time": time.time(), **data}).encode() + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -140,6 +141,23 @@ class Instance:
     def entries(self) -> list[tuple[str, str]]:
         """(state, file) of every entry there is."""
         return [(state.value, path.name) for state in State for path in (self.layout.spool_dir / state).glob("*.json")]
+
+
+def said_on_terminal(instance: Instance, columns: int, *arguments: str) -> str:
+    """All that honectl writes on a terminal of so many columns."""
+    controller, side = pty.openpty()
+    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=side, stderr=side, env=environment):
+        os.close(side)
+        said = b""
+        try:
+            while part := os.read(controller, 1 << 16):
+                said += part
+        except OSError:
+            pass  # EIO: the other side is closed
+    os.close(controller)
+    return said.decode()
 
 
 @pytest.fixture

@@ -13,18 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
+from hostile import ALL, FORGED, LONG, MARKUP, TURN, check_lines, without_colours
 
 from honed.job import State
 from honed.outcome import SUCCEEDED
 from zoo.fuzz import check_shown
-
-#: One of each kind of trouble, each with a word by which its text is known.
-PAINT = "\x1b[31mRED\x1b[0m\x1b]0;TITLE\x07\x9b2J"
-TURN = "\u202eKCATTA\u202c\u200f"
-MARKUP = "[bold red]BOLD[/bold red][/]<script>alert('SCRIPT')</script>&lt;"
-FORGED = "x\n<2>12:00:00 CRITICAL job 99 (FORGED): succeeded\n\rHONED_JOB=99\u2028\u0085END"
-LONG = "LONG" * 100_000
-ALL = f"{PAINT} {TURN} {MARKUP} {FORGED} \0\ud800 %s %(x)s {{0}}"
 
 #: Where a text of a job file may stand: a spec with the text in each string that there is.
 PLACES = {
@@ -66,21 +59,6 @@ def spec_bytes(instance: Instance, keys: dict[str, object]) -> bytes:
     text = json.dumps({"base_model": str(instance.model), "datasets": [{"path": str(instance.dataset)}],
                        "resources": {"gpus": 0}, "lora": {"r": 4}, **keys})  # fmt: skip
     return text.replace("ROWS", str(instance.dataset)).encode()
-
-
-def check_lines(text: str) -> None:
-    """No line of it is one that a job made up."""
-    check_shown(text)
-    assert not re.search(r"^(<\d>)?\d\d:\d\d:\d\d CRITICAL|^(<\d>)?HONED_JOB=|^x$", text, re.MULTILINE)
-
-
-#: What rich itself writes: colours, and of a display that is drawn anew the cursor and the line.
-_RICH = re.compile(r"\x1b\[(\d*(;\d+)*m|\?25[lh]|2K|1A)|\r(?=\x1b)")
-
-
-def without_colours(text: str) -> str:
-    assert "\x1b[31mRED" not in text
-    return _RICH.sub("", text)
 
 
 def honectl(instance: Instance, *arguments: str, check: bool = True) -> str:

@@ -72,6 +72,15 @@ def test_what_a_worker_writes_goes_to_its_log_and_line_by_line_to_the_journal(st
     assert told.splitlines() == ["one", "100%", "<4>heed me", "no end"]
 
 
+def test_no_line_of_a_workers_paints_or_calls_on_every_terminal(start: Start, tmp_path: Path) -> None:
+    lines = ["<0>fire", "<3>error", "<7>calm", "\x1b[31mred \u202eturned\u202c\x9b2J", "a\ttab, é and 日本"]
+    told = start(f"for line in {lines!r}: print(line)").end()[1]
+    assert told.splitlines() == [
+        "<7><0>fire", "<7><3>error", "<7>calm", "\ufffd[31mred \ufffdturned\ufffd\ufffd2J", "a\ttab, é and 日本",
+    ]  # fmt: skip
+    assert (tmp_path / "1/worker.log").read_text() == "\n".join(lines) + "\n"
+
+
 def test_the_log_has_it_as_it_was(start: Start, tmp_path: Path) -> None:
     start(r"print('a\rb'); print('c' * 100000)").end()
     assert (tmp_path / "1/worker.log").read_bytes() == b"a\rb\n" + b"c" * 100000 + b"\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import DEADLINE_SEC, Instance
+from harness import DEADLINE_SEC, Instance, said_on_terminal
 
 from honed.job import State
 from zoo import plain
@@ -20,18 +18,8 @@ from zoo import plain
 
 def on_terminal(instance: Instance, columns: int, *arguments: str) -> list[str]:
     """The lines of honectl on a terminal of so many columns, without their colours."""
-    controller, side = pty.openpty()
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
-    with subprocess.Popen(command, stdout=side, env=os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}):
-        os.close(side)
-        said = b""
-        try:
-            while part := os.read(controller, 1 << 16):
-                said += part
-        except OSError:
-            pass  # EIO: the other side is closed
-    os.close(controller)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said.decode()).replace("\r", "").splitlines()
+    said = said_on_terminal(instance, columns, *arguments)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).replace("\r", "").splitlines()
 
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from honed.layout import Layout
 from honed.worker import assignment as assignments
@@ -33,6 +34,12 @@ def test_what_a_job_names_makes_no_image_and_no_link(tmp_path: Path, kind: str, 
     for active in ("![", "<img", "](", "`"):
         assert active not in shown.replace(f"\\{active[0]}", ""), body
     assert "# " in body
+
+
+def test_a_base_models_name_is_read_again_as_it_was(tmp_path: Path) -> None:
+    for name in ('/d/\U0001f600 "x"', "/d/a\u2028b\u202e"):
+        made = card.made(_assignment(tmp_path / name[3], "sft", name), {"metrics": {}}, manifest="m")
+        assert yaml.safe_load(made.split("---\n")[1])["base_model"] == name
 
 
 def _assignment(root: Path, kind: str, hostile: str) -> Assignment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_what_the_workers_cannot_read_is_told_with_the_way_out(desk: Desk) -> No
     desk.srv.chmod(0o700)
     with pytest.raises(DatasetError, match=rf"{desk.srv} \(mode 0700, .*cannot be entered"):
         policy.check_read(named)
+
+
+def test_a_command_that_is_told_can_be_copied_whatever_the_path_is_called(desk: Desk) -> None:
+    rows = desk.srv / "a b;$(touch x)'.jsonl"
+    desk.rows.rename(rows)
+    rows.chmod(0o600)
+    with pytest.raises(DatasetError) as caught:
+        closed_desk(desk).check_read(Named("datasets.0.path", rows, DatasetError))
+    command = caught.value.hint.removesuffix("; or honectl submit --stage, which copies it in")
+    assert shlex.split(command) == ["setfacl", "-m", "u:honed-job:r", str(rows)]
 
 
 def test_one_closed_shard_of_a_model_is_found(desk: Desk) -> None:

@@ -216,6 +216,16 @@ def test_a_refusal_says_what_why_and_what_to_do() -> None:
     assert all(word in text for word in ("a.yaml", "spec_invalid", "line 3: lr: unknown key", "learning_rate"))
 
 
+def test_no_line_of_what_is_refused_passes_for_one_of_ours() -> None:
+    name = "a\nWhat to do: rm.json"
+    error = SpecError("one\ntwo", hint="three\nThen four")
+    lines = refusal(Claim(7, Path(name)), error, when="now").split("\n")
+    assert lines[0] == f"{name!r} was refused at now."
+    assert [line for line in lines if line.startswith(("What", "Then"))] == [
+        "What to do: three", "Then drop the job file into incoming/ again.",
+    ]  # fmt: skip
+
+
 # -- over the control socket ------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from zoo.model import build_checkpoint
 from zoo.tokenizer import build_tokenizer
 
 ROWS = [
@@ -72,6 +73,20 @@ def test_a_turn_of_weight_0_is_shown_as_context(spec_path: Path) -> None:
     assert "It is 1.<|im_end|>\n<|im_start|>user\nWhat is 1+1?" in done.stdout
     assert "assistant\n⟦<think>\n\n</think>\n\nIt is 2.<|im_end|>⟧" in done.stdout
     assert "row 2: no turn of the assistant to train on: its weight is 0 in each of them" in done.stderr
+
+
+def test_what_a_row_says_acts_on_no_terminal_and_forges_no_row(spec_path: Path) -> None:
+    said = "\u202eturned\u202c \x9b2J\x1b[2J\nrows.jsonl: row 9: 7 tokens, 7 trained (100%)"
+    rows = [{"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": said}]}]
+    (spec_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    change(spec_path, base_model=str(build_checkpoint(spec_path.parent / "whole")))  # which honectl checks first
+    assert said in "".join(piece["text"] for piece in json.loads(run(spec_path, "--json").stdout)[0]["segments"])
+    command = [sys.executable, "-m", "honed.honectl", "--root", str(spec_path.parent), "preview", str(spec_path)]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True)
+    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    for done in (run(spec_path), run(spec_path, "--json"), plain, as_json):
+        assert all(char.isprintable() or char == "\n" for char in done.stdout + done.stderr), ascii(done.stdout)
+    assert not [line for line in plain.stdout.splitlines() if line.startswith("rows.jsonl: row 9")]
 
 
 def test_rows_are_cut_and_rendered_as_the_spec_says(spec_path: Path) -> None:

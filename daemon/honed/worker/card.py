@@ -28,7 +28,7 @@ def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str
         for number, item in enumerate(spec.datasets)
     ]
     return "\n".join([
-        "---", f"base_model: {json.dumps(spec.base_model)}", f"library_name: {library}",
+        "---", f"base_model: {_yaml(spec.base_model)}", f"library_name: {library}",
         f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
         f"# {_text(assignment.name)}", "",
         f"A {kind} of {_code(spec.base_model)}, trained by honed {__version__} (job {assignment.job_id}).", "",
@@ -36,6 +36,11 @@ def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str
         "Figures at the end:", "", *figures, "",
         f"Everything else (spec, plan, versions, hashes of the data, seed) is in {manifest}.", "",
     ])  # fmt: skip
+
+
+def _yaml(text: str) -> str:
+    """A string of YAML, which has no pairs of surrogates for a character as JSON has."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _text(given: object) -> str:
@@ -73,7 +78,7 @@ def _task(base: Path) -> str:
 def _merged(assignment: Assignment, manifest: str) -> str:
     spec = assignment.spec
     return "\n".join([
-        "---", f"base_model: {json.dumps(spec.base_model)}", "library_name: transformers",
+        "---", f"base_model: {_yaml(spec.base_model)}", "library_name: transformers",
         f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
         f"# {_text(assignment.name)}", "",
         f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every parameter "

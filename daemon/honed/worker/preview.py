@@ -29,7 +29,7 @@ from typing import Any, cast
 
 from honed import asking, basemodel, dataset, hubdata, omission, spec
 from honed.chat import ChatFormat, Encoded, MediaCutError
-from honed.error import DatasetError, HonedError, ModelError, SpecError
+from honed.error import DatasetError, HonedError, ModelError, SpecError, plain
 from honed.row import Example
 from honed.spec import DatasetSpec, JobSpec
 from honed.template import where
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _tell(f"{error.message}{f' ({error.hint})' if error.hint else ''}")
         return error.exit_status
-    sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n" if options.json else "".join(map(_page, rows)))
+    sys.stdout.write(json.dumps(rows) + "\n" if options.json else "".join(map(_page, rows)))
     return 0
 
 
@@ -185,11 +185,12 @@ def _page(row: dict[str, Any]) -> str:
     cut = ", cut off" if row["is_truncated"] else ""
     text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
     lost = "".join(f"\n    left out: {omission.line(each)}" for each in row["omitted"])
-    return f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}{lost}\n{text}\n\n"
+    page = f"--- row {row['row']}: {row['num_tokens']} tokens, {row['num_trained']} trained{cut}{lost}\n{text}\n\n"
+    return plain(page, max_chars=len(page))
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"preview: {text}\n")
+    sys.stderr.write(f"preview: {plain(text)}\n")
 
 
 if __name__ == "__main__":
