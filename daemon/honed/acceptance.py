@@ -23,13 +23,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from honed import durable, foreign, message, problem, query
+from honed import durable, foreign, message, problem, query, quote
 from honed.arrival import Arrivals, Claim, Copy, refusal, shown, too_large
 from honed.checker import Checker
 from honed.config import Config
 from honed.database import timestamp
 from honed.device import Device
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, InterruptedRunError, SpecError, from_dict
+from honed.error import (
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    InterruptedRunError,
+    SpecError,
+    from_dict,
+    said,
+)
 from honed.fetcher import Fetcher
 from honed.job import Job, State
 from honed.log import about
@@ -671,9 +679,9 @@ class Acceptance:
 
     def _wait(self, claim: Claim, error: Exception) -> None:
         """An arrival that the machine, and not its dropper, keeps us from settling is tried again at the next scan."""
-        self.fault = durable.machine_fault(error) or str(error)
+        self.fault = durable.machine_fault(error) or quote.hide(said(error))
         unforeseen = None if isinstance(error, OSError) else error
-        log.error("%r waits in %s: %s", claim.name, claim.path.parent, error, exc_info=unforeseen)
+        log.error("%r waits in %s: %s", claim.name, claim.path.parent, said(error), exc_info=unforeseen)
 
     def _reject(self, claim: Claim, error: HonedError) -> None:
         target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))

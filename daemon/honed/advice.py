@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from honed.problem import shown, written
+from honed import quote
+from honed.problem import rewritten, shown
 
 #: Characters of a value that a hint repeats.
 MAX_WRITTEN = 60
@@ -93,10 +94,11 @@ def _place(key: str, asked: Asked) -> str:
 
 
 def _words(key: str, value: Any, asked: Asked) -> str:
-    text = written(value)
-    shortly = len(text) <= MAX_WRITTEN and (not isinstance(value, dict) or value)
+    text = rewritten(value)
+    shortly = len(quote.show(text)) <= MAX_WRITTEN and (not isinstance(value, dict) or value)
     name, _, rest = _place(key, asked).partition(" ")
-    return f"write {name}: {text}{f' {rest}' if rest else ''}" if shortly else f"write {_place(key, asked)}"
+    told = f"write {name}: {text}{f' {rest}' if rest else ''}"
+    return told if shortly else f"write {_place(key, asked)}"
 
 
 def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note: str = "") -> Synonym:

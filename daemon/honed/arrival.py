@@ -273,16 +273,20 @@ class Arrivals:
         return job
 
     def reject(self, claim: Claim, reason: str) -> Path:
-        """Refuse a claimed arrival: its file goes to rejected/ as it was dropped, the reason beside it (first)."""
+        """Refuse a claimed arrival: its file goes to rejected/ as it was dropped, the reason beside it (first).
+
+        The reason quotes what the file names, so that its dropper alone may read it.
+        """
         target = self._spool.rejected_dir / claim.name
         if os.path.lexists(target) or len(os.fsencode(claim.name)) + len(".reason") + len("..tmp") > MAX_NAME_BYTES:
             stem = os.fsdecode(os.fsencode(claim.path.stem)[:180]).encode(errors="replace").decode()
             target = self._spool.rejected_dir / f"{stem}.{claim.id}{claim.path.suffix[:16]}"
         reason_path = target.with_name(target.name + ".reason")
-        durable.write(reason_path, reason.encode(errors="replace"))
-        if self._has_workers_user:
-            for path in [reason_path] if claim.submitter is None else [reason_path, claim.path]:
-                access.let_read(path, claim.uid)
+        durable.write(reason_path, reason.encode(errors="replace"), mode=0o600)
+        if claim.uid != os.geteuid():
+            access.let_read(reason_path, claim.uid)
+        if self._has_workers_user and claim.submitter is not None:
+            access.let_read(claim.path, claim.uid)
         claim.path.rename(target)
         try:
             durable.sync_dir(self._spool.rejected_dir)
@@ -416,7 +420,7 @@ def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
     lines = [f"{shown(claim.name)} was refused at {when}."]
     lines += [] if is_dropped else [f"Submitted as {claim.id} by the user {claim.submitter}."]
     lines += ["", f"{error.code}:"]
-    lines += [f"  {line}" for line in error.message.splitlines()]
+    lines += [f"  {line}" for line in error.told.splitlines()]
     if error.hint:
         first, *rest = error.hint.split("\n")
         lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]

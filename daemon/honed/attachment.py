@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from honed import quote
 from honed.media import IMAGE_SUFFIXES, KINDS, PLURAL, Kind, Media
 
 COLUMNS: Mapping[str, Kind] = {
@@ -80,7 +81,9 @@ def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
     for key, form, words in (("index", int, "a whole number"), ("column", str, "a column's name")):
         if (value := given.get(key)) is not None:
             if not isinstance(value, form) or isinstance(value, bool):
-                raise RowError(f"message {number}: `{key}` of a part is {words}, this is {str(value)[:40]!r}")
+                raise RowError(
+                    f"message {number}: `{key}` of a part is {words}, this is {quote.mark(repr(str(value)[:40]))}"
+                )
             made[key] = value
     return made
 
@@ -128,7 +131,9 @@ def overlooked(
         for item in value if isinstance(value, list | tuple) else [value]:
             kind, found = _kind_by_name(item)
             if kind is not None and found not in names and not (isinstance(item, dict) and item.get("bytes") in data):
-                yield f"the column `{key}` seems to hold {PLURAL[kind]}, and is not read: `columns: {{{kind}: {key}}}`"
+                called = quote.name(key)
+                said = f"the column `{called}` seems to hold {PLURAL[kind]}, and is not read"
+                yield f"{said}: `columns: {{{kind}: {called}}}`"
                 break
     for kind in KINDS:
         if not media and _count(messages, f"<{kind}>"):
@@ -261,7 +266,7 @@ def _of_part(
         return _media(kind, each["source"], directories, f"a part of type {kind}")
     if (column := each.get("column")) is not None:
         if not is_given(row.get(column)):
-            raise RowError(f"a part of type {kind} is in the column {column!r}, which is empty")
+            raise RowError(f"a part of type {kind} is in the column `{quote.name(column)}`, which is empty")
         return _media(kind, row[column], directories, f"`{column}`")
     return next(supply) if (index := each.get("index")) is None else listed[int(index)]
 
@@ -326,7 +331,7 @@ def _from_mapping(kind: Kind, value: Mapping[str, Any], directories: Mapping[Kin
         return _from_text(kind, name, directories, what)
     if "array" in value:
         raise RowError(f"{what}: decoded samples; files and embedded files are read")
-    raise RowError(f"{what}: neither `path` nor `bytes` in it (there is: {', '.join(map(str, value)) or 'nothing'})")
+    raise RowError(f"{what}: neither `path` nor `bytes` in it (there is: {quote.names(map(str, value)) or 'nothing'})")
 
 
 _DATA = re.compile(r"data:(?:[\w.+-]+/([\w.+-]+))?(?:;[\w=.+-]+)*;base64,", re.ASCII)
@@ -343,17 +348,17 @@ def _from_text(kind: Kind, text: str, directories: Mapping[Kind, Path] | None, w
         text = unquote(urlsplit(text).path)
     elif _SCHEME.match(text):
         shown = text if len(text) < 100 else f"{text[:99]}…"
-        raise RowError(f"{what}: {shown} is not fetched: rows name files of this machine")
+        raise RowError(f"{what}: {quote.mark(shown)} is not fetched: rows name files of this machine")
     if len(text) > MAX_PATH:
         raise RowError(
             f"{what}: {len(text)} characters are no path; an embedded file is {{base64: …}}, or begins with data:"
         )
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise RowError(f"{what}: a path with a character that none has: {ascii(text)[:100]}")
+        raise RowError(f"{what}: a path with a character that none has: {quote.mark(ascii(text)[:100])}")
     path = Path(text)
     if not path.is_absolute():
         if directories is None:
-            raise RowError(f"{what}: {text}: a relative path, and nothing that it starts from")
+            raise RowError(f"{what}: {quote.place(text)}: a relative path, and nothing that it starts from")
         path = directories[kind] / path
     return Media(kind, path)
 

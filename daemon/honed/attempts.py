@@ -532,7 +532,7 @@ class Attempts:
             spec = ladder.adjusted(plan["spec"], job.adjustments)
             media = ladder.Media.of(plan.get("memory") or {})
         except (OSError, ValueError, KeyError, TypeError) as fault:
-            log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, fault)
+            log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, error.said(fault))
             return Remedy()
         wish = (spec.get("retry") or {}).get("on_out_of_memory", "adjust")
         if wish != "adjust":

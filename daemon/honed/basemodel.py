@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from honed import lookalike, modality, snapshot
-from honed.error import ModelError
+from honed.error import ModelError, said
 from honed.modality import Senses
 from honed.problem import shown
 
@@ -374,7 +374,7 @@ def resolve(
     if is_hub_id(base_model):
         return _resolve_hub_id(base_model, revision or "main", cache_dir, allow_hub=allow_hub)
     raise ModelError(
-        f"base_model: {base_model!r} is neither a path, nor a hub id, nor job:NAME",
+        f"base_model: {shown(base_model)} is neither a path, nor a hub id, nor job:NAME",
         hint="a path begins with /; a hub id looks like Qwen/Qwen3-1.7B",
     )
 
@@ -397,7 +397,7 @@ def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
 
 def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: bool) -> Path:
     if ".." in revision or revision.startswith("/"):
-        raise ModelError(f"revision: {revision!r} is not a revision", hint="a branch, a tag or a commit")
+        raise ModelError(f"revision: {shown(revision)} is not a revision", hint="a branch, a tag or a commit")
     found = snapshot.find(cache_dir, hub_id, revision)
     if found is not None:
         return found
@@ -538,7 +538,7 @@ def _json(path: Path, *, hint: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
 
 
 def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
+    return f"{type(error).__name__}: {said(error)}"[:200]
 
 
 def _check_dtype(path: Path, config: dict[str, Any]) -> None:

@@ -28,10 +28,10 @@ from itertools import pairwise
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
-from honed import asking
+from honed import asking, quote
 from honed import variant as variants
 from honed.asking import Mismatch, Mismatches
-from honed.error import DatasetError
+from honed.error import DatasetError, said
 from honed.expansion import Expanded, Place, carry, find_places
 from honed.maskcheck import IGNORED, Check
 from honed.media import Kind, Media
@@ -309,10 +309,11 @@ class ChatFormat:
         given, found = Counter(each.kind for each in media), Counter(place.kind for place in places)
         if given != found:
             counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(found.items())) or "none"
+            written = quote.aside(f" {', '.join(map(repr, self.placeholders.values()))}")
             raise DatasetError(
                 f"{where(example)}: it has {sum(given.values())} images, videos and sounds, and rendered it has "
-                f"places for {counted}",
-                hint=f"words that read like {', '.join(map(repr, self.placeholders.values()))} count as one",
+                f"places for {counted}: words that read like one of the template's{written} count as one",
+                hint="write such words in another way",
             )
         return tuple(places)
 
@@ -351,35 +352,38 @@ class ChatFormat:
         probe, eos = self.probe, self.tokenizer.eos_token
         found = []
         if not probe.ends:
-            said = (
+            sentence = (
                 "the chat template ends a turn with no token: the model will not learn to stop; name a template that "
                 "does with `chat_template:`"
             )
-            found.append(("warning", said))
+            found.append(("warning", sentence))
         if probe.is_open_inside and (num_rows := sum(map(_trains_inside, examples))):
-            said = (
-                f"the chat template ends only a row's last turn with {probe.ends[0]!r}, and those before it with no "
-                f"token: in {num_rows} rows such turns do not teach the model to stop; name another template with "
-                "`chat_template:`, or make each turn the last of a row"
+            sentence = (
+                f"the chat template ends only a row's last turn with {_quoted(probe.ends[0])}, and those before it "
+                f"with no token: in {num_rows} rows such turns do not teach the model to stop; name another template "
+                "with `chat_template:`, or make each turn the last of a row"
             )
-            found.append(("warning", said))
+            found.append(("warning", sentence))
         if probe.between_calls and (num_rows := sum(map(_calls_together, examples))):
-            said = (
-                f"the chat template ends a turn of one call with {probe.between_calls[0]!r}, and puts that between two "
-                f"calls of a turn, too, as {num_rows} rows have them: answers stop after the first; name another "
-                "template with `chat_template:`"
+            sentence = (
+                f"the chat template ends a turn of one call with {_quoted(probe.between_calls[0])}, and puts that "
+                f"between two calls of a turn, too, as {num_rows} rows have them: answers stop after the first; name "
+                "another template with `chat_template:`"
             )
-            found.append(("warning", said))
+            found.append(("warning", sentence))
         if probe.unwritten:
-            ends = " or ".join(map(repr, dict.fromkeys(filter(None, [probe.unwritten, probe.unwritten_call]))))
-            said = (
+            ends = " or ".join(map(_quoted, dict.fromkeys(filter(None, [probe.unwritten, probe.unwritten_call]))))
+            sentence = (
                 f"the chat template ends a turn only with the mark of the next, and a last one with nothing: {ends} is "
                 "added there and trained, so that the model learns to stop"
             )
-            found.append(("info", said))
+            found.append(("info", sentence))
         elif probe.ends and not probe.ends[0].endswith(eos or probe.ends[0]):
-            said = f"turns end in {probe.ends[0]!r}, and the tokenizer's eos token is {eos!r}: both stop generation"
-            found.append(("info", said))
+            sentence = (
+                f"turns end in {_quoted(probe.ends[0])}, and the tokenizer's eos token is {_quoted(eos)}: both stop "
+                "generation"
+            )
+            found.append(("info", sentence))
         return found
 
     def advice(self, example: Example, omitted: Sequence[Omission]) -> str:
@@ -629,7 +633,7 @@ class ChatFormat:
                 self._cached_probe = self._learn()
             except TEMPLATE_ERRORS as error:
                 raise DatasetError(
-                    f"the chat template cannot render a question and its answer: {error}",
+                    f"the chat template cannot render a question and its answer: {said(error)}",
                     hint="name another one with `chat_template:`",
                 ) from error
         return self._cached_probe
@@ -786,6 +790,11 @@ def _trains_inside(example: Example) -> bool:
 def _calls_together(example: Example) -> bool:
     """Whether a turn that is trained calls twice."""
     return any(len(example.messages[i].get("tool_calls") or []) > 1 for i in example.trained_turns)
+
+
+def _quoted(text: str | None) -> str:
+    """Words of a template, or of a tokenizer."""
+    return quote.mark(repr(text))
 
 
 def _halve(text: str) -> tuple[str, str]:

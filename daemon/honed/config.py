@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from honed import setting
+from honed import quote, setting
 from honed.error import SpecError
 from honed.layout import Layout
 from honed.problem import MAX_PROBLEMS
@@ -328,7 +328,8 @@ def _read(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         found = setting.problems(error, Config, setting.lines_of(text))
         told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
-        raise SpecError("; ".join(told), hint="`man honed.toml` has every key") from error
+        # The administrator's own file: what it says is no secret from the administrator's log.
+        raise SpecError(quote.show("; ".join(told)), hint="`man honed.toml` has every key") from error
     return data
 
 

@@ -1,6 +1,6 @@
 """The control socket: honectl's way in. One JSON object a line, answered by one; no request can hold the loop.
 
-    {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint}}
+    {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint, …}}
     {"verb": "submit", "name": "a.yaml", "data": "<base64>", "hold": false}   →   {"id": 8, "name": "a.yaml"}
 
 A request takes 64 KiB, and what the largest job file takes in base64; a longer one is read to its end and refused. A
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, NotPermittedError, UsageError
+from honed import quote
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, NotPermittedError, UsageError, said
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,9 @@ class Server:
             return {"ok": False, "error": UsageError(f"not a request: {error}").as_dict()}
         except Exception as error:
             log.exception("control: request failed")
-            return {"ok": False, "error": InternalError(f"{type(error).__name__}: {error}").as_dict()}
+            # Without its words: it may be about a job that the asker must not read.
+            words = quote.hide(f"{type(error).__name__}: {said(error)}")
+            return {"ok": False, "error": InternalError(words, hint="honed's log has the traceback").as_dict()}
 
     def _close(self, connection: _Connection) -> None:
         fd = connection.socket.fileno()
@@ -285,10 +288,11 @@ class Client:
 
 
 def _remote(data: dict[str, Any]) -> HonedError:
+    evidence = data.get("evidence", "")
     for kind in (UsageError, NotPermittedError):
         if data.get("code") == kind.code:
-            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"))
-    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"))
+            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
+    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
     error.code = data.get("code", "error")  # type: ignore[misc]
     return error
 

@@ -38,7 +38,7 @@ from honed.checker import Checker
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
-from honed.error import HonedError, InternalError
+from honed.error import HonedError, InternalError, said
 from honed.fetcher import Fetcher, FetchRunner
 from honed.housekeeper import Housekeeper
 from honed.job import Job, State, Stop
@@ -386,7 +386,9 @@ class Daemon:
                 if durable.machine_fault(error):
                     self._backlog.put_back(job)
                     raise
-                self._backlog.fail(job, InternalError(f"its plan cannot be read: {error}", hint="drop the job again"))
+                self._backlog.fail(
+                    job, InternalError(f"its plan cannot be read: {said(error)}", hint="drop the job again")
+                )
                 continue
             try:
                 self._attempts.start(job, free, backend)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from honed import activation, datadir, dataset
+from honed import activation, datadir, dataset, quote
 from honed.activation import Row
 from honed.basemodel import BaseModelInfo
 from honed.error import DatasetError
@@ -141,7 +141,7 @@ def check(
                 warnings += _check_attached(job_spec, model, each, found)
             except DatasetError as error:
                 fix = {_within(name, key): value for key, value in error.fix.items()}
-                raise DatasetError(f"{name}: {error.message}", hint=error.hint, fix=fix) from error
+                raise DatasetError(f"{name}: {error.said}", hint=error.hint, fix=fix) from error
             warnings += [f"{name}: {bad}" for bad in found.bad]
             lengths += [] if seen.num_row_tokens is None else [seen.num_row_tokens]
             attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
@@ -224,7 +224,9 @@ def _look(each: DatasetSpec, rights: Policy) -> _Seen:
 def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:
     """What is in the rows, or should be, and is not read. A model for text passes over images with good reason."""
     told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
-    return told + [f"`columns` names `{each}`, and none of the {found.num_rows} rows has it" for each in found.absent]
+    return told + [
+        f"`columns` names `{quote.name(each)}`, and none of the {found.num_rows} rows has it" for each in found.absent
+    ]
 
 
 def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
+from honed import quote
 from honed.error import DatasetError, unreadable
 from honed.problem import shown
 from honed.row import kind_of
@@ -96,7 +97,7 @@ def read_any(path: Path) -> Iterator[tuple[Any, str]]:
         ) from error
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DatasetError(
-            f"{path}: cannot be unpacked: {' '.join(str(error).split())}",
+            f"{path}: cannot be unpacked: {quote.mark(' '.join(str(error).split()))}",
             hint="was it written to its end? Copy it again from where it came from",
         ) from error
     except OSError as error:
@@ -288,7 +289,7 @@ def _read_json(path: Path, file: io.BufferedReader) -> Iterator[tuple[Any, str]]
     del raw
     rows = data.get("data") if isinstance(data, dict) else data
     if not isinstance(rows, list):
-        keys = ", ".join(shown(key).strip("'\"") for key in list(data)[:8]) if isinstance(data, dict) else ""
+        keys = quote.names(list(data)[:8]) if isinstance(data, dict) else ""
         raise DatasetError(
             f"{path}: a .json file holds a list of rows, or an object with such a list as `data`"
             f"{f', this an object with {keys}' if keys else ''}",
@@ -310,7 +311,7 @@ class _Decoder:
     def judged(self, row: Any) -> Any:
         """The row, or why it cannot be used."""
         key = _twice(row) if self._has_twice else None
-        return row if key is None else Broken(f"{shown(key)} occurs twice in one object")
+        return row if key is None else Broken(f"`{quote.name(key)}` occurs twice in one object")
 
     def _made(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -368,7 +369,7 @@ def _check_columns(path: Path, names: Iterable[str]) -> None:
     listed = [name.strip() for name in names]
     for name in listed:
         if name and listed.count(name) > 1:
-            raise DatasetError(f"{path}: the column {shown(name)} occurs twice", hint="rename or remove one")
+            raise DatasetError(f"{path}: the column `{quote.name(name)}` occurs twice", hint="rename or remove one")
     if len(listed) == 1 and (mark := next((mark for mark in ";\t|" if mark in listed[0]), None)):
         named = {"\t": "tabs", ";": "semicolons", "|": "bars"}[mark]
         raise DatasetError(
@@ -447,7 +448,7 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
         # The last ones come of values that Python has no word for, such as a date before the year 1.
         raise DatasetError(
-            f"{path}: not a readable {form} file: {' '.join(str(error).split())}",
+            f"{path}: not a readable {form} file: {quote.mark(' '.join(str(error).split()))}",
             hint="copy it again from where it came from, or write it anew",
         ) from error
 

@@ -231,7 +231,7 @@ class _Looker:
                     require(each)
         except MediaError as error:
             self.num_broken += 1
-            self.broken += [f"{place}: {error.message}"] if len(self.broken) < MAX_NAMED else []
+            self.broken += [f"{place}: {error.said}"] if len(self.broken) < MAX_NAMED else []
 
 
 def load(
@@ -375,7 +375,7 @@ class _Collector:
             try:
                 self.format = recognise(row, columns)
             except DatasetError as error:
-                raise RowError(error.message) from error
+                raise RowError(error.said) from error
         made = fields(
             row,
             self.format,

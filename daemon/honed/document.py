@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from honed import tomlmap
+from honed import quote, tomlmap
 from honed.problem import InvalidSpecError, KeyPath, Line, Problem, dotted, fault, shown
 
 MAX_BYTES = 256 * 1024
@@ -123,7 +123,7 @@ def _text(value: str, line: int) -> str:
 def _integer(text: str, line: int, base: int = 10) -> int:
     value = int(text, base) if len(text) < 30 else MAX_INTEGER + 1
     if abs(value) > MAX_INTEGER:
-        raise fault(f"the number {text[:20]}… is too large", line=line)
+        raise fault(f"the number {quote.mark(text[:20])}… is too large", line=line)
     return value
 
 
@@ -230,7 +230,9 @@ class _Yaml:
             return self._plain(path, event)
         if (known := self._anchors.get(anchor)) is not None or anchor in self._anchors:
             first = f"; first on line {known.line}" if known else ""
-            raise fault(f"the anchor &{anchor} stands here twice{first}", line=line, hint="give it another name")
+            raise fault(
+                f"the anchor &{quote.name(anchor)} stands here twice{first}", line=line, hint="give it another name"
+            )
         self._anchors[anchor] = None
         begin, num_chars = len(self._record.order), self._num_chars
         value = self._plain(path, event)
@@ -255,8 +257,10 @@ class _Yaml:
         name, line = event.anchor, _line(event)
         anchored = self._anchors.get(name)
         if anchored is None:
-            what = "inside its own anchor" if name in self._anchors else f"without an anchor &{name} above it"
-            raise fault(f"an alias (*{name}) {what}", line=line, hint="put it in quotes if it is text")
+            what = (
+                "inside its own anchor" if name in self._anchors else f"without an anchor &{quote.name(name)} above it"
+            )
+            raise fault(f"an alias (*{quote.name(name)}) {what}", line=line, hint="put it in quotes if it is text")
         self._used.add(name)
         self._num_expanded += anchored.num_chars
         self._num_chars += anchored.num_chars

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from honed import config, omission, problem, relative, terminal
+from honed import config, omission, problem, quote, relative, terminal
 from honed.error import DatasetError, HonedError, InternalError, ModelError, UsageError, from_dict
 from honed.instance import Instance
 from honed.snapshot import Missing
@@ -38,7 +38,8 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
             error.is_refusal = True
             raise
     told = [f"{each}; honectl submit writes the absolute path" for each in found.changes]
-    return replace(verdict, warnings=[*told, *verdict.warnings, *_not_there(instance, verdict.spec, beside)])
+    warnings = map(quote.show, verdict.warnings)  # it is whose file it is that asks
+    return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
 
 
 def _not_there(instance: Instance, job_spec: Any, beside: Iterable[Path]) -> Iterator[str]:
@@ -81,7 +82,7 @@ def checked(instance: Instance, path: Path) -> Any:
         return check_one(instance, path)
     except HonedError as error:
         if str(path) not in error.message:
-            error.message = f"{path}: {error.message}"
+            error.surround(f"{path}: ")
         raise
 
 

@@ -22,13 +22,17 @@
     └── InternalError         error
 
 The code is stable and public; so is the exit status with which a worker ends. An error is a sentence for a person
-(what and where), and a hint (what to do).
+(what and where), and a hint (what to do). Logs and notices have both; what the sentence quotes of a job's files, its
+evidence alone has (see quote.py).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from honed import quote
 
 #: Characters of a message. What it quotes is another person's text, of any length.
 MAX_CHARS = 16_000
@@ -45,26 +49,46 @@ def plain(text: str, *, max_chars: int = MAX_CHARS) -> str:
 class HonedError(Exception):
     """What went wrong, in one sentence; `hint` says what to do.
 
-    Where an edit of the job file is the remedy, `fix` has it as data: dotted key → its new value, null to take the key
-    out. A mapping is laid over the one that is there.
+    `evidence` is the sentence with what it quotes, where it quotes anything: for those who may read the job, and for no
+    log. Where an edit of the job file is the remedy, `fix` has it as data: dotted key → its new value, null to take the
+    key out. A mapping is laid over the one that is there.
     """
 
     code: ClassVar[str] = "error"
     exit_status: ClassVar[int] = 70  #: EX_SOFTWARE
     is_transient: ClassVar[bool] = False  #: worth another attempt from the last checkpoint
 
-    def __init__(self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None, evidence: str = ""
+    ) -> None:
         super().__init__(message)
-        self.message = plain(message)
-        self.hint = plain(hint)
+        self.said = message  #: its quotes marked: for an error that is made of this one
+        self.message = plain(quote.hide(message))
+        whole = plain(evidence or quote.show(message))
+        self.evidence = whole if whole != self.message else ""
+        self.hint = plain(quote.hide(hint))
         self.fix = dict(fix or {})
         self.key: str = ""  #: of a job file, dotted, where one is at fault; see problem.locate
         self.line: int | None = None
         self.is_refusal = False  #: said of a job file by a check, which is an answer, not a failure
 
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def told(self) -> str:
+        """The sentence for those who may read the job."""
+        return self.evidence or self.message
+
+    def surround(self, before: str = "", after: str = "") -> None:
+        """Put words around the sentence, such as its place."""
+        self.said, self.message = (f"{before}{text}{after}" for text in (self.said, self.message))
+        self.evidence = self.evidence and f"{before}{self.evidence}{after}"
+
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in result files, entries and `--json`; `fix` only where there is one."""
-        return {"code": self.code, "message": self.message, "hint": self.hint} | ({"fix": self.fix} if self.fix else {})
+        """As it stands in result files, entries and `--json`; `evidence` and `fix` only where there are any."""
+        more = {"evidence": self.evidence, "fix": self.fix}
+        return {"code": self.code, "message": self.message, "hint": self.hint} | {k: v for k, v in more.items() if v}
 
 
 class UsageError(HonedError):
@@ -84,8 +108,11 @@ class SpecError(HonedError):
 class QuotingError(HonedError):
     """One that quotes names and values of files: a line break among them does not begin a line of ours."""
 
-    def __init__(self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None) -> None:
-        super().__init__(message.replace("\n", "⏎"), hint=hint.replace("\n", "⏎"), fix=fix)
+    def __init__(
+        self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None, evidence: str = ""
+    ) -> None:
+        message, hint, evidence = (text.replace("\n", "⏎") for text in (message, hint, evidence))
+        super().__init__(message, hint=hint, fix=fix, evidence=evidence)
 
 
 class DatasetError(QuotingError):
@@ -239,4 +266,21 @@ def from_dict(data: Mapping[str, Any]) -> HonedError:
     """The error that another process wrote down with `as_dict`; an unknown code is an internal error."""
     kind = BY_CODE.get(data.get("code", ""), InternalError)
     fix = data.get("fix")
-    return kind(data.get("message", ""), hint=data.get("hint", ""), fix=fix if isinstance(fix, dict) else None)
+    return kind(
+        data.get("message", ""), hint=data.get("hint", ""), fix=fix if isinstance(fix, dict) else None,
+        evidence=data.get("evidence", ""),
+    )  # fmt: skip
+
+
+def said(error: BaseException, *, is_brief: bool = False) -> str:
+    """An exception's words, or the first line of them, as a part of a sentence. Those of the system are for everybody;
+    a library's may quote whatever it was given, and are marked."""
+    if isinstance(error, HonedError):
+        return error.said
+    text, is_of_the_system = str(error), isinstance(error, OSError) and error.errno is not None
+    text = text.partition("\n")[0] if is_brief else text
+    if is_of_the_system or isinstance(error, ImportError | MemoryError | json.JSONDecodeError):
+        return text
+    # Classes of torch's own are of the device; what it says of tensors is a RuntimeError.
+    is_harmless = not text or quote.is_marked(text) or type(error).__module__ in {"sqlite3", "torch"}
+    return text if is_harmless else quote.mark(text)

@@ -4,7 +4,8 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
 
     started      pid, versions {package: version}, backend
     stage        stage: trial? prepare load audit data mask baseline train export; of a merge: prepare merge export
-    log          level (error warning info debug), message, code?      for the journal
+    log          level (error warning info debug), message, evidence?, code?    for the journal, but the evidence: the
+                 message with what it quotes of the job's files, for those who may read the job
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,
                  counts [{role, dtype, device, num_parameters}], mended [text]    what the model really is
     data         num_train, num_eval, num_truncated, num_dropped, num_silenced, num_unusable, lengths {width, counts},
@@ -51,7 +52,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed import foreign
+from honed import foreign, quote
 
 #: Bytes. A longer line is not an event of ours; it is skipped, so that garbage cannot fill the daemon's memory.
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -102,6 +103,11 @@ class EventWriter:
         self._write(line.encode(errors="replace") + b"\n")
         self._tell(kind, data)
 
+    def log(self, level: str, message: str, *, evidence: str = "", **data: Any) -> None:
+        """A sentence for the log. With what it quotes, which a log must not have, it is the event's evidence."""
+        hidden, whole = quote.hide(message), evidence or quote.show(message)
+        self.emit("log", level=level, message=hidden, **({"evidence": whole} if whole != hidden else {}), **data)
+
     def close(self) -> None:
         """Make them durable; what still finds no room is said on stderr, the worker's log."""
         self._flush()
@@ -134,7 +140,7 @@ class EventWriter:
             if self._num_lost:
                 num_lost, self._num_lost = self._num_lost, 0
                 text = f"{num_lost} events are lost: the disk was full"
-                self.emit("log", level="warning", message=text)
+                self.log("warning", text)
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from honed import quote
 from honed.span import Span, common
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[st
     at = len(first)
     for a, b in inner:
         if (at := _without(tokens, expanded, text[a:b]).find(text[a:b], at, limit)) < 0:
-            raise ValueError(f"the processor changes the text between its media: {text[a:b]!r} is no more there")
+            raise ValueError(
+                f"the processor changes the text between its media: {quote.mark(repr(text[a:b]))} is no more there"
+            )
         early.append(at)
         at += b - a
     at = limit
@@ -102,7 +105,7 @@ def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[st
     starts = []
     for (a, b), start, other in zip(inner, early, reversed(late), strict=True):
         if start != other and text[a:b].strip():
-            raise ValueError(f"the processor repeats {text[a:b]!r}, which stands between its media")
+            raise ValueError(f"the processor repeats {quote.mark(repr(text[a:b]))}, which stands between its media")
         starts.append(start)
     where = [(0, len(first)), *[(at, at + b - a) for (a, b), at in zip(inner, starts, strict=True)]]
     where.append((limit, len(expanded)))

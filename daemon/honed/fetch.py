@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from honed import config, durable, hubdata, snapshot
+from honed import config, durable, hubdata, quote, snapshot
 from honed import layout as layouts
 from honed import log as logs
 from honed.basemodel import is_hub_id
@@ -52,6 +52,7 @@ from honed.error import (
     ModelError,
     UsageError,
     from_dict,
+    said,
 )
 from honed.hub import File, Hub, Listing, TransientError
 from honed.layout import Layout
@@ -233,11 +234,13 @@ class Fetch:
             weight_map = json.loads((self._dir / "blobs" / file.blob).read_bytes())["weight_map"]
             shards = sorted(set(weight_map.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"base_model: {self._hub.where}: {index} names no shards ({error!r})") from error
+            raise ModelError(
+                f"base_model: {self._hub.where}: {index} names no shards ({type(error).__name__})"
+            ) from error
         for shard in shards:
             if not isinstance(shard, str) or "/" in shard or shard not in listing.files:
                 raise ModelError(
-                    f"base_model: {self._hub.where} lacks {shard!r}, which {index} names",
+                    f"base_model: {self._hub.where} lacks {quote.name(str(shard))}, which {index} names",
                     hint="the repository is incomplete: take another revision",
                 )
         return shards
@@ -469,7 +472,7 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
     except Exception as error:
         log.exception("the fetch failed in a way that nobody foresaw")
         raise InternalError(
-            f"the fetch failed in a way that nobody foresaw: {type(error).__name__}: {error}"
+            f"the fetch failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}"
         ) from error
 
 

@@ -19,6 +19,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Pla
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from honed import quote
+
 #: Choices that are named in one sentence; the reference has the rest.
 MANY = 8
 #: The type of the errors that `refuse` raises; their message is told as it is.
@@ -175,7 +177,7 @@ def absolute(value: str) -> str:
     if found := VARIABLE.match(value):
         refuse(
             f"paths are absolute, {_shown(value)} begins with a variable of the shell",
-            f"{found[0]} is not known here: write it out, or set it and drop the file with honectl submit",
+            f"{quote.mark(found[0])} is not known here: write it out, or set it and drop the file with honectl submit",
         )
     if not value.startswith("/"):
         refuse(f"paths are absolute, got {_shown(value)}", RELATIVE)
@@ -190,7 +192,7 @@ _BREAK = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _shown(value: str) -> str:
-    return repr(value if len(value) < 60 else value[:59] + "…")
+    return quote.mark(repr(value if len(value) < 60 else value[:59] + "…"))
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]

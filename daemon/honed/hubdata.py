@@ -104,7 +104,7 @@ def _of_names(where: str, readable: Sequence[str], place: str, split: str | None
             hint = error.hint
             if f"path: {top}/" in hint:
                 hint = "write `name:` with one of these below its path, to take it as the configuration"
-            raise DatasetError(error.message.replace(str(top), where), hint=hint.replace(str(root), where)) from None
+            raise DatasetError(error.said.replace(str(top), where), hint=hint.replace(str(root), where)) from None
         mixed = datadir.mixed(top, found) if split is None else None
         if mixed is not None and mixed.is_certain:
             raise _several_splits(where, [*mixed.train, *mixed.held_out])

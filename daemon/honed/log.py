@@ -1,6 +1,7 @@
 """Logging: entries with fields of their own where the journal reads our stderr, lines on stderr elsewhere.
 
-What an entry is about goes with it: `log.info("job %d …", …, extra=about(job, message.STARTED))`.
+What an entry is about goes with it: `log.info("job %d …", …, extra=about(job, message.STARTED))`. No entry has what a
+sentence quotes of a job's files, and marks (quote.py), nor the words of an exception, which may quote them.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
+import traceback
+from types import TracebackType
 from typing import Any, TextIO
 
-from honed import journal
+from honed import journal, quote
+from honed.error import said
 from honed.job import Job
 from honed.journal import Journal
 from honed.message import Message
@@ -21,6 +26,8 @@ PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging
 STDERR_FD = 2
 #: Characters of an entry or a field; journald cuts what it reads as lines at 48 KiB.
 MAX_CHARS = 32_000
+#: Exceptions of one traceback, each the cause of the next.
+MAX_CHAIN = 8
 #: The attribute of a record that has its fields.
 FIELDS = "honed_fields"
 
@@ -40,13 +47,47 @@ def about(job: Job | int | None = None, message: Message | None = None, **fields
 
 
 def _plain(text: str) -> str:
-    """What a job file says must not paint the administrator's terminal."""
+    """What a job file says must not paint the administrator's terminal, nor what is quoted of its files be read."""
+    text = quote.hide(text)
     if len(text) > MAX_CHARS:
         text = f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
 
 
-class _Formatter(logging.Formatter):
+def trace(error: BaseException) -> str:
+    """A traceback for everybody: the places, and of the words no more than everybody may read."""
+    parts: list[str] = []
+    here: BaseException | None = error
+    while here is not None and len(parts) < MAX_CHAIN:
+        words = quote.hide(said(here))
+        raised = f"{type(here).__qualname__}{f': {words}' if words else ''}"
+        parts.append(
+            "".join(["Traceback (most recent call last):\n", *traceback.format_tb(here.__traceback__), raised])
+        )
+        here = here.__cause__ or (None if here.__suppress_context__ else here.__context__)
+    return "\n\nwhich led to:\n\n".join(reversed(parts))
+
+
+def guard_tracebacks() -> None:
+    """Have what nobody catches, in any thread, told as `trace` tells it: stderr is a log."""
+
+    def tell(_kind: type[BaseException], error: BaseException | None, _places: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            print(trace(error), file=sys.stderr)
+
+    sys.excepthook = tell
+    threading.excepthook = lambda caught: tell(caught.exc_type, caught.exc_value, caught.exc_traceback)
+
+
+class _Tracer(logging.Formatter):
+    def formatException(  # noqa: N802 - the library's name
+        self,
+        ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
+    ) -> str:
+        return trace(ei[1]) if ei[1] is not None else ""
+
+
+class _Formatter(_Tracer):
     def __init__(self, *, prefixed: bool) -> None:
         super().__init__("%(message)s" if prefixed else "%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
         self._prefixed = prefixed
@@ -67,7 +108,7 @@ class JournalHandler(logging.Handler):
         self._identifier = identifier
         self._fallback = logging.StreamHandler(fallback or sys.stderr)
         self._fallback.setFormatter(_Formatter(prefixed=True))
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self.setFormatter(_Tracer("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -101,6 +142,7 @@ def _job_of(record: logging.LogRecord) -> dict[str, str]:
 
 def set_up(*, verbose: bool, identifier: str = "honed") -> None:
     """Send every logger's records to the journal, or to stderr: prefixed unless a person sits there."""
+    guard_tracebacks()
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[_handler(identifier)], force=True)
     logging.getLogger("watchdog").setLevel(logging.WARNING)
 

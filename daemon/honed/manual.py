@@ -57,7 +57,7 @@ _SIGNALS = (
 _UNITS = (
     ("honed.service", "The daemon. Restarted, upgraded or killed, it leaves running jobs running and takes them over."),
     ("honed-job@ID.service", "One job. `systemctl stop` has it write a checkpoint, and holds it. Its status shows "
-     "step, loss and ETA; `journalctl -u honed-job@ID` what its libraries print."),
+     "step, loss and ETA; `honectl logs --raw ID` prints what its libraries do."),
     ("honed-jobs.slice", "All jobs. Stopping it waits until each has written its checkpoint; limits for all go here."),
     ("honed-fetch@N.service", "Fetches from the hub, where policy.hub allows it."),
     ("honed-send.service", "Delivers predictions and metrics, where reporting names an address."),

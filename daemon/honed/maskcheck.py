@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from honed import quote
 from honed.error import MaskError
 from honed.row import Example, words
 from honed.span import Span, runs_of, squeeze
@@ -57,7 +58,7 @@ class Check:
             forbidden |= {tokenizer.pad_token_id}
         if wrong := [n for n in trained if self.ids[n] in forbidden]:
             named = ", ".join(repr(self.chat.decode([token])) for token in sorted({self.ids[n] for n in wrong}))
-            raise self._error(f"{named}, which nobody says, is trained on", wrong[0])
+            raise self._error(f"a token that nobody says is trained on{quote.aside(f': {named}')}", wrong[0])
         twice = [n for n in trained[1:] if self.ids[n] == self.ids[n - 1] == tokenizer.pad_token_id]
         if twice and tokenizer.pad_token not in said:
             raise self._error("padding is trained on", twice[0])
@@ -105,9 +106,10 @@ class Check:
             at = told + next((len(end) for end in ends if text.startswith(end, told)), 0)
             matched.append(i)
         if not matched:
+            said = shorten(words(self.example.messages[awaited[0]]))
             raise self._error(
-                f"message {awaited[0] + 1}, the assistant's, is not trained on as it is said: "
-                f"{shorten(words(self.example.messages[awaited[0]]))!r} is not in the trained text",
+                f"message {awaited[0] + 1}, the assistant's, is not trained on as it is said: its words"
+                f"{quote.aside(f', {said!r},')} are not in the trained text",
                 run[0],
             )
         self._check_back(text[told:], matched[-1], run)
@@ -212,11 +214,14 @@ class Check:
                 if over == len(opening) and not (opening.isspace() and not form(content).startswith(opening)):
                     over = 0  # words that read like a header, or one that `_check_front` has seen
                 if over and not is_opened and not (opening[-over:].isspace() and len(form(first)) > over):
-                    raise self._error(f"{opening[-over:]!r}, of the header of the turn, is trained on", run[0])
+                    raise self._error(
+                        f"{quote.mark(repr(opening[-over:]))}, of the header of the turn, is trained on", run[0]
+                    )
                 is_late = opening and lead and form(before).endswith(opening + lead)
                 late = 0 if is_late else _overlap(form(before), form(text), opening + lead)
                 if is_late or (opening and 0 < late < len(lead)):
-                    raise self._error(f"the front of the turn, {lead[: len(lead) - late]!r}, is not trained on", run[0])
+                    front = quote.mark(repr(lead[: len(lead) - late]))
+                    raise self._error(f"the front of the turn, {front}, is not trained on", run[0])
         ended = [end for end in ends if squeeze(text).endswith(squeeze(end))]
         if ended and not last.strip():
             raise self._error("what follows the end token is trained on", run[1] - 1)
@@ -243,10 +248,12 @@ class Check:
         told = self._told(i)
         whole, reached = squeeze(self._text(0, len(self.ids))), len(squeeze(self._text(0, run[1])))
         if told.startswith(whole[:reached]) and whole.startswith(told) and len(told) > reached:
-            raise self._error(f"the end of message {i + 1}, {whole[reached : len(told)]!r}, is not trained on", run[1])
+            end = quote.mark(repr(whole[reached : len(told)]))
+            raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
         marks = [mark for mark in turn_marks(self.chat.tokenizer) if squeeze(after).startswith(squeeze(mark))]
         if marks and not any(text.endswith(mark) for mark in turn_marks(self.chat.tokenizer)):
-            raise self._error(f"the end of message {i + 1}, {marks[0]!r}, is not trained on", run[1])
+            end = quote.mark(repr(marks[0]))
+            raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
 
     def _told(self, i: int) -> str:
         """The conversation up to message i as it is rendered alone, without white space."""
@@ -292,7 +299,7 @@ class Check:
             text = self.chat.decode(self.ids[around[0] + a : around[0] + b])
             shown += f"⟦{text}⟧" if is_trained else text
         return MaskError(
-            f"{where(self.example)}: {what}; trained between ⟦⟧: {shorten(shown, 600)!r}",
+            f"{where(self.example)}: {what}{quote.aside(f'; trained between ⟦⟧: {shorten(shown, 600)!r}')}",
             hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
             f"they are rendered; {_MORE[self.example.kind == 'messages']}",
         )

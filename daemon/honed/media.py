@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from honed import quote
 from honed.error import DatasetError, EnvironmentInvalidError
 
 if TYPE_CHECKING:
@@ -89,6 +90,14 @@ class Media:
         if self.frames:
             return f"{self.frames[0]} and {len(self.frames) - 1} more" if self.frames[1:] else str(self.frames[0])
         return f"embedded {self.kind}{f' {self.name}' if self.name else ''}"
+
+    @property
+    def named(self) -> str:
+        """Its place in a sentence, where a name in the row may be one itself."""
+        if self.paths:
+            others = f" and {len(self.paths) - 1} more" if self.paths[1:] else ""
+            return f"{quote.place(str(self.paths[0]))}{others}"
+        return f"embedded {self.kind}{f' {quote.place(self.name)}' if self.name else ''}"
 
 
 @dataclass(frozen=True)
@@ -230,10 +239,10 @@ def _absence(path: Path) -> str:
         if path.is_dir():
             return "a directory, not a file"
         if path.is_symlink() and not path.exists():
-            return f"a link to {path.readlink()}, which is not there"
+            return f"a link to {quote.place(str(path.readlink()))}, which is not there"
         if not path.exists():
             missing = next((each for each in reversed(path.parents) if not each.exists()), None)
-            return "no such file" + (f": there is no directory {missing}" if missing else "")
+            return "no such file" + (f": there is no directory {quote.place(str(missing))}" if missing else "")
     except OSError as error:
         return error.strerror or str(error)
     return "not a regular file"
@@ -244,20 +253,22 @@ def _check_file(media: Media) -> Path | None:
     path = media.path
     if path is None:
         if not media.data:
-            raise MediaError(f"{media.place}: empty")
+            raise MediaError(f"{media.named}: empty")
         return None
     try:
         if not path.is_file():  # nor a pipe, on which reading would wait for ever
             hint = "relative paths start from the data file, or `media_dir`"
-            raise MediaError(f"{path}: {_absence(path)}", hint=hint)
+            raise MediaError(f"{media.named}: {_absence(path)}", hint=hint)
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise MediaError(f"{path}: {error.strerror or error}", hint="can the job's submitter read it?") from error
+        raise MediaError(
+            f"{media.named}: {error.strerror or error}", hint="can the job's submitter read it?"
+        ) from error
     if not head:
-        raise MediaError(f"{path}: an empty file")
+        raise MediaError(f"{media.named}: an empty file")
     if head.startswith(b"version https://git-lfs"):
-        raise MediaError(f"{path}: a Git LFS pointer, not the file itself", hint="git lfs pull fetches it")
+        raise MediaError(f"{media.named}: a Git LFS pointer, not the file itself", hint="git lfs pull fetches it")
     return path
 
 
@@ -283,7 +294,7 @@ def _looks(media: Media) -> str:
 
 def _unreadable(media: Media, reader: str) -> str:
     seems = _looks(media)
-    return f"{media.place}: not {reader} that can be read{f': {seems}' if seems else ''}"
+    return f"{media.named}: not {reader} that can be read{f': {seems}' if seems else ''}"
 
 
 def _source(media: Media) -> Any:
@@ -306,12 +317,12 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
     except MediaError:
         raise
     except pillow.DecompressionBombError as error:
-        raise MediaError(f"{media.place}: more than {MAX_PIXELS:,} pixels", hint="make it smaller") from error
+        raise MediaError(f"{media.named}: more than {MAX_PIXELS:,} pixels", hint="make it smaller") from error
     except pillow.UnidentifiedImageError as error:
         hint = f"images are read as {', '.join(formats)}: convert it to one of them"
         raise MediaError(_unreadable(media, "an image"), hint=hint) from error
     except _TORN as error:
-        raise MediaError(f"{media.place}: a broken image: {_said(error)}") from error
+        raise MediaError(f"{media.named}: a broken image: {_said(error)}") from error
 
 
 #: What Pillow's readers raise for files that are torn or made up; struct.error is none of the others.
@@ -323,19 +334,20 @@ _TORN = (
 
 def _check_size(media: Media, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise MediaError(f"{media.place}: {width}×{height} is more than {MAX_PIXELS:,} pixels", hint="make it smaller")
+        raise MediaError(f"{media.named}: {width}×{height} is more than {MAX_PIXELS:,} pixels", hint="make it smaller")
     if not width or not height:
-        raise MediaError(f"{media.place}: {width}×{height}, there is nothing in it")
+        raise MediaError(f"{media.named}: {width}×{height}, there is nothing in it")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise MediaError(
-            f"{media.place}: {width}×{height}, more than {MAX_ASPECT_RATIO} times as long as wide: "
+            f"{media.named}: {width}×{height}, more than {MAX_ASPECT_RATIO} times as long as wide: "
             "models see nothing of such a strip",
             hint="cut it into pieces",
         )
 
 
 def _said(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+    words = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+    return words if isinstance(error, OSError) and error.errno is not None else quote.mark(words)
 
 
 def image(media: Media, limits: MediaLimits) -> Image.Image:
@@ -415,10 +427,12 @@ def _frame_files(media: Media) -> list[Path]:
     try:
         found = [each for each in media.path.iterdir() if not each.name.startswith(".")]
     except OSError as error:
-        raise MediaError(f"{media.path}: {error.strerror or error}", hint="can the job's submitter read it?") from error
+        raise MediaError(
+            f"{media.named}: {error.strerror or error}", hint="can the job's submitter read it?"
+        ) from error
     images = sorted((each for each in found if each.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
     if not images:
-        raise MediaError(f"{media.path}: no frame in this directory", hint=f"frames end in {' '.join(IMAGE_SUFFIXES)}")
+        raise MediaError(f"{media.named}: no frame in this directory", hint=f"frames end in {' '.join(IMAGE_SUFFIXES)}")
     return images
 
 
@@ -453,15 +467,15 @@ def _video(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float 
         stream = _stream(media, container, "video")
         times, keys = _timetable(container, stream)
         if not times:
-            raise MediaError(f"{media.place}: a video without a frame")
+            raise MediaError(f"{media.named}: a video without a frame")
         if len(times) < stream.frames * 0.9:  # containers count a few more than they show
-            raise MediaError(f"{media.place}: a torn video: {len(times)} of its {stream.frames} frames are there")
+            raise MediaError(f"{media.named}: a torn video: {len(times)} of its {stream.frames} frames are there")
         wanted = [times[n] for n in _spread(len(times), num_taken(len(times), limits))]
         taken = [
             _upright(media, frame, limits) for frame in _decoded(container, stream, wanted, keys)
         ]  # fmt: skip
         if not taken:
-            raise MediaError(f"{media.place}: a broken video: none of its {len(times)} frames can be decoded")
+            raise MediaError(f"{media.named}: a broken video: none of its {len(times)} frames can be decoded")
         between = float((wanted[-1] - wanted[0]) * (stream.time_base or 0))
         return taken, (len(wanted) - 1) / between if between > 0 else None
 
@@ -525,9 +539,9 @@ def audio(media: Media, sampling_rate: int) -> numpy.typing.NDArray[numpy.float3
             chunks.append(frame.to_ndarray().mean(axis=0))
             number += len(chunks[-1])
             if number > MAX_AUDIO_SEC * sampling_rate:
-                raise MediaError(f"{media.place}: more than {MAX_AUDIO_SEC / 60:g} minutes of sound", hint="cut it")
+                raise MediaError(f"{media.named}: more than {MAX_AUDIO_SEC / 60:g} minutes of sound", hint="cut it")
         if not number:
-            raise MediaError(f"{media.place}: sound of zero length")
+            raise MediaError(f"{media.named}: sound of zero length")
         samples: numpy.typing.NDArray[numpy.float32] = np.concatenate(chunks).astype(np.float32, copy=False)
         return samples
 
@@ -556,15 +570,15 @@ def _container(media: Media) -> Iterator[av.container.InputContainer]:
     except (av_module.error.InvalidDataError, av_module.error.EOFError, av_module.error.ArgumentError) as error:
         raise MediaError(_unreadable(media, what)) from error
     except (av_module.error.FFmpegError, OSError, ValueError, LookupError, ArithmeticError) as error:
-        raise MediaError(f"{media.place}: broken: {_said(error)}") from error
+        raise MediaError(f"{media.named}: broken: {_said(error)}") from error
 
 
 def _stream(media: Media, container: Any, kind: Literal["video", "audio"]) -> Any:
     streams = container.streams.video if kind == "video" else container.streams.audio
     if not streams:
-        raise MediaError(f"{media.place}: there is no {'picture' if kind == 'video' else 'sound'} in it")
+        raise MediaError(f"{media.named}: there is no {'picture' if kind == 'video' else 'sound'} in it")
     if streams[0].codec_context is None:
-        raise MediaError(f"{media.place}: a codec that is not known here")
+        raise MediaError(f"{media.named}: a codec that is not known here")
     return streams[0]
 
 

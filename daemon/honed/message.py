@@ -417,7 +417,7 @@ BY_ERROR: dict[str, Message] = {
         A signal ended it, or it exited without its result. It is tried again from its last checkpoint as long as it
         has attempts left; a job that keeps killing its worker is parked as failed.
 
-          journalctl -u honed-job@@HONED_JOB@
+          honectl logs --raw @HONED_JOB@    what it printed last
           journalctl -k -p warning
 
         A SIGSEGV comes from a compiled library (honectl doctor); a SIGKILL from a person, or from the kernel's or

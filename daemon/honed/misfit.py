@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from honed.problem import shown
+from honed import quote
 
 #: How columns are called that ask, and that answer; the first that is there counts.
 ASKS = (
@@ -74,7 +74,7 @@ def of(row: Mapping[str, Any]) -> Misfit | None:
     if not columns or not all(isinstance(row[names[name]], str) for name in (asks, answers)):
         return None
     return Misfit(
-        f"no format has the columns {', '.join(f'`{name}`' for name in list(row)[:20])}",
+        f"no format has the columns {quote.names(map(str, list(row)[:20]), '`{}`')}",
         f"if `{names[asks]}` asks and `{names[answers]}` answers, write {_written(columns)} below the data set's path",
         columns,
     )
@@ -108,7 +108,7 @@ def _written(columns: Mapping[str, str]) -> str:
 
 
 def _plain(name: str) -> str:
-    return name if name.replace("_", "").isalnum() and not name.isdigit() else shown(name)
+    return name if name.replace("_", "").isalnum() and not name.isdigit() else repr(name)
 
 
 def _first(wanted: Iterable[str], names: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from honed import basemodel, installed, packing, snapshot, spec
+from honed import basemodel, installed, packing, quote, snapshot, spec
 from honed.basemodel import AdapterInfo, BaseModelInfo, UncachedError
 from honed.config import Config
 from honed.error import ModelError, SpecError
@@ -72,7 +72,7 @@ def _check_whole(job_spec: JobSpec, layout: Layout, config: Config, path: Path, 
     if fault is not None and snapshot.is_fetched(layout.cache_dir, job_spec.base_model, path):
         return
     missing = Missing(job_spec.base_model, job_spec.revision or "main")
-    words = fault.message if fault else f"{path}: fetched without the code that comes with it"
+    words = fault.said if fault else f"{path}: fetched without the code that comes with it"
     raise UncachedError(words, missing, hint="honed fetches what is missing")
 
 
@@ -142,7 +142,8 @@ def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:
         return
     if installed.MODEL_TYPE_ALIASES.get(asked, asked) != stored:
         raise SpecError(
-            f"model_type: {asked}, but {model.path / 'config.json'} says {stored}, which transformers knows",
+            f"model_type: {quote.name(asked)}, but {model.path / 'config.json'} says {stored}, which transformers "
+            "knows",
             hint="leave model_type out; where it is config.json that is wrong, correct it there",
             fix={"model_type": None},
         )
@@ -172,7 +173,8 @@ def _check_trainable(job_spec: JobSpec, model: BaseModelInfo, config: Config) ->
         )
     else:
         raise ModelError(
-            f"{where}: transformers {installed.version('transformers')} does not know the model_type {model_type!r}",
+            f"{where}: transformers {installed.version('transformers')} does not know the model_type "
+            f"{quote.name(model_type)}",
             hint="if it is another name for one that it knows, say so in the job file, as in `model_type: llama`",
         )
 
@@ -186,7 +188,8 @@ def _check_writes(model: BaseModelInfo) -> None:
     for what, classes in _OTHER_HEADS.items():
         if model.architectures and all(map(classes.search, model.architectures)):
             raise ModelError(
-                f"{where}: {model.architectures[0]} is a model that {what}, not one that continues text", hint=hint
+                f"{where}: {quote.name(model.architectures[0])} is a model that {what}, not one that continues text",
+                hint=hint,
             )
     if model.model_type in ENCODERS and model.config.get("is_decoder") is not True:
         raise ModelError(
@@ -206,7 +209,7 @@ def _check_own_code(job_spec: JobSpec, model: BaseModelInfo, config: Config) -> 
     is_allowed = config.policy.trust_remote_code
     if not job_spec.trust_remote_code:
         raise ModelError(
-            f"{model.path / 'config.json'}: {model.model_type} comes with code of its own (auto_map)",
+            f"{model.path / 'config.json'}: {quote.name(model.model_type)} comes with code of its own (auto_map)",
             hint="trust_remote_code: true runs it"
             if is_allowed
             else "it may not run here unless the administrator sets policy.trust_remote_code in honed.toml",

@@ -209,7 +209,8 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
         "state": job.state.value,
         "outcome": job.outcome,
         "remark": job.remark,
-        "error": error,
+        # A receiver need not be one who may read the job: neither what the message quotes nor values of the job file.
+        "error": {key: error[key] for key in ("code", "message", "hint")} if error else None,
         "metrics": shown["metrics"],
         "output_dir": shown["artifacts"]["output_dir"],
         "report": shown["artifacts"]["report"],

@@ -7,6 +7,7 @@ import time
 
 import sdnotify
 
+from honed import quote
 from honed.error import plain
 
 #: Characters of a status line.
@@ -34,7 +35,8 @@ class Notifier:
 
     def status(self, text: str) -> None:
         """One line a person wants to read; sent when it changes."""
-        line = plain(" ".join(text.split()))[:MAX_STATUS]  # a worker's own words are in it
+        # A worker's own words are in it, and everybody on the machine may read it.
+        line = plain(quote.hide(" ".join(text.split())))[:MAX_STATUS]
         if line != self._status:
             self._status = line
             self._send(f"STATUS={line}")

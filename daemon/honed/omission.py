@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from honed import quote
 from honed.error import DatasetError
 from honed.problem import shown
 from honed.span import Span, squeeze
@@ -85,9 +86,9 @@ class Omission:
 
 
 def line(told: Mapping[str, Any]) -> str:
-    """What `as_dict` has made, in words."""
+    """What `as_dict` has made, in words for the row's owner."""
     number = told["message"]
-    return str(Omission(told["kind"], None if number is None else number - 1, told["text"]))
+    return quote.show(str(Omission(told["kind"], None if number is None else number - 1, told["text"])))
 
 
 @dataclass(frozen=True)

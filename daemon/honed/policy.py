@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from honed import access, variant
+from honed import access, quote, variant
 from honed.access import READ, WRITE, Person
 from honed.config import Config
 from honed.error import DatasetError, HonedError, ModelError, SpecError
@@ -286,7 +286,8 @@ def _is_below(path: Path, *places: Path) -> bool:
 
 
 def _shown(path: Path, real: Path) -> str:
-    return str(path) if real == path else f"{path} (really {real})"
+    told = quote.place(str(path))
+    return told if real == path else f"{told} (really {quote.place(str(real))})"
 
 
 def _listed(places: tuple[Path, ...]) -> str:

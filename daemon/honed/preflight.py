@@ -14,7 +14,9 @@ stage that it is in stands in a file, `--stage-fd`, for whom it takes too long:
     > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
     < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
        "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
-    < {"id": 7, "ok": false, "error": {"code", "message", "hint", "fix"?}}
+    < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
+
+The answer's `warnings` are for the log; those in `plan`, with what they quote, for those who may read the job.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from honed import (
     basemodel,
@@ -48,6 +50,7 @@ from honed import (
     plan,
     position,
     problem,
+    quote,
     receiver,
     remedy,
     rowcheck,
@@ -68,9 +71,11 @@ from honed.error import (
     InternalError,
     MemoryShortError,
     SpecError,
+    said,
     unreadable,
 )
 from honed.layout import Layout
+from honed.log import trace
 from honed.plan import Plan
 from honed.policy import Policy, inputs
 from honed.snapshot import Missing
@@ -90,7 +95,7 @@ class Verdict:
     spec: JobSpec
     plan: Plan | None  #: None while it waits
     output_dir: Path
-    warnings: list[str]
+    warnings: list[str]  #: what they quote is marked
     adapter_path: Path | None = None
     waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
     needs_fetch: Missing | None = None  #: the base model or a data set, not in the cache, that may be fetched
@@ -368,7 +373,11 @@ def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mappi
 
 
 def main() -> None:
-    """Answer requests, one a line, until stdin ends. Only answers go to stdout; a bad request costs itself alone."""
+    """Answer requests, one a line, until stdin ends. Only answers go to stdout; a bad request costs itself alone.
+
+    Our stderr is the journal: what libraries print may quote rows and goes nowhere, and of a traceback the places alone
+    are told.
+    """
     parser = argparse.ArgumentParser(prog="honed.preflight")
     parser.add_argument("--root", type=Path, default=Path("/"))
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
@@ -379,8 +388,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints must not pass for an answer
+    answers, journal = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(2), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     cache = datacheck.Cache()
 
     def progress(stage: str) -> None:
@@ -388,10 +399,10 @@ def main() -> None:
             os.pwrite(options.stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
 
     for line in sys.stdin.buffer:
-        answers.write(json.dumps(_answer(line, layout, cache, progress)).encode() + b"\n")
+        answers.write(json.dumps(_answer(line, layout, cache, progress, journal)).encode() + b"\n")
 
 
-def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress) -> dict[str, Any]:
+def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> dict[str, Any]:
     request_id = None
     try:
         request = json.loads(line)
@@ -412,9 +423,11 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
             cache=cache,
         )
     except HonedError as error:
+        if isinstance(error, InternalError) and error.__cause__ is not None:
+            print(trace(error.__cause__), file=journal)
         return {"id": request_id, "ok": False, "error": error.as_dict()}
     except Exception as error:  # noqa: BLE001  (the helper's main loop: this job file fails, the helper lives)
-        traceback.print_exc()
+        print(trace(error), file=journal)
         return {"id": request_id, "ok": False, "error": unforeseen(error).as_dict()}
     return {
         "id": request_id,
@@ -422,14 +435,14 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         "spec": verdict.spec.model_dump(mode="json"),
         "plan": (verdict.plan.as_dict() if verdict.plan else {})
         | {
-            "warnings": verdict.warnings,
+            "warnings": list(map(quote.show, verdict.warnings)),
             "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None,
             "base_model_commit": verdict.commit,
             "hub_datasets": verdict.places(),
             "may_read": _grant(verdict, Policy.of(layout, config, request.get("uid"))) if verdict.plan else None,
         },
         "output_dir": str(verdict.output_dir),
-        "warnings": verdict.warnings,
+        "warnings": list(map(quote.hide, verdict.warnings)),
         "lines": dict(verdict.lines),
         "references": spec.references(verdict.spec),
         "waits_for": dict(verdict.waits_for),
@@ -446,7 +459,7 @@ def _grant(verdict: Verdict, rights: Policy) -> dict[str, Any]:
 def unforeseen(error: Exception) -> InternalError:
     """An exception that is no HonedError, as one."""
     return InternalError(
-        f"the check failed in a way that nobody foresaw: {type(error).__name__}: {error}",
+        f"the check failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}",
         hint="the log has the traceback: journalctl -u honed",
     )
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from honed.error import HonedError, ModelError, SpecError
+from honed import quote
+from honed.error import HonedError, ModelError, SpecError, plain
 
 #: Where a value stands: keys, and numbers of list items.
 KeyPath = tuple[str | int, ...]
@@ -22,6 +23,8 @@ KeyPath = tuple[str | int, ...]
 MAX_PROBLEMS = 50
 #: Characters of a key or a value that are shown: what stands in a job file is another person's text.
 MAX_SHOWN = 60
+#: What `dotted` puts around a key that is no plain word.
+_QUOTED = re.compile("['\"]")
 
 
 class Line(int):
@@ -48,7 +51,7 @@ class Problem:
     def __str__(self) -> str:
         via = f" (brought in on line {self.line.via})" if isinstance(self.line, Line) and self.line.via else ""
         line = f"line {self.line}{via}: " if self.line is not None else ""
-        key = f"{self.key}: " if self.key else ""
+        key = f"{key_words(self.key)}: " if self.key else ""
         return f"{line}{key}{self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
@@ -78,16 +81,20 @@ def faults(error: HonedError) -> list[dict[str, Any]]:
     """What is wrong with a job file, one by one, as `honectl check --json` has it."""
     if isinstance(error, InvalidSpecError):
         return [
-            {"key": each.key, "line": each.line, "code": error.code, "message": each.message, "hint": each.hint,
-             "fix": dict(each.fix) or None}
+            _fault(each.key, each.line, error.code, plain(quote.hide(each.message)), plain(quote.show(each.message)),
+                   plain(quote.show(each.hint)), each.fix)
             for each in error.problems
         ]  # fmt: skip
     place = f"line {error.line}: " if error.line is not None else ""
-    message = error.message.removeprefix(place).removeprefix(f"{error.key}: ")
-    return [
-        {"key": error.key, "line": error.line, "code": error.code, "message": message, "hint": error.hint,
-         "fix": error.fix or None}
-    ]  # fmt: skip
+    message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.told))
+    return [_fault(error.key, error.line, error.code, message, whole, error.hint, error.fix)]
+
+
+def _fault(
+    key: str, line: int | None, code: str, message: str, whole: str, hint: str, fix: Mapping[str, Any]
+) -> dict[str, Any]:
+    found = {"key": key, "line": line, "code": code, "message": message, "hint": hint, "fix": dict(fix) or None}
+    return found | ({"evidence": whole} if whole != message else {})
 
 
 def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +116,17 @@ def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
 def told_fix(fix: Mapping[str, Any]) -> list[str]:
     """A fix in words, one change a line."""
     return [f"{key}: taken out" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
+
+
+def key_words(key: str) -> str:
+    """A dotted key in a sentence. In a file that is no job, such as one of rows, one may be a sentence itself, and is a
+    quote."""
+    return quote.mark(key) if _QUOTED.search(key) else key
+
+
+def rewritten(value: Any) -> str:
+    """A value as it is written in a job file, in a sentence: a quote."""
+    return quote.mark(written(value))
 
 
 def written(value: Any) -> str:
@@ -181,7 +199,7 @@ def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, i
     path = tuple(int(part) if part.isdecimal() else part for part in named[1].split(".")) if named else ()
     if path and path[:1] in lines:
         error.key, error.line = dotted(path), line_of(path, lines)
-        error.message = f"line {error.line}: {error.message}"
+        error.surround(f"line {error.line}: ")
         return
     about = [(text, path) for path, text in texts(data) if _is_about(error.message, text)]
     path = max(about, key=lambda each: len(each[0]))[1] if about else ()
@@ -189,7 +207,7 @@ def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, i
         path = ("base_model",)  # a hub id's files lie in the cache
     if (line := line_of(path, lines)) is not None:
         error.key, error.line = dotted(path), line
-        error.message = f"line {line}: {error.key}: {error.message}"
+        error.surround(f"line {line}: {error.key}: ")
 
 
 def texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -211,25 +229,29 @@ def _is_about(message: str, text: str) -> bool:
 
 def dotted(path: KeyPath) -> str:
     """`("datasets", 0, "path")` as `datasets.0.path`; a key that is no plain word is quoted and cut."""
-    return ".".join(str(part) if isinstance(part, int) or _is_plain(part) else shown(part) for part in path)
+    return ".".join(str(part) if isinstance(part, int) or _is_plain(part) else _cut(part) for part in path)
 
 
 def shown(value: Any) -> str:
-    """A value as people write it, cut, and without anything that a terminal would act on."""
+    """A value as people write it, cut, and without anything that a terminal would act on; marked as a quote."""
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]
         case int() | float():
-            return str(value)
+            return quote.mark(str(value))
         case str():
-            cut = value if len(value) <= MAX_SHOWN else value[: MAX_SHOWN - 1] + "…"
-            return repr(cut)
+            return quote.mark(_cut(value))
         case dict():
-            return f"a mapping with the keys {', '.join(map(shown, list(value)[:3]))}" if value else "an empty mapping"
+            keys = ", ".join(map(shown, list(value)[:3]))
+            return f"a mapping{quote.aside(f' with the keys {keys}')}" if value else "an empty mapping"
         case list():
             return f"a list of {len(value)}" if value else "an empty list"
         case _:
             return type(value).__name__
+
+
+def _cut(value: str) -> str:
+    return repr(value if len(value) <= MAX_SHOWN else value[: MAX_SHOWN - 1] + "…")
 
 
 def _is_plain(key: str) -> bool:

@@ -13,9 +13,23 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from honed import quote
 from honed.advice import Asked, Synonym, is_off, is_on
 from honed.field import MEMBER, REFUSED, Section, choices, describe, kinds, members
-from honed.problem import MAX_PROBLEMS, KeyPath, Problem, as_path, at, dotted, line_of, mended, shown, written
+from honed.problem import (
+    MAX_PROBLEMS,
+    KeyPath,
+    Problem,
+    as_path,
+    at,
+    dotted,
+    key_words,
+    line_of,
+    mended,
+    rewritten,
+    shown,
+    written,
+)
 from honed.synonym import NAMES, SECRETS, SECTIONS, VALUES, find, not_supported
 from honed.training import OWNED
 
@@ -140,7 +154,7 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
         rest = {key: value for key, value in refusal.fix.items() if key not in new}
         hint = f"leave it out: {kept} is given, too, and says otherwise"
         if rest.get(own) is not None:
-            hint = f"write {own}: {written(rest[own])}, and {kept} stays as it is"
+            hint = f"write {own}: {rewritten(rest[own])}, and {kept} stays as it is"
         return replace(refusal, hint=hint, fix=rest)
     if not refusal.fix or not isinstance(data, dict):
         return refusal
@@ -160,7 +174,7 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
             if all(each.fix for each in inner):
                 last = mended(content, {name: value for each in inner for name, value in each.fix.items()})
                 fix = {name: None for name, value in refusal.fix.items() if value is None} | _difference(part, last)
-                said = ", ".join(f"{name}: {written(value)}" for name, value in fix.items() if value is not None)
+                said = ", ".join(f"{name}: {rewritten(value)}" for name, value in fix.items() if value is not None)
                 return replace(refusal, hint=f"write {said}" if said else refusal.hint, fix=fix)
             if wrong[0]["type"] == REFUSED:
                 return replace(refusal, hint=f"{refusal.hint.partition(': ')[0]}; but {inner[0].message}", fix={})
@@ -246,7 +260,7 @@ def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
     if isinstance(value, int | float) and str in taken and type(value) not in taken:
         return "put it in quotes", str(value)
     if isinstance(value, float) and value.is_integer() and int in taken:
-        return f"write {int(value)}", int(value)
+        return f"write {quote.mark(str(int(value)))}", int(value)
     return _list_hint(annotation, value)
 
 
@@ -256,14 +270,14 @@ def _list_hint(annotation: Any, value: Any) -> tuple[str, Any]:
         isinstance(each, type) and issubclass(each, BaseModel) and "path" in each.model_fields
         for each in members(annotation)
     ):
-        return f"write {{path: {value}}}", {"path": value}
+        return f"write {{path: {quote.mark(value)}}}", {"path": value}
     inner = next((get_args(member)[0] for member in members(annotation) if get_origin(member) is list), None)
     if not (isinstance(inner, type) and issubclass(inner, BaseModel) and "path" in inner.model_fields):
         return "", None
     if isinstance(value, dict) and "path" in value:
         return "a list: begin it with - ", [value]
     if isinstance(value, str):
-        return f"write [{{path: {value}}}]", [{"path": value}]
+        return f"write [{{path: {quote.mark(value)}}}]", [{"path": value}]
     return "", None
 
 
@@ -273,12 +287,12 @@ def _number_hint(taken: tuple[Any, ...], value: str, key: str) -> tuple[str, Any
     if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmM])", value):
         thousand = 1024 if re.search("length|tokens|pixels", key) else 1000
         number = float(found[1]) * thousand ** (1 if found[2] in "kK" else 2)
-        return f"write {int(number)}", int(number)
+        return f"write {quote.mark(str(int(number)))}", int(number)
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float in taken:
-        return f"write {float(found[1]) / 100:g}", float(f"{float(found[1]) / 100:g}")
+        return f"write {quote.mark(f'{float(found[1]) / 100:g}')}", float(f"{float(found[1]) / 100:g}")
     if re.fullmatch(r"\d{1,3}(_\d{3})+|\d{1,3}(,\d{3})+", value) and int in taken:
         number = int(re.sub("[_,]", "", value))
-        return f"write {number}", number
+        return f"write {quote.mark(str(number))}", number
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
         number = float(value)
         is_whole = number.is_integer() and (int in taken or re.fullmatch(r"[-+]?\d+", value) is not None)
@@ -341,16 +355,16 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
             break
         for each in found:
             if not each.fix:
-                return Refusal(path, what, f"{dotted(each.path)}: {each.hint or each.message}")
+                return Refusal(path, what, f"{key_words(dotted(each.path))}: {each.hint or each.message}")
             if all(new is None for new in each.fix.values()):
-                hints.append(f"{each.path[-1]}: {each.hint.removeprefix('leave it out: ')}")
+                hints.append(f"{quote.name(str(each.path[-1]))}: {each.hint.removeprefix('leave it out: ')}")
         fix = {name: new for each in found for name, new in each.fix.items()}
         ours |= {as_path(name) for name in fix}
         content = mended(content, fix)
     fix = {dotted(path): None} | _difference({name: each for name, each in data.items() if name != path[0]} if len(path)
                                              == 1 else mended(data, {dotted(path): None}), content)  # fmt: skip
-    said = ", ".join(f"{name}: {written(new)}" for name, new in fix.items() if new is not None)
-    hint = f"write {said}" if len(said) <= MAX_PROBLEMS * 8 else "its keys stand elsewhere"
+    said = ", ".join(f"{name}: {rewritten(new)}" for name, new in fix.items() if new is not None)
+    hint = f"write {said}" if len(quote.show(said)) <= MAX_PROBLEMS * 8 else "its keys stand elsewhere"
     return Refusal(path, what, "; ".join([hint if said else "leave it out", *hints]), fix=fix)
 
 

@@ -16,7 +16,6 @@ import re
 import stat
 import sys
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from honed import layout as layouts
 from honed.database import Reader, timestamp
 from honed.job import Job
 from honed.layout import Layout
+from honed.log import guard_tracebacks, trace
 from honed.page import document, facts, said, section, table, text
 from honed.plot import Series
 from honed.progress import duration, figure, progress_text
@@ -138,7 +138,7 @@ def parts(story: Story, *, now: float) -> tuple[str, list[str]]:
 def outcome(story: Story) -> tuple[str, str]:
     """What became of a job in one line, and whether that is good, bad, or a warning."""
     job, error = story.job, story.shown["error"] or {}
-    why = f": {error['message']}" if error.get("message") else ""
+    why = f": {error.get('evidence') or error['message']}" if error.get("message") else ""
     match job.state:
         case "succeeded" if job.remark:
             return "warn", f"succeeded, but {job.remark}"
@@ -196,7 +196,7 @@ def _warnings(story: Story) -> list[str]:
     hint = (story.shown["error"] or {}).get("hint")
     told = dict.fromkeys(
         [*map(str, story.shown["plan"].get("warnings") or ()),
-         *(str(each.get("message")) for each in story.events
+         *(str(each.get("evidence") or each.get("message")) for each in story.events
            if each["event"] == "log" and each.get("level") in ("warning", "error"))]
     )  # fmt: skip
     items = [*([f"What to do: {hint}"] if hint else []), *told]
@@ -441,7 +441,7 @@ def _events(story: Story) -> list[str]:
 def _event_words(event: Mapping[str, Any]) -> str:
     match event["event"]:
         case "log":
-            return text(f"{event.get('level')}: {event.get('message')}", limit=2000)
+            return text(f"{event.get('level')}: {event.get('evidence') or event.get('message')}", limit=2000)
         case "stage":
             return text(event.get("stage"))
         case "started":
@@ -580,8 +580,8 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
         except OSError as error:
             print(f"job {job_id}: its report: {error}", file=sys.stderr)
             num_failed += 1
-        except Exception:  # noqa: BLE001 - a worker that tells nonsense costs its own page, and no other's
-            print(f"job {job_id}: its report cannot be made:\n{traceback.format_exc()}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - a worker that tells nonsense costs its own page, and no other's
+            print(f"job {job_id}: its report cannot be made:\n{trace(error)}", file=sys.stderr)
     reader = Reader(layout.database_path)
     try:
         rows, counts = reader.overview(MAX_INDEX_JOBS)
@@ -604,6 +604,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--admin-group", default="")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
+    guard_tracebacks()
     niceness.step_back()
     layout = layouts.of(options.root)
     return min(write(layout, options.ids, is_shared=options.shared, admin_group=options.admin_group), 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from honed import attachment
+from honed import attachment, quote
 from honed.attachment import RowError
 from honed.error import DatasetError
 from honed.media import Kind, Media
@@ -141,7 +141,7 @@ def recognise(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) 
         return "alpaca"
     if "text" in named:
         return "text"
-    found = ", ".join(shown(key).strip("'\"") for key in list(row)[:MAX_COLUMNS]) or "none"
+    found = quote.names(map(str, list(row)[:MAX_COLUMNS])) or "none"
     found += f", and {len(row) - MAX_COLUMNS} more" if len(row) > MAX_COLUMNS else ""
     raise DatasetError(
         f"the format cannot be told from the columns ({found})",
@@ -443,7 +443,7 @@ def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> l
 
 def told_unread(names: Sequence[str], format: str) -> str:  # noqa: A002
     """One sentence on columns that are not read, with how a weight is written where one of them looks like it."""
-    named = ", ".join(f"`{shown(name).strip(chr(39) + chr(34))}`" for name in names[:MAX_COLUMNS])
+    named = quote.names(names[:MAX_COLUMNS], "`{}`")
     named += f", and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""
     if not (weights := [name for name in names if name in (*_WEIGHTS, "weights", "mask")]):
         return f"columns that are not read: {named}"

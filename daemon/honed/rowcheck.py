@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from honed import datacheck, dataset, modality, parameter, templatecheck
+from honed import datacheck, dataset, modality, parameter, quote, templatecheck
 from honed.asking import Mismatches
 from honed.basemodel import BaseModelInfo
 from honed.error import DatasetError, ModelError
@@ -92,7 +92,7 @@ def _check(
                 try:
                     told = _look(job_spec, model, chat, each, rights)
                 except DatasetError as error:
-                    raise DatasetError(f"{key}.{number}: {error.message}", hint=error.hint, fix=error.fix) from error
+                    raise DatasetError(f"{key}.{number}: {error.said}", hint=error.hint, fix=error.fix) from error
                 if cache is not None and datacheck.identity(each, paths, rights)[1]:
                     cache.remember(done, told)
             yield from (f"{key}.{number}: {text}" for text in told[0])
@@ -171,12 +171,12 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
     first = f"the first {seen.num_rows} rows" if seen.num_rows > 1 else "the first row"
     if seen.refused and not seen.encoded:
         raise DatasetError(
-            f"{each.path}: none of {first} can be trained on: {seen.refused[0].message}", hint=seen.refused[0].hint
+            f"{each.path}: none of {first} can be trained on: {seen.refused[0].said}", hint=seen.refused[0].hint
         )
     if seen.refused:
         yield (
             f"{each.path}: {len(seen.refused)} of {first} cannot be trained on, and such rows are left out; the "
-            f"first: {seen.refused[0].message}"
+            f"first: {seen.refused[0].said}"
         )
     if sum(isinstance(error, SilencedError) for error in seen.refused) > MAX_SILENCED_SHARE * seen.num_rows:
         yield f"{each.path}: where that goes for more than a tenth of all rows, the job is refused: {SILENCED_HINT}"
@@ -217,9 +217,9 @@ def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
     used |= {max(row.input_ids) for row in seen.encoded if row.input_ids}
     if used and max(used) >= limit:
-        token = tokenizer.convert_ids_to_tokens(max(used))
+        token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
         raise ModelError(
-            f"{model.path}: token {token!r} has the number {max(used)}, the embeddings only {limit} rows",
+            f"{model.path}: token {token} has the number {max(used)}, the embeddings only {limit} rows",
             hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from honed import rung
+from honed import quote, rung
 from honed.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
 from honed.score import BUILT_IN, PREFIX, known
 
@@ -211,7 +211,7 @@ def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
     elif spec.predictions.sample_frequency != "eval":
         yield (
             path,
-            f"{name} is there only where each evaluation predicts",
+            f"{quote.name(name)} is there only where each evaluation predicts",
             "write predictions.sample_frequency: eval",
             {"predictions.sample_frequency": "eval"},
         )
@@ -371,7 +371,7 @@ def _schedule(spec: JobSpec) -> Iterator[Finding]:
                 "write lr_scheduler_type: cosine_with_min_lr",
                 {"training.lr_scheduler_type": "cosine_with_min_lr"},
             )
-        yield path, f"{name} takes no {', '.join(unknown)}", hint, fix
+        yield path, f"{name} takes no {quote.names(unknown)}", hint, fix
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         lowest = [key for key in ("min_lr", "min_lr_rate") if given.get(key) is not None]
         if len(lowest) != 1:
@@ -408,7 +408,7 @@ def _optimizer(spec: JobSpec) -> Iterator[Finding]:
             {"training.optim": training.optim.removesuffix("_layerwise")},
         )  # fmt: skip
     if training.optim_args and any(each.count("=") != 1 for each in training.optim_args.split(",")):
-        yield ("training", "optim_args"), f"{training.optim_args!r} is no list of key=value", "rank=64,scale=0.25"
+        yield ("training", "optim_args"), f"{shown(training.optim_args)} is no list of key=value", "rank=64,scale=0.25"
 
 
 def _media(spec: JobSpec) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from honed.comparison import answer
-from honed.error import EnvironmentInvalidError, SpecError
+from honed.error import EnvironmentInvalidError, SpecError, said
 
 #: Prediction and ground truth to a figure from 0 to 1; None for a prediction that cannot be parsed.
 Scorer = Callable[[str, str], float | None]
@@ -89,7 +89,9 @@ def _guarded(metric: Metric, text: str, truth: str, faults: list[str]) -> float 
             raise ValueError(f"it returned {result}, which is not from 0 to 1")
     except Exception as error:  # noqa: BLE001 - the administrator's code must not cost the run
         if not any(fault.startswith(f"metric {metric.name}:") for fault in faults):
-            faults.append(f"metric {metric.name}: {type(error).__name__}: {error}; such answers count 0, as unparsable")
+            faults.append(
+                f"metric {metric.name}: {type(error).__name__}: {said(error)}; such answers count 0, as unparsable"
+            )
         return None
     return None if result is None else float(result)
 
@@ -126,7 +128,7 @@ def find(name: str) -> Metric:
             return Metric(name, point.load())
         except Exception as error:
             raise EnvironmentInvalidError(
-                f"metric {name} ({point.value}) cannot be loaded: {type(error).__name__}: {error}",
+                f"metric {name} ({point.value}) cannot be loaded: {type(error).__name__}: {said(error)}",
                 hint=f"mend or remove the package that has it under {GROUP}",
             ) from error
     raise EnvironmentInvalidError(f"no metric {name!r}", hint=f"known here: {', '.join(known())}")

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from honed import __version__, config, durable, outbox, secret
+from honed import __version__, config, durable, outbox, quote, secret
 from honed import layout as layouts
 from honed import log as logs
 from honed.config import ReportingConfig
@@ -88,7 +88,7 @@ class Answer:
 
     verdict: Verdict
     status: int
-    text: str
+    text: str  #: the other side's own words in it are marked as a quote
     retry_after_sec: float = 0.0
 
 
@@ -217,13 +217,14 @@ class Sender:
         directory = outbox.refused_dir(self._path)
         self._counts["num_refused"] += 1
         # One word for many rows of one kind: an endpoint that takes nothing must not drown the journal.
-        is_new = self._clock() - self._refused_at.get(answer.text, -COMPLAIN_EVERY_SEC) >= COMPLAIN_EVERY_SEC
+        said = quote.hide(answer.text)
+        is_new = self._clock() - self._refused_at.get(said, -COMPLAIN_EVERY_SEC) >= COMPLAIN_EVERY_SEC
         if is_new:
-            self._refused_at = {**self._refused_at, answer.text: self._clock()} if len(self._refused_at) < 100 else {}
+            self._refused_at = {**self._refused_at, said: self._clock()} if len(self._refused_at) < 100 else {}
         log.log(
             logging.ERROR if is_new else logging.DEBUG,
             "a %s of job %s (step %s) is refused with %d and set aside in %s: %s",
-            row.data["kind"], row.data.get("job_id"), row.data.get("step"), answer.status, directory, answer.text,
+            row.data["kind"], row.data.get("job_id"), row.data.get("step"), answer.status, directory, said,
             extra=about(row.data.get("honed_job"), ROW_REFUSED, step=row.data.get("step")),
         )  # fmt: skip
         if self._refused_bytes is None:
@@ -232,7 +233,7 @@ class Sender:
             log.error("%s holds reporting.max_outbox_bytes: %s is dropped; honed.db has it", directory, row.key)
             return
         self._refused_bytes += row.num_bytes
-        record = {"status": answer.status, "answer": answer.text, "row": row.data}
+        record = {"status": answer.status, "answer": quote.show(answer.text), "row": row.data}
         durable.write_json(directory / f"{row.key}.json", record, mode=0o640)
 
     def send_again(self) -> int:
@@ -433,7 +434,7 @@ class Sender:
             level = logging.ERROR if 400 <= answer.status < 500 and not answer.retry_after_sec else logging.WARNING
             log.log(level, "not delivered, and tried again: %s", answer.text, extra=about(message=SEND_TROUBLE))
         self._report(f"not delivered, and tried again: {answer.text}")
-        self._note(answer.text)
+        self._note(quote.show(answer.text))
 
     def _recovered(self) -> None:
         if self._failing_since is not None:
@@ -459,7 +460,7 @@ def judge(response: http.client.HTTPResponse, data: bytes) -> Answer:
     status, text = response.status, f"{response.status} {response.reason}"
     said = " ".join(data[:500].decode(errors="replace").split())
     said = "".join(char if char.isprintable() else "\ufffd" for char in said)
-    text += f": {said}" if said else ""
+    text += f": {quote.mark(said)}" if said else ""  # it may repeat the rows, as FastAPI's 422 does
     match status:
         case _ if 200 <= status < 300:
             if (why := _is_no_receipt(response, data)) is not None:

@@ -6,8 +6,9 @@ It leads a session of its own, in which the worker is, and holds a lock on ATTEM
 the lock file says who they are. SIGTERM and SIGABRT are handed on to the worker alone, so that its data loaders live
 through the checkpoint, and its stacks are dumped. If the shim itself is killed, the kernel kills the worker.
 
-With `--relay` it is the main process of the worker's unit: what the worker writes goes to ATTEMPT_DIR/worker.log as it
-is, and line by line to the journal; while the worker writes its last checkpoint systemd is asked for more time, up to
+With `--relay` it is the main process of the worker's unit: what the worker writes goes to ATTEMPT_DIR/worker.log, as it
+does without. The journal, which more people read, gets the stacks of a worker that hangs or crashes alone: a library, a
+metric or a traceback may print rows. While the worker writes its last checkpoint systemd is asked for more time, up to
 $HONED_STOP_TIMEOUT_SEC; and the shim ends as the worker did, so that `systemctl status` tells the truth.
 
 START counts the worker starts of one attempt (a fallback makes a second). An exit.json for this START that is there
@@ -39,6 +40,11 @@ EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
 DRAIN_SEC = 2.0
 #: Bytes. The journal cuts longer lines, too.
 MAX_LINE_BYTES = 32 * 1024
+#: How faulthandler begins, in a worker that is sent SIGABRT since it hangs, and in one that crashes.
+FATAL = [
+    b"Fatal Python error: " + what
+    for what in (b"Aborted", b"Segmentation fault", b"Bus error", b"Illegal instruction", b"Floating-point exception")
+]
 
 
 def main() -> int:
@@ -92,14 +98,14 @@ def run(command: list[str], shim_pid: int, output_fd: int | None) -> None:
 
 
 class Relay:
-    """What the worker writes: to its log as it is, to the journal line by line."""
+    """What the worker writes: to its log as it is; the stacks of one that hangs or crashes to the journal, too."""
 
     def __init__(self, fd: int, log_path: str) -> None:
         self.fd = fd
         self.is_open = True
-        self.is_dumping = False  #: from now on lines are the stacks of a worker that hangs
         self._log_fd = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._rest = b""
+        self._is_dying = False  # what comes now are its stacks
 
     def pump(self) -> None:
         """Take what there is; blocks where there is nothing."""
@@ -117,22 +123,16 @@ class Relay:
         self._rest = b""
 
     def _tell(self, lines: list[bytes]) -> None:
-        # A bar of progress draws over itself; the journal would call it a blob. Its last state is enough.
-        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        write(2, b"".join(self._priority(line) + _plain(line) + b"\n" for line in shown if line.strip()))
+        for line in lines:
+            self._is_dying = self._is_dying or line in FATAL
+            if self._is_dying and is_of_stacks(line):  # a warning, among the unit's lines, which are debug
+                write(2, b"<4>%s\n" % _plain(line))
 
-    def _priority(self, line: bytes) -> bytes:
-        """The prefix of a line, by which the journal files it. A line may say itself that it is a warning or less. None
-        passes for an emergency, which every terminal of the machine is shown."""
-        match line[:3]:
-            case b"<4>" | b"<5>" | b"<6>" | b"<7>":
-                return b""
-            case _ if self.is_dumping:  # of the unit's lines, which are debug, these are for the owner
-                return b"<4>"
-            case b"<0>" | b"<1>" | b"<2>" | b"<3>":
-                return b"<7>"
-            case _:
-                return b""
+
+def is_of_stacks(line: bytes) -> bool:
+    """Whether faulthandler writes such a line: a thread, or a place in the code."""
+    is_place = line.startswith(b'  File "') and line.rpartition(b" in ")[0][-1:].isdigit()
+    return is_place or line in FATAL or line.startswith((b"Thread 0x", b"Current thread 0x", b"  ..."))
 
 
 class Watch:
@@ -189,8 +189,6 @@ class Watch:
         if number == signal.SIGTERM and self._stop_asked_at is None:
             self._stop_asked_at = time.monotonic()
             self._note_stop()
-        if number == signal.SIGABRT and self._relay is not None:
-            self._relay.is_dumping = True
         os.kill(self._pid, number)
         os.kill(self._pid, signal.SIGCONT)  # one that was stopped would never hear of it
 

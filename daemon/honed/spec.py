@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from honed import datadir, document, problem, refusal, rule, synonym, variant
+from honed import datadir, document, problem, quote, refusal, rule, synonym, variant
 from honed.config import MAIL_ADDRESS, WEBHOOK_NAME
 from honed.datafile import form_of
 from honed.field import (
@@ -308,7 +308,7 @@ def _pattern(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
-        refuse(f"expected a regular expression, got {shown(value)}: {error}")
+        refuse(f"expected a regular expression, got {shown(value)}: {quote.mark(str(error))}")
     return value
 
 

@@ -94,7 +94,7 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
             taken = instance.submit(path, hold=hold)
         except HonedError as error:
             if sent:
-                error.message += f"; {len(sent)} of {len(paths)} files were submitted before it"
+                error.surround(after=f"; {len(sent)} of {len(paths)} files were submitted before it")
             raise
         sent.append(_Sent(taken["name"], taken["id"]))
     return sent

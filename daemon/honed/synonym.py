@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from honed import quote
 from honed.advice import (
     Advice,
     Asked,
@@ -29,7 +30,7 @@ from honed.advice import (
     told,
     trains_adapter,
 )
-from honed.problem import shown, written
+from honed.problem import rewritten, shown
 
 
 def _all(synonym: Synonym, *names: str) -> dict[str, Synonym]:
@@ -58,7 +59,7 @@ _DTYPES = {
 
 def _dtype(value: Any) -> Any:
     if str(value).lower().startswith(("fp8", "float8", "mxfp", "nvfp")):
-        raise Unsaid(f"training in {value} is not supported yet: leave it out")
+        raise Unsaid(f"training in {shown(value)} is not supported yet: leave it out")
     return one_of(_DTYPES, "dtype")(value)
 
 
@@ -221,9 +222,9 @@ def _hyperparameters(asked: Asked) -> Advice:
         synonym = NAMES.get(str(key))
         advice = synonym.advise(Asked(str(key), value, "training", asked.data, f"training.{key}")) if synonym else None
         if advice is None or advice.fix is None:
-            return Advice(f"{key}: {advice.hint if advice else 'its keys stand under training:'}")
+            return Advice(f"{quote.name(str(key))}: {advice.hint if advice else 'its keys stand under training:'}")
         fix |= advice.fix
-        hints += [f"{name}: {written(each)}" for name, each in advice.fix.items()]
+        hints += [f"{name}: {rewritten(each)}" for name, each in advice.fix.items()]
         if not advice.fix and value not in (None, "auto"):
             lost.append(f"{key}: {advice.hint.removeprefix('leave it out: ')}")
     what = f"write {', '.join(hints)}" if hints else "leave it out"
@@ -267,7 +268,7 @@ def adapter_word(value: str) -> Advice | None:
 def lora_value(value: Any) -> Advice | None:
     """What to write for a `lora:` that is no mapping; None where that is not known."""
     if isinstance(value, str) and "/" in value:
-        return Advice(f"write adapter: {written(value)} to go on from it", {"lora": None, "adapter": value})
+        return Advice(f"write adapter: {rewritten(value)} to go on from it", {"lora": None, "adapter": value})
     if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
         value = is_on(value)
     if value is True:
@@ -280,7 +281,7 @@ def lora_value(value: Any) -> Advice | None:
     if isinstance(value, int) and value > 0:
         return Advice(f"write lora: {{r: {value}}}", {"lora": {"r": value}})
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return Advice(f"write lora: {{target_modules: {written(value)}}}", {"lora": {"target_modules": value}})
+        return Advice(f"write lora: {{target_modules: {rewritten(value)}}}", {"lora": {"target_modules": value}})
     return None
 
 
@@ -319,8 +320,8 @@ def _share(value: Any) -> Any:
         return None
     if number >= 1:
         raise Unsaid(
-            f"eval_split is a share of the rows: write eval_split: {written(number)} divided by how many there are; or "
-            "put the rows into a file of their own, for eval_datasets"
+            f"eval_split is a share of the rows: write eval_split: {rewritten(number)} divided by how many there are; "
+            "or put the rows into a file of their own, for eval_datasets"
         )
     return number
 
@@ -339,7 +340,7 @@ def named_splits(value: Any) -> Advice | None:
         if key is None or key in fix or not all(isinstance(one, dict) and "path" in one for one in sets):
             return None
         fix[key] = sets
-    return Advice(f"write {' and '.join(f'{key}: {written(sets)}' for key, sets in fix.items())}", fix)
+    return Advice(f"write {' and '.join(f'{key}: {rewritten(sets)}' for key, sets in fix.items())}", fix)
 
 
 def _holds_out(data: Any) -> bool:
@@ -408,11 +409,11 @@ def _data_sets(key: str) -> Synonym:
         names = value if isinstance(value, list) else str(value).split(",")
         if all(is_data_file(each) for each in names) and names:
             made = [{"path": str(each).strip()} for each in names]
-            return Advice(f"write {key}: {written(made)}" if len(made) < 3 else f"write {key}", {key: made})
+            return Advice(f"write {key}: {rewritten(made)}" if len(made) < 3 else f"write {key}", {key: made})
         if str(value).startswith("file-"):
             return Advice(f"that is a file at OpenAI: write {key}: [{example}] with the .jsonl itself")
         if len(names) == 1 and re.fullmatch(r"[\w.-]+/[\w.-]+", str(names[0])):
-            return Advice(f"write {key}: [{{path: {written(names[0])}}}]", {key: [{"path": names[0]}]})
+            return Advice(f"write {key}: [{{path: {rewritten(names[0])}}}]", {key: [{"path": names[0]}]})
         return Advice(f"that is a data set's name elsewhere: write {key}: [{example}] with the file")
 
     return by(advise, key)
@@ -465,7 +466,7 @@ def _dataset_type(asked: Asked) -> Advice:
             return Advice("a format of one's own is not supported yet: write format: prompt_completion with columns: "
                           "{prompt: …, completion: …}, the rows rendered as they are to be trained")  # fmt: skip
         fix: dict[str, Any] = {f"{place}.format": "alpaca"} | ({f"{place}.columns": columns} if columns else {})
-        return Advice(f"write format: alpaca{f' and columns: {written(columns)}' if columns else ''}", fix)
+        return Advice(f"write format: alpaca{f' and columns: {rewritten(columns)}' if columns else ''}", fix)
     word = str(value).lower()
     if any(
         name in word for name in ("dpo", "orpo", "kto", "chosen", "rejected", "bradley", "ultra", "argilla", ".intel")
@@ -527,7 +528,7 @@ def _column(ours: str, *usual: str) -> Synonym:
             return Advice(f"write columns: {{{ours}: their column}} in the data set")
         if asked.value in (ours, *usual):
             return Advice("leave it out: honed reads a column of that name by itself", {})
-        hint = f"write columns: {{{ours}: {written(asked.value)}}} in the data set"
+        hint = f"write columns: {{{ours}: {rewritten(asked.value)}}} in the data set"
         if not asked.section.startswith("datasets"):
             sets = asked.data.get("datasets")
             if not isinstance(sets, list) or len(sets) != 1:
@@ -557,7 +558,7 @@ def _data_files(asked: Asked) -> Advice:
             f"dataset {hub_id} --local-dir DIR`, and name the file as path"
         )
     if len(files) == 1 and isinstance(files[0], str):
-        return Advice(f"write path: {written(files[0])}", {f"{place}.path": files[0]})
+        return Advice(f"write path: {rewritten(files[0])}", {f"{place}.path": files[0]})
     return Advice("write a data set with its path for each file, or put them into one directory")
 
 
@@ -569,8 +570,8 @@ def _tracker(name: str) -> Synonym:
         there = [there] if isinstance(there, str) else there if isinstance(there, list) else []
         wanted = [each for each in there if each in ("tensorboard", "wandb", "mlflow", "trackio") and each != name]
         given_up = "" if is_on(asked.value) else f"; {asked.key.replace('_', ' ')} is then what {name} makes of it"
-        return Advice(f"write report_to: {written([*wanted, name])} at the top level{given_up}"
-                      if asked.section else f"write report_to: {written([*wanted, name])}{given_up}",
+        return Advice(f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
+                      if asked.section else f"write report_to: {rewritten([*wanted, name])}{given_up}",
                       {"report_to": [*wanted, name]})  # fmt: skip
 
     return by(advise, "report_to")
@@ -581,7 +582,7 @@ def _integrations(asked: Asked) -> Advice:
         [each.get("type") for each in asked.value if isinstance(each, dict)] if isinstance(asked.value, list) else []
     )
     if kinds and set(kinds) <= {"wandb", "tensorboard", "mlflow", "trackio"}:
-        return Advice(f"write report_to: {written(kinds)}", {"report_to": kinds})
+        return Advice(f"write report_to: {rewritten(kinds)}", {"report_to": kinds})
     return Advice("write report_to: [tensorboard, wandb, mlflow, trackio], those wanted")
 
 
@@ -611,7 +612,7 @@ def _least_rate(asked: Asked) -> Advice:
     fix = {"training.lr_scheduler_type": "cosine_with_min_lr",
            "training.lr_scheduler_kwargs": {"min_lr_rate": asked.value}}  # fmt: skip
     return Advice("write training.lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {min_lr_rate: "
-                  f"{written(asked.value)}}}", fix)  # fmt: skip
+                  f"{rewritten(asked.value)}}}", fix)  # fmt: skip
 
 
 def _low_rank_optimizer(name: str) -> Synonym:
@@ -655,8 +656,8 @@ def _decoding(asked: Asked) -> Advice:
     if asked.value == 0:
         return Advice("leave it out: predictions are greedy, so that they can be compared", {})
     if name in ("temperature", "top_p"):
-        return Advice(f"write predictions.sample: {{{name}: {written(asked.value)}}}; left out, predictions are greedy",
-                      {"predictions.sample": {name: asked.value}})  # fmt: skip
+        words = f"write predictions.sample: {{{name}: {rewritten(asked.value)}}}; left out, predictions are greedy"
+        return Advice(words, {"predictions.sample": {name: asked.value}})
     return Advice("leave it out: predictions are greedy, or drawn by predictions.sample: {temperature, top_p}", {})
 
 

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from honed import installed, modality, precision
+from honed import installed, modality, precision, quote
 from honed.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
 from honed.error import ModelError, SpecError
 from honed.problem import shown
@@ -352,7 +352,8 @@ def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
                 fits = any(_fits_pattern(pattern, name) for name in modules.all)
             except re.error as error:
                 raise SpecError(
-                    f"{full}: {shown(pattern)} is no regular expression: {error}", hint="the end of a module's name"
+                    f"{full}: {shown(pattern)} is no regular expression: {quote.mark(str(error))}",
+                    hint="the end of a module's name",
                 ) from error
             if fits:
                 continue

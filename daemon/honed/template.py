@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from honed.error import DatasetError
+from honed.error import DatasetError, said
 from honed.expansion import added_text
 from honed.omission import REASONING_KEYS
 from honed.row import Arguments, Example, words
@@ -107,7 +107,7 @@ class Conversation:
         try:
             self.text = chat.render(self._messages, self._tools)
         except TEMPLATE_ERRORS as error:
-            raise self._error(f"the chat template refuses the conversation: {error}") from error
+            raise self._error(f"the chat template refuses the conversation: {said(error)}") from error
         self._regions: dict[int, Span | None] = {}
         self._begun_indices: set[int] = set()
 
@@ -132,7 +132,9 @@ class Conversation:
         try:
             text = self._chat.render(self._messages[:i], self._tools, prompt=True)
         except TEMPLATE_ERRORS as error:
-            raise self._error(f"the chat template refuses the conversation before message {i + 1}: {error}") from error
+            raise self._error(
+                f"the chat template refuses the conversation before message {i + 1}: {said(error)}"
+            ) from error
         return text + self._probe.header if self._probe.ignores_prompt else text
 
     def shown(self, i: int) -> str:

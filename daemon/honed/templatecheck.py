@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from honed import variant
+from honed import quote, variant
 from honed.basemodel import BaseModelInfo
-from honed.error import HonedError, ModelError, SpecError
+from honed.error import HonedError, ModelError, SpecError, said
 from honed.row import RESERVED_KWARGS
 from honed.spec import JobSpec
 
@@ -69,8 +69,10 @@ def unused(job_spec: JobSpec, model: BaseModelInfo | None) -> list[str]:
     warnings = []
     for name in sorted(job_spec.chat_template_kwargs.keys() - words):
         near = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        warnings.append(f"chat_template_kwargs.{name}: the chat template does not use it: it changes nothing{meant}")
+        meant = quote.aside(f" (did you mean {near[0]}?)") if near else ""
+        warnings.append(
+            f"chat_template_kwargs.{quote.name(name)}: the chat template does not use it: it changes nothing{meant}"
+        )
     return warnings
 
 
@@ -86,7 +88,9 @@ def _read(path: Path, key: str = "chat_template") -> str:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_BYTES)
     except (OSError, ValueError) as error:
-        raise SpecError(f"{key}: {path}: {error}", hint="it is UTF-8, and the job's submitter can read it") from error
+        raise SpecError(
+            f"{key}: {path}: {said(error)}", hint="it is UTF-8, and the job's submitter can read it"
+        ) from error
     if not text.strip():
         raise SpecError(f"{key}: {path} is empty", hint="name a file with a Jinja chat template")
     if "{{" not in text and "{%" not in text:
@@ -130,5 +134,5 @@ def _fault(text: str) -> str | None:
     except (jinja2.TemplateError, ValueError, RecursionError) as error:  # a number with thousands of digits
         line = getattr(error, "lineno", None)
         at = f", line {line}" if line else ""
-        return f"{at}: not a Jinja template: {error}"
+        return f"{at}: not a Jinja template: {quote.mark(str(error))}"
     return None

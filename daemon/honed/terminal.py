@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from honed import quote
 from honed.comparison import Kind, Piece, compare
 from honed.error import HonedError
 from honed.progress import duration
@@ -58,7 +59,7 @@ STATE_STYLES = {
 
 def plain(value: Any, *, limit: int | None = None) -> str:
     """A value as text that cannot move the cursor: control characters shown as ·, long text cut with its length."""
-    text = "" if value is None else str(value)
+    text = "" if value is None else quote.show(str(value))
     text = "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
     if limit is not None and len(text) > limit:
         text = text[: limit - 1] + "…"
@@ -93,14 +94,14 @@ def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
     """An error as --json has it."""
     # `usage` is of a command, not of a job: its sentence says it all.
     code = "" if error["code"] == "usage" else f"{error['code']}: "
-    say(f"{prefix}{code}{error['message']}", style="red")
+    say(f"{prefix}{code}{error.get('evidence') or error['message']}", style="red")
     if error.get("hint"):
         say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
 
 
 def complain(error: HonedError, *, prefix: str) -> None:
     """Say on stderr what is wrong."""
-    for line in [f"{prefix}{error.message}", *([f"hint: {error.hint}"] if error.hint else [])]:
+    for line in [f"{prefix}{error.told}", *([f"hint: {error.hint}"] if error.hint else [])]:
         print(plain(line).replace("\n", "\n  "), file=sys.stderr)
 
 

@@ -118,7 +118,7 @@ def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
         peak_bytes=memory.get("device_peak_bytes" if is_gpu else "resident_peak_bytes"),
         available_bytes=device.get("total_bytes"), estimated_bytes=(plan.get("memory") or {}).get("total_bytes"),
         device=str(device.get("kind", "cpu")),
-        warnings=[str(item.data.get("message")) for item in events
+        warnings=[str(item.data.get("evidence") or item.data.get("message")) for item in events
                   if item.kind == "log" and item.data.get("level") == "warning"],
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from honed.error import SpecError
+from honed.error import SpecError, said
 
 _ENDING = "_training"
 #: A tokenizer's: its text, or several by name.
@@ -30,7 +30,7 @@ def read(asked: str | None, template: Template) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise SpecError(f"training_chat_template: {path}: {error}", hint="it is UTF-8, and readable") from error
+        raise SpecError(f"training_chat_template: {path}: {said(error)}", hint="it is UTF-8, and readable") from error
 
 
 def locate(asked: str, template: Template) -> Path:

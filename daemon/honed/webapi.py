@@ -128,6 +128,8 @@ class Error(_Answer):
     code: str
     message: str
     hint: str
+    evidence: str | None = None
+    """The message with what it quotes of the job's files, where it quotes anything; no log has it."""
     fix: dict[str, Any] | None = None
     """What is to be changed in the job file, where that is the remedy: dotted key, new value or null to take it out."""
 

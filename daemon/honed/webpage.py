@@ -23,6 +23,7 @@ from honed import report
 from honed.error import EnvironmentInvalidError
 from honed.job import Job
 from honed.layout import Layout
+from honed.log import guard_tracebacks
 from honed.spool import Spool
 
 #: Seconds for which a page of a job that goes on, and of one that is over, is not made anew.
@@ -120,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("id", type=int)
     options = parser.parse_args(arguments)
+    guard_tracebacks()
     with contextlib.suppress(OSError):  # the unit has no system call for it
         os.nice(10)
     layout = layouts.of(options.root)

@@ -4,6 +4,7 @@ succeed[-N]      N steps (5), then success           slow         200 steps of 5
 slow-N[-M]       as slow, N steps; the checkpoint that it writes when it is asked to stop takes M seconds
 until[-N]        N steps (20); takes the last when a file `go` is in its directory
 eat              waits for a file `eat` in its directory, then takes all the memory that there is
+spill            prints the first row, warns of it, and dies of it after two steps
 explain          ends with mask_invalid, explained   oom          ends with out_of_memory, explained
 shrink-N[-PHASE] ends with out_of_memory in that phase (train) until it has taken N steps down the ladder
 full-N           ends with disk_insufficient until N MiB are free
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from honed import durable
+from honed import durable, quote
 from honed.event import EventWriter
 from honed.layout import JobLayout
 from honed.worker.pulse import Pulse
@@ -180,6 +181,12 @@ def main() -> int:
             result("succeeded", steps(10, pause=int(pause_ms or 0) / 1000))
         case "killer":
             steps(10, die_at=int(progress_path.read_text()) + 1 if progress_path.exists() else 1)
+        case "spill":
+            row = Path(plan["spec"]["datasets"][0]["path"]).read_text().splitlines()[0]
+            print(row)
+            events.log("warning", f"the first row: {quote.mark(row)}")
+            steps(2)
+            raise ValueError(row)
         case "explain":
             result("failed", 0, {"code": "mask_invalid", "message": "trained on the prompt", "hint": "see preview"})
             return 81

@@ -45,5 +45,6 @@ def test_check_and_drop_refuse_the_same_rows_with_the_same_code_and_message(inst
     for name, error in checked.items():
         assert error is not None, name
         told = " ".join(said[name].split())
-        assert f"{error['code']}: {' '.join(error['message'].split())}" in told, (name, error, told)
+        sentence = error.get("evidence") or error["message"]
+        assert f"{error['code']}: {' '.join(sentence.split())}" in told, (name, error, told)
         assert " ".join(error["hint"].split()) in told

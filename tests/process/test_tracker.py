@@ -265,7 +265,8 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
     sending = sender(real, log_path)
     try:
         wait_for(lambda: "not sent to wandb, and tried again" in log_path.read_text(), what="word of it")
-        assert "no such key" in log_path.read_text()
+        [own] = re.findall(r"; see (/\S+)", log_path.read_text())
+        assert "no such key" in Path(own).read_text()
         assert KEY not in log_path.read_text()
         assert len(list(offlinerun.waiting(outbox))) == 1
         server.status = 200

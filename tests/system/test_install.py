@@ -159,14 +159,10 @@ def test_who_is_not_in_the_group_drops_nothing(machine: Machine) -> None:
 
 
 def test_the_journal_tells_the_job_from_begin_to_end(machine: Machine) -> None:
-    """By field, over both units; each line of the job's own unit carries its number, too."""
+    """By field; what the job's worker and its libraries print, which may be rows, is nowhere in it."""
     of_daemon = machine.journal("HONED_JOB=1", "--unit=honed")
     assert any(entry.get("HONED_STATE") == "succeeded" for entry in of_daemon)
-    of_unit = machine.journal("_SYSTEMD_UNIT=honed-job@1.service")
-    assert of_unit
-    assert {entry.get("HONED_JOB") for entry in of_unit} == {"1"}
-    # Libraries' chatter is debug, and none of it is in honed's own journal.
-    assert {entry["PRIORITY"] for entry in of_unit} >= {"7"}
+    assert machine.journal("_SYSTEMD_UNIT=honed-job@1.service") == []
 
 
 def test_journalctl_explains_a_refusal(machine: Machine) -> None:

@@ -139,7 +139,7 @@ def honed(machine: Machine) -> Iterator[Honed]:
     yield installed
 
 
-def test_the_unit_of_a_job_says_how_far_it_is_and_its_chatter_is_its_own(honed: Honed) -> None:
+def test_the_unit_of_a_job_says_how_far_it_is_and_keeps_its_chatter_to_itself(honed: Honed) -> None:
     job = honed.drop("slow-40")
     honed.wait_step(job)
     shown = honed.machine.show(f"honed-job@{job}", "StatusText", "Type", "User", "Slice", "ActiveState")
@@ -147,8 +147,7 @@ def test_the_unit_of_a_job_says_how_far_it_is_and_its_chatter_is_its_own(honed: 
     assert (shown["User"], shown["Slice"], shown["ActiveState"]) == (f"honed-j{job}", "honed-jobs.slice", "active")
     entry = honed.wait(job, "succeeded", "failed")
     assert (entry["outcome"], honed.starts(job)) == ("succeeded", 1)
-    chatter = [line for line in honed.machine.journal(f"HONED_JOB={job}") if line["MESSAGE"] == "the libraries chatter"]
-    assert [(line["PRIORITY"], line["_SYSTEMD_UNIT"]) for line in chatter] == [("7", f"honed-job@{job}.service")]
+    assert not [line for line in honed.machine.journal() if "the libraries chatter" in str(line.get("MESSAGE"))]
     assert "the libraries chatter" in honed.machine.read(f"/var/lib/honed/jobs/{job}/attempts/1/worker.log")
 
 
@@ -208,7 +207,8 @@ def test_a_worker_that_hangs_leaves_its_stacks_in_the_journal_and_is_stalled(hon
     honed.machine.run("kill", "-STOP", honed.worker_pid(job))
     entry = honed.wait(job, "failed", "succeeded")
     assert (entry["outcome"], entry["error"]["code"]) == ("stalled", "stalled")
-    stacks = [line["MESSAGE"] for line in honed.machine.journal(f"--unit=honed-job@{job}", "--priority=warning")]
+    lines = honed.machine.journal(f"--unit=honed-job@{job}", f"HONED_JOB={job}", "--priority=warning")
+    stacks = [line["MESSAGE"] for line in lines]
     assert "Fatal Python error: Aborted" in stacks
     assert any("fakeworker.py" in line and "in steps" in line for line in stacks)
     assert "in steps" in honed.machine.read(f"/var/lib/honed/jobs/{job}/attempts/1/worker.log")

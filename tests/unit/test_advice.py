@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from honed import document, spec
+from honed import document, quote, spec
 from honed.error import SpecError
 from honed.problem import InvalidSpecError, Problem, as_path, at, mended
 
@@ -335,7 +335,7 @@ def test_the_remedy_goes_by_the_value(key: str, value: Any, expected: dict[str, 
         return
     found = problems(data)
     assert [problem.key for problem in found] == [key], found
-    assert words in found[0].hint
+    assert words in quote.show(found[0].hint)
     if expected is None:
         assert not found[0].fix
         return

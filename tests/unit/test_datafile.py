@@ -102,7 +102,7 @@ def test_a_mark_of_the_encoding_is_believed(tmp_path: Path, encoding: str, name:
         ("a.json.gz", gzip.compress(b"<html>", mtime=0), "web page", "/resolve/"),
         ("a.parquet", b"<!doctype html>", "web page", "/resolve/"),
         ("a.csv", b"PK\x03\x04rest", "zip archive", ".csv"),
-        ("a.csv", b"prompt,completion,prompt\na,b,c\n", "'prompt' occurs twice", "rename"),
+        ("a.csv", b"prompt,completion,prompt\na,b,c\n", "`prompt` occurs twice", "rename"),
         ("a.csv", b"prompt;completion\na;b\n", "separated by semicolons", "commas"),
         ("a.csv", b"prompt\tcompletion\na\tb\n", "separated by tabs", "commas"),
         ("a.json", b'{"train": [], "test": []}', "an object with train, test", ".jsonl"),
@@ -123,7 +123,7 @@ def test_a_row_with_a_key_twice_is_one_that_cannot_be_used(tmp_path: Path, name:
     twice = b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
     path.write_bytes(join % (twice, b'{"text": "a"}'))
     (first, place), (second, _) = datafile.read_any(path)
-    assert first == datafile.Broken("'content' occurs twice in one object")
+    assert first == datafile.Broken("`content` occurs twice in one object")
     assert place.endswith("1")
     assert second == {"text": "a"}
 
@@ -143,7 +143,7 @@ def test_arrow_is_read_as_a_stream_and_as_a_file(tmp_path: Path, is_stream: bool
 def test_a_column_that_a_table_has_twice_is_refused(tmp_path: Path) -> None:
     table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DatasetError, match="'text' occurs twice"):
+    with pytest.raises(DatasetError, match="`text` occurs twice"):
         list(datafile.read(tmp_path / "a.parquet"))
 
 

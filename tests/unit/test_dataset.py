@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from honed import dataset
+from honed import dataset, quote
 from honed.dataset import Example
 from honed.error import DatasetError
 from honed.spec import DatasetSpec
@@ -161,7 +161,7 @@ def test_a_row_that_cannot_be_used_is_counted_and_named(tmp_path: Path, row: Any
     (counts,) = mixture.counts
     assert (counts.num_rows, counts.num_taken, counts.num_bad) == (3, 2, 1)
     assert counts.bad[0].startswith("rows.jsonl, line 2: ")
-    assert words in counts.bad[0]
+    assert words in quote.show(counts.bad[0])
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_a_weight_that_nothing_trains_with_is_refused_with_its_line(tmp_path: Pa
         with pytest.raises(DatasetError) as caught:
             read()
         assert f"{path}: line 6: " in caught.value.message
-        assert words in caught.value.message
+        assert words in caught.value.told
         assert caught.value.hint
 
 

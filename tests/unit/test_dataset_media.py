@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from honed import dataset, media
+from honed import dataset, media, quote
 from honed.dataset import Example
 from honed.error import DatasetError
 from honed.media import Media, MediaLimits
@@ -178,7 +178,7 @@ def test_paths_start_from_the_directory_of_their_kind(tmp_path: Path) -> None:
         (in_user({"type": "image", "image": "data:image/png;base64,@@"}), "not base64"),
         (in_user({"type": "image", "image": 7}), "a value of type int"),
         (in_user({"type": "image", "image": {"width": 7}}), "neither `path` nor `bytes`"),
-        (in_user({"type": "image", "column": "photo"}), "the column 'photo', which is empty"),
+        (in_user({"type": "image", "column": "photo"}), "the column `photo`, which is empty"),
         (in_user({"type": "image", "image": "a.png", "max_pixels": 100}), "`media: {max_pixels: …}`"),
         (in_user({"type": "audio", "audio": {"array": [0.0], "sampling_rate": 1}}), "decoded samples"),
         (in_user({"type": "image"}) | {"images": ["a.png", "b.png"]}, "2 images, and 1 places"),
@@ -200,7 +200,7 @@ def test_a_row_whose_media_make_no_sense_is_counted_and_named(tmp_path: Path, ro
     good = {"messages": [{"role": "user", "content": "?"}, ANSWER]}
     mixture = load_rows(tmp_path, [good, row, good])
     assert mixture.counts[0].num_bad == 1
-    assert words in mixture.counts[0].bad[0]
+    assert words in quote.show(mixture.counts[0].bad[0])
 
 
 def test_a_part_may_name_a_column_that_is_called_as_its_kind(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def test_a_traceback_is_one_entry(receiver: Receiver) -> None:
         logger_to(receiver).exception("a step failed")
     text = receiver.receive()["MESSAGE"]
     assert text.startswith("a step failed\nTraceback")
-    assert text.endswith("ValueError: first\nsecond")
+    assert "in test_a_traceback_is_one_entry" in text
+    assert text.endswith("ValueError: …"), "which may quote anything"
 
 
 def test_an_entry_larger_than_a_datagram_goes_as_a_sealed_memfd(receiver: Receiver) -> None:

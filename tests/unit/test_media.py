@@ -38,7 +38,7 @@ def told(path: Path, kind: media.Kind = "image") -> str:
             case "audio":
                 media.audio(one, 16000)
     assert str(path) in caught.value.message
-    return caught.value.message.replace(str(path), "FILE")
+    return caught.value.told.replace(str(path), "FILE")
 
 
 def write_wave(path: Path, samples: np.ndarray, rate: int = 16000, num_channels: int = 1) -> Path:

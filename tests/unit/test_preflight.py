@@ -34,6 +34,7 @@ from honed.error import (
 from honed.layout import Layout
 from honed.preflight import Verdict
 from honed.spec import JobSpec
+from told import refused
 from zoo import plain
 
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
@@ -219,7 +220,7 @@ def test_weights_in_float8_without_their_scales_are_refused(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("lama", "does not know the model_type 'lama'"),
+        ("lama", "does not know the model_type lama"),
         ("t5", "not a model that continues text"),
         ("whisper_large", "does not know"),
     ],
@@ -340,7 +341,7 @@ def test_what_cannot_be_merged_is_refused_by_name(desk: Desk) -> None:
     ):  # fmt: skip
         adapter = str(plain.write_adapter(desk.path / "adapter"))
         config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-        with pytest.raises(HonedError, match=said):
+        with refused(HonedError, said):
             merge(desk, adapter=adapter)
     desk.edit_config(quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ModelError, match="stored in gptq"):

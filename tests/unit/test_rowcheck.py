@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from honed import datacheck, preflight
+from honed import datacheck, preflight, quote
 from honed.config import Config
 from honed.device import Device
 from honed.error import DatasetError, HonedError, ModelError
 from honed.layout import Layout
 from honed.preflight import Verdict
+from told import refused
 from zoo import plain
 
 pytest.importorskip("jinja2")
@@ -82,11 +83,11 @@ def test_good_rows_are_taken_without_a_word(desk: Desk) -> None:
 def test_rows_that_the_template_refuses_are_refused_with_its_words(
     desk: Desk, messages: list[dict[str, Any]], said: str
 ) -> None:
-    with pytest.raises(DatasetError, match=said) as refused:
+    with refused(DatasetError, said) as caught:
         desk.check([{"messages": messages}] * 3, template=STRICT)
-    assert refused.value.message.startswith("line ")
-    assert "datasets.0: " in refused.value.message
-    assert "none of the first 3 rows can be trained on" in refused.value.message
+    assert caught.value.message.startswith("line ")
+    assert "datasets.0: " in caught.value.message
+    assert "none of the first 3 rows can be trained on" in caught.value.message
     warnings = desk.check([{"messages": [USER, SAID]}, {"messages": messages}], template=STRICT).warnings
     [told] = [each for each in warnings if "1 of the first 2 rows cannot be trained on" in each]
     assert said in told
@@ -98,7 +99,7 @@ def test_a_template_that_renders_no_conversation_is_refused(desk: Desk) -> None:
         ("{% for m in messages %}{{ m.content.nothing.more }}{% endfor %}", "cannot render a question"),
         ("Hello", "leaves out what the user"),
     ):
-        with pytest.raises(DatasetError, match=said):
+        with refused(DatasetError, said):
             desk.check([{"messages": [USER, SAID]}], template=template)
 
 
@@ -121,9 +122,9 @@ def test_tools_without_a_place_in_the_template_are_told(desk: Desk) -> None:
 
 def test_rows_of_which_nothing_is_trained_after_the_cut_are_refused(desk: Desk) -> None:
     long = {"role": "user", "content": "word " * 40}
-    with pytest.raises(DatasetError, match=r"begins after token 64, where training\.max_length cuts") as refused:
+    with pytest.raises(DatasetError, match=r"begins after token 64, where training\.max_length cuts") as caught:
         desk.check([{"messages": [long, SAID]}] * 2, training={"max_length": 64})
-    assert "the longest of these rows has" in refused.value.hint
+    assert "the longest of these rows has" in caught.value.hint
     [told] = desk.check([{"messages": [long, SAID]}, {"messages": [USER, SAID]}], training={"max_length": 64}).warnings
     assert "1 of the first 2 rows are left out" in told
     assert desk.check([{"messages": [long, SAID]}] * 2, training={"max_length": 512}).warnings == []
@@ -134,7 +135,7 @@ def test_rows_of_which_nothing_is_trained_after_the_cut_are_refused(desk: Desk) 
 def test_tokens_beyond_the_embeddings_are_refused_where_rows_have_them(desk: Desk) -> None:
     plain.write_tokenizer(desk.model, special=("<|im_start|>", "<|im_end|>", "<|extra|>"))
     assert desk.check([{"messages": [USER, SAID]}]).plan is not None  # nobody uses it
-    with pytest.raises(ModelError, match=r"token '<\|extra\|>' has the number 258, the embeddings only 258 rows"):
+    with refused(ModelError, r"token '<\|extra\|>' has the number 258, the embeddings only 258 rows"):
         desk.check([{"messages": [USER, {"role": "assistant", "content": "<|extra|>"}]}])
 
 
@@ -166,7 +167,7 @@ def test_a_turn_without_an_end_is_told(desk: Desk) -> None:
 
 def test_nothing_is_refused_where_the_files_leave_open_what_they_mean(desk: Desk) -> None:
     rows = [{"messages": [SYSTEM, USER, SAID]}]
-    with pytest.raises(DatasetError, match="System role not supported"):  # without ids, rows are rendered all the same
+    with refused(DatasetError, "System role not supported"):  # without ids, rows are rendered all the same
         (desk.model / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "Own"}}))
         desk.check(rows, template=STRICT)
     for keys in ({"auto_map": {"AutoTokenizer": ["own.Own", None]}}, {"eos_token": None}):
@@ -225,7 +226,7 @@ def test_rows_that_the_template_silences_are_told_with_what_becomes_of_the_job(d
 def test_what_helps_is_told_for_each_kind_of_text_that_is_left_out(desk: Desk) -> None:
     named = {"messages": [{**USER, "name": "Ann"}, SAID]}
     thought = {"messages": [USER, {**SAID, "reasoning_content": "two and two"}]}
-    [told] = desk.check([named, thought, thought]).warnings
+    [told] = map(quote.show, desk.check([named, thought, thought]).warnings)
     assert (
         "leaves out parts of what 3 of 3 rows say: reasoning in 2 (the first: data set 1, row 2, message 2: 'two and"
         in told

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed import reference, rule, spec
+from honed import quote, reference, rule, spec
 from honed.config import Config
 from honed.error import SpecError
 from honed.spec import JobSpec
@@ -35,15 +35,15 @@ def loads(data: dict[str, Any]) -> JobSpec:
 def refusal(data: dict[str, Any]) -> str:
     with pytest.raises(SpecError) as caught:
         loads(data)
-    return caught.value.message
+    return caught.value.told
 
 
 @pytest.mark.parametrize("path", BAD_SPECS, ids=lambda path: path.name)
 def test_a_bad_spec_is_refused_in_these_words(path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         spec.load(path)
-    assert caught.value.message + "\n" == path.with_name(f"{path.name}.expected").read_text(encoding="utf-8")
-    assert caught.value.message.splitlines() == [str(problem) for problem in caught.value.problems]
+    assert caught.value.told + "\n" == path.with_name(f"{path.name}.expected").read_text(encoding="utf-8")
+    assert caught.value.told.splitlines() == [quote.show(str(problem)) for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *GOOD_SPECS], ids=lambda path: path.name)

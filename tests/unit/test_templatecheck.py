@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, templatecheck, variant
+from honed import basemodel, quote, templatecheck, variant
 from honed import spec as specs
 from honed.error import SpecError
 from honed.spec import JobSpec
+from told import refused
 from zoo import plain
 
 
@@ -60,9 +61,9 @@ def test_a_file_of_ones_own_is_looked_at(tmp_path: Path) -> None:
     [(True, "got true"), ("training", "got 'training'"), ("chat.jinja", "got 'chat.jinja'"), (3, "got 3")],
 )
 def test_the_key_takes_trl_or_a_path(value: Any, said: str) -> None:
-    with pytest.raises(SpecError, match=f"training_chat_template: .*{said}") as caught:
+    with refused(SpecError, f"training_chat_template: .*{said}") as caught:
         job(training_chat_template=value)
-    assert ("write trl" in str(caught.value.hint) + caught.value.message) == (value in (True, "training"))
+    assert ("write trl" in str(caught.value.hint) + caught.value.told) == (value in (True, "training"))
 
 
 def test_what_is_no_argument_of_a_template_is_refused() -> None:
@@ -96,9 +97,9 @@ def test_a_name_that_no_template_uses_is_told(tmp_path: Path) -> None:
     }
     assert templatecheck.unused(job(chat_template_kwargs={"enable_thinking": False}, **keys), model) == []
     assert templatecheck.unused(job(chat_template_kwargs={"reasoning_effort": "low"}, **keys), model) == []
-    assert templatecheck.unused(job(chat_template_kwargs={"enable_thinkin": False}, **keys), model) == [
-        "chat_template_kwargs.enable_thinkin: the chat template does not use it: it changes nothing "
-        "(did you mean enable_thinking?)"
-    ]
+    [told] = templatecheck.unused(job(chat_template_kwargs={"enable_thinkin": False}, **keys), model)
+    unused = "chat_template_kwargs.enable_thinkin: the chat template does not use it: it changes nothing"
+    assert quote.show(told) == f"{unused} (did you mean enable_thinking?)"
+    assert quote.hide(told) == unused
     assert len(templatecheck.unused(job(chat_template_kwargs={"enable_thinking": False}), model)) == 1
     assert templatecheck.unused(job(), model) == []

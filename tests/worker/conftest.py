@@ -51,7 +51,8 @@ class Ended:
         return dict(self.result["metrics"])
 
     def messages(self, level: str) -> list[str]:
-        return [item["message"] for item in self.of("log") if item["level"] == level]
+        """As those read them who may read the job."""
+        return [item.get("evidence") or item["message"] for item in self.of("log") if item["level"] == level]
 
 
 class StopAtStep(Stop):

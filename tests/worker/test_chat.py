@@ -16,6 +16,7 @@ from honed.chat import IGNORED, ChatFormat, Encoded, trained_share
 from honed.dataset import Example
 from honed.error import DatasetError, MaskError
 from honed.row import words
+from told import refused
 from zoo.template import TEMPLATES, Template
 from zoo.tokenizer import build_tokenizer
 
@@ -313,7 +314,7 @@ def test_a_turn_of_weight_0_is_not_trained_and_the_check_knows(template: Templat
     assert words(row.messages[row.trained_turns[-1]]) == chat.prompt(row)[2]
     wrong = [IGNORED if t else label for t, label in zip(weighed.trained, everything.labels, strict=True)]
     for labels in (everything.labels, wrong):  # with the turn of weight 0, and that one in the place of the others
-        with pytest.raises(MaskError, match="⟦"):
+        with refused(MaskError, "⟦"):
             chat.check_trained(weighed.input_ids, labels, row)
 
 
@@ -350,7 +351,7 @@ def test_one_bad_row_is_counted_beside_the_good_ones() -> None:
     ]
     good, bad = chat.encode_all(rows)
     assert len(good) == 2
-    assert [(row, "must alternate" in error.message) for row, error in bad] == [(rows[1], True)]
+    assert [(row, "must alternate" in error.told) for row, error in bad] == [(rows[1], True)]
 
 
 def test_without_a_chat_template_conversations_ask_for_one() -> None:
@@ -555,7 +556,7 @@ def test_a_mask_that_is_shifted_is_caught(template: Template, kind: str, by: int
         said = [chat.tokenizer.decode([i for i in each if i != IGNORED]).strip() for each in (labels, encoded.labels)]
         if said[0] == said[1]:  # a lone `▁` of SentencePiece's was lost, and nothing that anyone could read
             continue
-        with pytest.raises(MaskError, match="⟦"):
+        with refused(MaskError, "⟦"):
             chat.check_trained(encoded.input_ids, labels, row)
 
 
@@ -568,25 +569,27 @@ def test_wrong_masks_are_caught_with_decoded_evidence(template: Template, kind: 
     ids, labels = encoded.input_ids, encoded.labels
     trained = [n for n, label in enumerate(labels) if label != IGNORED]
 
-    def refused(wrong: list[int], *, is_truncated: bool = False) -> str:
+    def said(wrong: list[int], *, is_truncated: bool = False) -> str:
         with pytest.raises(MaskError) as caught:
             chat.check_trained(ids, wrong, row, is_truncated=is_truncated)
         assert "chat_template:" in caught.value.hint
+        assert "trained between ⟦⟧: " in caught.value.evidence
+        assert "⟦" not in caught.value.message
         return caught.value.message
 
-    assert "nothing" in refused([IGNORED] * len(ids))
-    refused(list(ids))  # the prompt, too
-    refused([IGNORED] * (trained[0] + 3) + labels[trained[0] + 3 :])  # the front of an answer cut off
-    refused([IGNORED] * (trained[0] + 3) + labels[trained[0] + 3 :], is_truncated=True)
-    refused([*labels[1:], IGNORED])  # labels shifted as the loss does it by itself
-    refused([IGNORED, *labels[:-1]])
-    refused([*labels[: trained[-1]], *[IGNORED] * (len(ids) - trained[-1])])  # the end token left out
-    refused(labels[: len(labels) // 2] + [IGNORED] * (len(labels) - len(labels) // 2))  # the second answer left out
+    assert "nothing" in said([IGNORED] * len(ids))
+    said(list(ids))  # the prompt, too
+    said([IGNORED] * (trained[0] + 3) + labels[trained[0] + 3 :])  # the front of an answer cut off
+    said([IGNORED] * (trained[0] + 3) + labels[trained[0] + 3 :], is_truncated=True)
+    said([*labels[1:], IGNORED])  # labels shifted as the loss does it by itself
+    said([IGNORED, *labels[:-1]])
+    said([*labels[: trained[-1]], *[IGNORED] * (len(ids) - trained[-1])])  # the end token left out
+    said(labels[: len(labels) // 2] + [IGNORED] * (len(labels) - len(labels) // 2))  # the second answer left out
     only_prompt = [token if label == IGNORED else IGNORED for token, label in zip(ids, labels, strict=True)]
-    refused(only_prompt)
+    said(only_prompt)
     # The length of a prompt that was tokenized by itself, without what comes before it: the rest is trained on.
     alone = len(chat.tokenizer("And of Germany?", add_special_tokens=False)["input_ids"])
-    refused([IGNORED] * alone + ids[alone:])
+    said([IGNORED] * alone + ids[alone:])
 
 
 def test_placeholders_and_padding_must_not_be_trained() -> None:
@@ -599,7 +602,7 @@ def test_placeholders_and_padding_must_not_be_trained() -> None:
     where = encoded.trained.index(True)
     ids = [*encoded.input_ids[:where], *[image] * 3, *encoded.input_ids[where:]]
     labels = [*encoded.labels[:where], *[image] * 3, *encoded.labels[where:]]
-    with pytest.raises(MaskError, match="image_pad"):
+    with refused(MaskError, "image_pad"):
         chat.check_trained(ids, labels, row, placeholder_ids=[image])
     pad = tokenizer.pad_token_id
     chat.check_trained([*encoded.input_ids, pad, pad], [*encoded.labels, IGNORED, IGNORED], row)

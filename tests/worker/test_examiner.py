@@ -276,7 +276,8 @@ def test_a_guard_none_of_whose_answers_came_ends_the_job_before_its_first_step(
     ended = guarded(make_job, learned).run()
     error = ended.result["error"]
     assert (error["code"], ended.losses) == ("error", {})
-    assert error["message"] == (
+    assert error["message"].endswith("the first: RuntimeError: …")
+    assert error["evidence"] == (
         "guard: token_f1 cannot be told before training: 4 of 4 answers failed; the first: RuntimeError: CUDA error: "
         "no kernel image is available"
     )

@@ -38,10 +38,16 @@ def test_an_exception_gets_its_code(problem: Exception, code: str) -> None:
     assert explain(problem).message
 
 
+def test_what_torch_says_of_a_device_is_for_everybody_and_what_it_says_of_tensors_is_not() -> None:
+    assert explain(torch.OutOfMemoryError("CUDA out of memory")).evidence == ""
+    error = explain(RuntimeError("index 7 is out of bounds"))
+    assert (error.message, error.evidence) == ("RuntimeError: …", "RuntimeError: index 7 is out of bounds")
+
+
 def test_what_nobody_foresaw_names_the_command_that_shows_its_traceback() -> None:
     error = explain(KeyError("x"), "17")
-    assert "`honectl logs 17`" in error.hint
-    assert "`honectl logs 17`" in explain(RuntimeError("device-side assert triggered"), "17").hint
+    assert "`honectl logs --raw 17`" in error.hint
+    assert "`honectl logs --raw 17`" in explain(RuntimeError("device-side assert triggered"), "17").hint
     assert "embeddings" in explain(RuntimeError("device-side assert triggered"), "17").hint
 
 

@@ -67,7 +67,7 @@ def test_a_mask_that_is_spoilt_on_its_way_ends_the_job_before_its_first_step(
     assert ended.status == 81, ended.result
     error = ended.result["error"]
     assert error["code"] == "mask_invalid"
-    assert words in error["message"]
+    assert words in error.get("evidence", error["message"])
     assert remedy in error["hint"]
     assert not ended.of("step")
     assert not ended.of("predictions")

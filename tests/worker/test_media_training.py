@@ -117,8 +117,8 @@ def test_a_mask_counted_without_the_images_ends_the_job_before_its_first_step(
     ended = make_job(model=qwen, rows=rows_of(tmp_path / "images")).run()
     assert ended.status == 81, ended.result
     assert ended.result["error"]["code"] == "mask_invalid"
-    assert "'<|image_pad|>'" in ended.result["error"]["message"]
-    assert "'<|vision_end|>'" in ended.result["error"]["message"]
+    assert "'<|image_pad|>'" in ended.result["error"]["evidence"]
+    assert "'<|vision_end|>'" in ended.result["error"]["evidence"]
     assert not ended.of("step")
     assert not ended.of("predictions")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from honed import quote
 from honed.chat import IGNORED, ChatFormat
 from honed.error import DatasetError, MaskError
 from honed.row import Example, fields
@@ -69,7 +70,7 @@ def test_a_turn_that_the_next_ones_mark_ends_is_trained_with_it(glm: ChatFormat)
     assert set(names) >= {"<|user|>", "<|observation|>", "<|endoftext|>"}
     [(level, said)] = glm.notes()
     assert level == "info"
-    assert "'<|user|>' or '<|observation|>' is added there and trained" in said
+    assert "'<|user|>' or '<|observation|>' is added there and trained" in quote.show(said)
 
 
 def test_between_two_turns_of_the_assistant_nothing_is_trained(glm: ChatFormat) -> None:
@@ -120,7 +121,9 @@ def test_an_end_that_stands_between_two_calls_is_told_where_rows_have_such() -> 
     assert [said for _, said in chat.notes([one]) if "calls" in said] == []
     [(level, said)] = chat.notes([one, two])
     assert level == "warning"
-    assert "'<｜tool▁call▁end｜>', and puts that between two calls of a turn, too, as 1 rows have them" in said
+    assert "'<｜tool▁call▁end｜>', and puts that between two calls of a turn, too, as 1 rows have them" in quote.show(
+        said
+    )
     assert masks.chat_of("deepseekv3").notes([two]) == []
 
 
@@ -135,7 +138,7 @@ def test_turns_that_have_an_end_only_as_the_last_are_told_where_rows_have_severa
     assert chat.notes([row(TOLD[:2])]) == []
     [(level, said)] = chat.notes([row(TOLD), row(TOLD[:2])])
     assert level == "warning"
-    assert "ends only a row's last turn with '<|endoftext|>'" in said
+    assert "ends only a row's last turn with '<|endoftext|>'" in quote.show(said)
     assert "in 1 rows such turns" in said
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import hubdata, ladder
-from honed.error import InternalError
+from honed.error import InternalError, said
 from honed.job import Adjustment
 from honed.layout import AttemptLayout, JobLayout
 from honed.policy import Grant, Named, inputs
@@ -68,7 +68,7 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
     try:
         plan = json.loads(layout.plan_path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InternalError(f"{layout.plan_path}: {error}") from error
+        raise InternalError(f"{layout.plan_path}: {said(error)}") from error
     adjustments = _adjustments(layout)
     if adjustments:
         plan |= {
@@ -111,4 +111,4 @@ def _adjustments(layout: JobLayout) -> tuple[Adjustment, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError) as error:
-        raise InternalError(f"{layout.adjustments_path}: {error}") from error
+        raise InternalError(f"{layout.adjustments_path}: {said(error)}") from error

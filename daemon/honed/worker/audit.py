@@ -84,7 +84,7 @@ class Auditor:
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._events.emit("audit", **found.as_dict())
         for text in found.mended:
-            self._events.emit("log", level="info", message=f"audit ({when}): {text}")
+            self._events.log("info", f"audit ({when}): {text}")
         return found
 
     def saved(self, model: Any) -> Audit:
@@ -125,7 +125,7 @@ class Auditor:
             if not self._is_other:
                 raise
             other = "backend: transformers, or backend: auto, which falls back to it before the first step"
-            raise PrecisionError(error.message, hint=f"{error.hint}, or {other}" if error.hint else other) from error
+            raise PrecisionError(error.said, hint=f"{error.hint}, or {other}" if error.hint else other) from error
 
 
 def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str] = ()) -> Audit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError
+from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, said
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ CAUSES = (
 
 def explain(problem: Exception, job: str) -> HonedError:
     """The error that a library's exception is. Its traceback is in the job's log, whose command the hint names."""
-    text = f"{type(problem).__name__}: {problem}"
-    log = f"`honectl logs {job}` has the traceback"
+    name, log = type(problem).__name__, f"`honectl logs --raw {job}` has the traceback"
+    text = f"{name}: {said(problem)}"
     for cause in CAUSES:
-        if cause.words.search(text):
+        if cause.words.search(f"{name}: {problem}"):
             return cause.kind(text, hint=f"{cause.hint}; {log}")
     return InternalError(text, hint=f"{log}, of honed's or a library's code; what it was at stands above it")

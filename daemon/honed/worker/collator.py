@@ -79,12 +79,12 @@ class Collator:
         try:
             processed = self._processor.process(source.text, source.media)
         except HonedError as error:
-            raise MediaChangedError(f"{source.name}: {error.message}, and it was good when the job began") from error
+            raise MediaChangedError(f"{source.name}: {error.said}, and it was good when the job began") from error
         whole = processed.expanded.input_ids
         if len(whole) != source.num_tokens or whole[: len(ids)] != ids:
             raise MediaChangedError(
                 f"{source.name}: the tokens are others than when the job began: "
-                f"{', '.join(each.place for each in source.media)} has changed"
+                f"{', '.join(each.named for each in source.media)} has changed"
             )
         by_token = set(self._processor.names_by_token)
         more = {

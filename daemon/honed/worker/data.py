@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from honed import dataset
+from honed import dataset, quote
 from honed.asking import Mismatches
 from honed.census import Census
 from honed.chat import ChatFormat, Encoded, MediaCutError
@@ -305,9 +305,9 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
     for rows in (data.train, data.held_out):
         used |= {max(ids) for ids in rows.dataset["input_ids"]} if rows is not None else set()
     if max(used) >= num_embeddings:
-        token = tokenizer.convert_ids_to_tokens(max(used))
+        token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
         raise ModelError(
-            f"{base_model_path}: token {token!r} has the number {max(used)}, the embeddings only {num_embeddings} rows",
+            f"{base_model_path}: token {token} has the number {max(used)}, the embeddings only {num_embeddings} rows",
             hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
         )
 
@@ -408,7 +408,7 @@ def _cut(whole: Encoded, max_length: int | None) -> Encoded | DatasetError:
 def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | None) -> None:
     """Leave a row out, or end the job for it, as `media.broken` and `media.too_long` say."""
     place = where(example)
-    reason = error.message if error.message.startswith(place) else f"{place}: {error.message}"
+    reason = error.said if error.said.startswith(place) else f"{place}: {error.said}"
     match error:
         case MediaError() if media is not None:
             if media.spec.media.broken == "refuse":

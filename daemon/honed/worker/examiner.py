@@ -8,7 +8,7 @@ from typing import Any
 
 from honed import learning, score, trial
 from honed.chat import ChatFormat
-from honed.error import DatasetError, HonedError, RegressedError, from_dict
+from honed.error import BY_CODE, DatasetError, HonedError, RegressedError
 from honed.event import EventWriter
 from honed.spec import JobSpec
 from honed.worker import prediction, thumbnail
@@ -190,17 +190,14 @@ class Examiner:
     def _why(self, answers: Answers, step: int) -> HonedError:
         assert self._spec.guard is not None
         assert answers.fault is not None
-        fault = answers.fault.as_dict()
+        fault = answers.fault
         end = (
             "; the output lies beside its place, as *.regressed; honectl requeue measures it once more" if step else ""
         )
-        return from_dict(
-            {
-                "code": fault["code"],
-                "message": f"guard: {self._spec.guard.metric} cannot be told {'after' if step else 'before'} training:"
-                f" {answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault['message']}",
-                "hint": f"{fault['hint'] or 'mend what failed'}, or leave the guard out{end}",
-            }
+        return BY_CODE[fault.code](
+            f"guard: {self._spec.guard.metric} cannot be told {'after' if step else 'before'} training: "
+            f"{answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault.said}",
+            hint=f"{fault.hint or 'mend what failed'}, or leave the guard out{end}",
         )
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
             raise
         found = cause.explain(error, str(assignment.job_id))
         kind = ModelError if isinstance(found, InternalError) else type(found)
-        raise kind(f"{assignment.base_model_path}: {found.message}", hint=found.hint) from error
+        raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
     return Loaded(model, tokenizer, tuple(backend.told))
 
 

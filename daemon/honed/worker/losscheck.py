@@ -23,7 +23,7 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 
 from honed import loss as losses
 from honed.chat import IGNORED
-from honed.error import LossError
+from honed.error import LossError, said
 from honed.worker.assignment import Assignment
 from honed.worker.checkpoint import Progress
 from honed.worker.data import Data
@@ -96,10 +96,13 @@ def check(
                 is_resumed=is_resumed, log=log)  # fmt: skip
     elif isinstance(found, Exception):
         if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
-            _settle(f"the loss to be trained ({taken}) fails on this model: {type(found).__name__}: {found}",
+            _settle(f"the loss to be trained ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
                     trainer, data, job, plain, is_resumed=is_resumed, log=log)  # fmt: skip
         else:
-            log("warning", f"the loss could not be compared with the model's logits: {type(found).__name__}: {found}")
+            log(
+                "warning",
+                f"the loss could not be compared with the model's logits: {type(found).__name__}: {said(found)}",
+            )
     elif found is not None:
         log("debug", f"the loss ({taken}) is the model's: {found.words}")
     progress.loss_type = trainer.args.loss_type
@@ -228,7 +231,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
         traceback.print_exc()
         if is_out_of_memory(error) and torch.cuda.is_available():
             torch.cuda.empty_cache()
-        log("warning", f"the loss could not be compared with the model's logits: {type(error).__name__}: {error}")
+        log("warning", f"the loss could not be compared with the model's logits: {type(error).__name__}: {said(error)}")
         return None
 
 

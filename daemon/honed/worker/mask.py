@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from honed import quote
 from honed.chat import IGNORED, ChatFormat, trained_share
 from honed.error import MaskError
 from honed.event import EventWriter
@@ -69,7 +70,7 @@ def _check_example(
         return
     if place is None:
         raise MaskError(
-            f"a batch holds tokens that are no row's: {chat.decode(input_ids)[:200]!r}",
+            f"a batch holds tokens that are no row's: {quote.mark(repr(chat.decode(input_ids)[:200]))}",
             hint=_HINT,
         )
     # The first token is nobody's prediction; a packing masks it for its own reasons.
@@ -84,9 +85,8 @@ def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> Non
         return
     share = max(trained_share(batch["labels"].tolist()) for batch in batches)
     if share > 0.5:
-        events.emit(
-            "log",
-            level="warning",
-            message=f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, "
+        events.log(
+            "warning",
+            f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, "
             "suspicious otherwise; see honectl preview",
         )

@@ -73,14 +73,14 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     config = load.load_config(job)
 
     events.emit("stage", stage="merge")
-    events.emit("log", level="info", message=f"merges {adapter_dir} into {job.base_model_path}, in {dtype}")
+    events.log("info", f"merges {adapter_dir} into {job.base_model_path}, in {dtype}")
     with export.beside(job.output_dir) as place:
         merged = merge(
             job.base_model_path, adapter_dir, place,
             dtype=dtype, config=config, chat_template=job.spec.chat_template,
             trust_remote_code=job.spec.trust_remote_code, progress=progress,
         )  # fmt: skip
-        events.emit("log", level="info", message=str(merged))
+        events.log("info", str(merged))
 
         stop.check()
         events.emit("stage", stage="export")
@@ -587,7 +587,7 @@ def _check(target: Path, planned: list[Tensor], dtype: str) -> None:
     try:
         found = {each.name: each for each in basemodel.inspect(target).tensors}
     except HonedError as error:
-        raise PrecisionError(f"the merged checkpoint is not whole: {error.message}", hint=error.hint) from error
+        raise PrecisionError(f"the merged checkpoint is not whole: {error.said}", hint=error.hint) from error
     wrong = [
         f"{each.name} is {each.dtype}" for each in found.values() if each.dtype != dtype and each.dtype in FLOAT_DTYPES
     ]

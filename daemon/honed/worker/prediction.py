@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from honed.chat import ChatFormat
-from honed.error import HonedError, InternalError, from_dict
+from honed.error import BY_CODE, HonedError, InternalError, said
 from honed.ladder import MEDIA_PREDICTION_BATCH_SIZE, PREDICTION_BATCH_SIZE
 from honed.media import Media
 from honed.precision import HALF, Precision
@@ -266,16 +266,16 @@ class Predictor:
         with contextlib.suppress(OSError):  # worker.log may lie on a disk that is full
             traceback.print_exception(error)
         self._warn(
-            f"a prediction failed: {type(error).__name__}: {error} (model {', '.join(dtypes)} on {model.device}; "
+            f"a prediction failed: {type(error).__name__}: {said(error)} (model {', '.join(dtypes)} on {model.device}; "
             f"{inputs}; autocast {'on' if autocast else 'off'}): {self._remedy(error)}"
         )
 
     def _without_frames(self, error: Exception) -> HonedError:
         """What it says, without the tensors that its traceback holds on to."""
         if isinstance(error, HonedError):
-            return from_dict(error.as_dict())
-        said = next(iter(str(error).splitlines()), "")
-        return InternalError(f"{type(error).__name__}: {said}".removesuffix(": "), hint=self._remedy(error))
+            return BY_CODE[error.code](error.said, hint=error.hint, fix=error.fix)
+        words = said(error, is_brief=True)
+        return InternalError(f"{type(error).__name__}: {words}".removesuffix(": "), hint=self._remedy(error))
 
     def _remedy(self, error: Exception) -> str:
         if isinstance(error, HonedError) and error.hint:

@@ -27,9 +27,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from honed import asking, basemodel, dataset, hubdata, omission, spec
+from honed import asking, basemodel, dataset, hubdata, omission, quote, spec
 from honed.chat import ChatFormat, Encoded, MediaCutError
-from honed.error import DatasetError, HonedError, ModelError, SpecError, plain
+from honed.error import DatasetError, HonedError, ModelError, SpecError, plain, said
 from honed.row import Example
 from honed.spec import DatasetSpec, JobSpec
 from honed.template import where
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             sys.stdout.write(json.dumps({"error": error.as_dict()}) + "\n")
         else:
-            _tell(f"{error.message}{f' ({error.hint})' if error.hint else ''}")
+            _tell(f"{error.told}{f' ({error.hint})' if error.hint else ''}")
         return error.exit_status
     sys.stdout.write(json.dumps(rows) + "\n" if options.json else "".join(map(_page, rows)))
     return 0
@@ -86,7 +86,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         try:
             cut = encoded.truncate(max_length)
         except MediaCutError as error:
-            _tell(f"{where(example)}: {error.message}: the row is left out")
+            _tell(f"{where(example)}: {error.told}: the row is left out")
             continue
         if not any(cut.trained[1:]):  # as in training: the first token is never predicted
             place = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
@@ -127,7 +127,7 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
             num_left -= 1
         except DatasetError as error:
             place = where(example)
-            _tell(f"{'' if error.message.startswith(place) else f'{place}: '}{error.message}: the row is left out")
+            _tell(f"{'' if error.told.startswith(place) else f'{place}: '}{error.told}: the row is left out")
     if num_left == num_rows:
         raise DatasetError("no row can be trained on", hint="the reasons are above")
 
@@ -171,7 +171,7 @@ def _load_tokenizer(asked: _Asked) -> Any:
     try:
         return load.load_tokenizer(cast("Assignment", asked))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{asked.base_model_path}: the tokenizer cannot be loaded: {error}") from error
+        raise ModelError(f"{asked.base_model_path}: the tokenizer cannot be loaded: {said(error)}") from error
 
 
 def _load_processor(asked: _Asked, tokenizer: Any) -> Any:
@@ -190,7 +190,7 @@ def _page(row: dict[str, Any]) -> str:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"preview: {plain(text)}\n")
+    sys.stderr.write(f"preview: {plain(quote.show(text))}\n")  # who asks for a preview may read the rows
 
 
 if __name__ == "__main__":

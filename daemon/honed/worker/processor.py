@@ -14,7 +14,7 @@ from typing import Any
 
 from honed import media as medias
 from honed.chat import MediaCutError
-from honed.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError
+from honed.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError, said
 from honed.expansion import Expanded
 from honed.media import Kind, Media, MediaLimits
 from honed.worker.assignment import Assignment
@@ -89,8 +89,8 @@ class Processor:
         except (MemoryError, HonedError):
             raise
         except Exception as error:  # its own classes, and whatever it stumbles over
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise DatasetError(f"the processor does not take the row: {said}") from error
+            words = f"{type(error).__name__}: {said(error)}" if str(error) else type(error).__name__
+            raise DatasetError(f"the processor does not take the row: {words}") from error
 
     def _check_sounds(
         self, text: str, media: Sequence[Media], options: Mapping[str, Any], tensors: Mapping[str, Any]
@@ -113,7 +113,7 @@ class Processor:
             if _are_equal(tensors, self._call(text, again, _Listener(self._tokenizer))):
                 limit = getattr(getattr(self.processor, "feature_extractor", None), "chunk_length", None)
                 raise MediaCutError(
-                    f"{file.place}: {len(sound) / rate:.1f} seconds of sound, and the processor "
+                    f"{file.named}: {len(sound) / rate:.1f} seconds of sound, and the processor "
                     + (f"takes in the first {limit} alone" if limit else "passes over the end"),
                     hint="cut long sounds into pieces, each with its own row",
                 )
@@ -182,7 +182,7 @@ def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Process
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{path}: its processor cannot be loaded: {type(error).__name__}: {error}",
+            f"{path}: its processor cannot be loaded: {type(error).__name__}: {said(error)}",
             hint="copy preprocessor_config.json and processor_config.json from where the model came from",
         ) from error
     if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "tokenizer"):

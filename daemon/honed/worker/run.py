@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from honed.error import (
     InterruptedRunError,
     OutOfMemoryError,
     TimeLimitError,
+    said,
 )
 from honed.event import EventWriter
 from honed.layout import JobLayout
@@ -86,6 +88,9 @@ def run(
         with contextlib.suppress(OSError):  # worker.log may lie on the disk that is full: its result is yet to come
             traceback.print_exc()
         error = explain(problem, job_dir.name)
+        if isinstance(problem, HonedError) and error.evidence:
+            with contextlib.suppress(OSError):
+                print(error.evidence, file=sys.stderr)
     match error:
         case None:
             outcome = "succeeded"
@@ -93,7 +98,7 @@ def run(
             outcome = "interrupted"
         case _:
             outcome = "failed"
-            events.emit("log", level="error", code=error.code, message=error.message)
+            events.log("error", error.message, evidence=error.evidence, code=error.code)
     events.emit("finished", outcome=outcome, step=story.step, metrics=story.metrics)
     events.close()
     reserve.spend()
@@ -116,12 +121,12 @@ def run(
 
 def explain(problem: Exception, job: str = "ID") -> HonedError:
     """The error that this is, in honed's words; `job` is the number of the job that it ended."""
-    text = f"{type(problem).__name__}: {problem}"
+    text = f"{type(problem).__name__}: {said(problem)}"
     match problem:
         case HonedError():
             return problem
         case _ if load.is_out_of_memory(problem):
-            return OutOfMemoryError(text.splitlines()[0], hint=_MEMORY_HINT)
+            return OutOfMemoryError(f"{type(problem).__name__}: {problem}".splitlines()[0], hint=_MEMORY_HINT)
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")
         case _ if room.is_no_room(problem):
@@ -338,7 +343,7 @@ class _Story:
         self._events.emit("stage", stage=name)
 
     def _log(self, level: str, message: str) -> None:
-        self._events.emit("log", level=level, message=message)
+        self._events.log(level, message)
 
 
 def versions(backend: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
 from honed import loss, score
-from honed.error import InterruptedRunError, SpecError, TimeLimitError
+from honed.error import InterruptedRunError, SpecError, TimeLimitError, said
 from honed.event import EventWriter
 from honed.rung import EIGHT_BIT
 from honed.training import TrainingSpec
@@ -105,7 +105,7 @@ def arguments(
     try:
         return SFTConfig(**{**_promised(), **defaults, **asked, **settled})
     except (TypeError, ValueError) as error:
-        raise SpecError(f"training: {error}", hint="`man honed-job` has every key") from error
+        raise SpecError(f"training: {said(error)}", hint="`man honed-job` has every key") from error
 
 
 def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
@@ -217,10 +217,9 @@ class Trainer(SFTTrainer):
         for name, asked in self._assignment.spec.training.as_kwargs().items():
             found = getattr(self.args, name)
             if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
-                self._events.emit(
-                    "log", level="warning",
-                    message=f"training.{name}: the job says {asked}, but {self._assignment.backend} makes it {found}",
-                )  # fmt: skip
+                self._events.log(
+                    "warning", f"training.{name}: the job says {asked}, but {self._assignment.backend} makes it {found}"
+                )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         made = super().create_optimizer(*args, **kwargs)
@@ -423,10 +422,9 @@ class Trainer(SFTTrainer):
         """The best checkpoint may be older than what a resume has looked at."""
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
-            self._events.emit(
-                "log", level="error",
-                message=f"{path.name}, the best, is damaged ({why}): the result is the model of the last step instead",
-            )  # fmt: skip
+            self._events.log(
+                "error", f"{path.name}, the best, is damaged ({why}): the result is the model of the last step instead"
+            )
             return
         super()._load_best_model()
         if self._is_compensated:

@@ -9,7 +9,7 @@ from typing import Any
 
 from honed import leftover
 from honed.basemodel import read_names
-from honed.error import BackendError, HonedError
+from honed.error import BackendError, HonedError, said
 from honed.precision import PART_KEYS, trained_parts
 from honed.worker.assignment import Assignment
 from honed.worker.load import is_out_of_memory, load_config
@@ -61,7 +61,7 @@ def _blamed() -> Iterator[None]:
         if is_out_of_memory(error):  # another backend would need no less
             raise
         raise BackendError(
-            f"Unsloth cannot train this model here: {type(error).__name__}: {error}",
+            f"Unsloth cannot train this model here: {type(error).__name__}: {said(error)}",
             hint="backend: transformers, or backend: auto, which falls back to it",
         ) from error
 

@@ -110,7 +110,7 @@ class WatchedTrainer(Trainer):
         return None
 
     def _tell(self, text: str) -> None:
-        self._events.emit("log", level="warning", message=text)
+        self._events.log("warning", text)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._stop.phase("evaluate"):

@@ -1,0 +1,273 @@
+"""Where a job's data show: in no log, status line, notice, metric or list for others, and where their owner looks.
+
+Each text that belongs to the owner has a word of its own that nobody else would write. Real jobs and refused ones go
+through a real daemon; then all that others may read is searched for those words, and the owner's own places, too: a
+word that is in neither was never tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endpoint import Endpoint
+from harness import DEADLINE_SEC, Instance, RealInstance
+
+from honed import notification, query, webmetric
+from honed.error import NotPermittedError
+from honed.webdata import Source
+from zoo.model import build_checkpoint
+
+#: What each word stands in.
+WORDS = {
+    "zqsystem": "a system prompt",
+    "zquser": "what a user says",
+    "zqanswer": "what the assistant says",
+    "zqreason": "reasoning",
+    "zqtool": "a tool call",
+    "zqprompt": "predictions.prompts",
+    "zqmetric": "the code of a metric",
+    "zqtemplate": "a chat template",
+    "zqrole": "a role that there is not",
+    "zqpart": "a type of part that there is not",
+    "zqheader": "the first line of a table without a header",
+    "zqcaption": "a text where a picture's file should be named",
+    "zqspec": "a value of a job file",
+    "zqkey": "a key of a file of rows, dropped as a job",
+    "zqsyntax": "a template that is none",
+    "zqrefusal": "what a template says of a row",
+}
+#: Shows neither reasoning nor calls, and asks with what no turn begins with.
+TEMPLATE = (
+    "{# zqtemplate #}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>zqtemplate\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>zqtemplate{% endif %}"
+)
+#: Has the user's words in the assistant's turn.
+PARROT = TEMPLATE.replace("{{ m.content }}<", "{{ m.content }}{{ messages[1].content if m.role == 'assistant' }}<")
+METRIC = """
+calls = 0
+def parrot(text, truth):
+    global calls
+    calls += 1
+    print("zqmetric", truth)
+    if calls > 1:
+        raise ValueError(f"zqmetric: {truth}")
+    return 1.0
+"""
+
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def a_row(n: int, **more: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "zqtool", "arguments": {"place": f"zqtool {n}"}}}
+    return {"messages": [
+        turn("system", "zqsystem"), turn("user", f"zquser, number {n}?"),
+        turn("assistant", f"zqanswer {n}", reasoning_content="zqreason", tool_calls=[call]), turn("tool", "zqtool"),
+        turn("assistant", f"zqanswer, again {n}"), *more.pop("messages", ()),
+    ], **more}  # fmt: skip
+
+
+GOOD = [a_row(n) for n in range(12)]
+BAD_ROLE = {"messages": [turn("zqrole", "zquser"), turn("assistant", "zqanswer")]}
+CSV = b'"zqheader, said one, and more",zqheader\nzquser,zqanswer\n'
+#: Files of rows that are refused, or warned of, and what a job says beside them.
+ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "role": ([BAD_ROLE] * 4, {}),
+    "some-roles": ([*GOOD, BAD_ROLE], {}),
+    "part": ([{"messages": [turn("user", [{"type": "zqpart, or what"}]), turn("assistant", "zqanswer")]}] * 4, {}),
+    "weight": ([{"messages": [turn("user", "zquser"), turn("assistant", "zqanswer", weight="zqanswer")]}] * 4, {}),
+    "no-header": (CSV, {}),
+    "cut": (b'{"messages": [{"role": "user", "content": "zquser', {}),
+    "not-rows": (b'["zquser", "zqanswer"]', {}),
+    "caption": ([{"image": "zqcaption of a cat", **GOOD[0]}] * 4, {}),
+    "refused": (GOOD, {"chat_template": "{{ raise_exception('zqrefusal ' ~ messages[0].content) }}"}),
+    "some-refused": ([*GOOD, a_row(99, messages=[turn("user", "zquser")])], {
+        "chat_template": TEMPLATE + "{% if messages[-1].role == 'user' and messages | length > 1 and not "
+        "add_generation_prompt %}{{ raise_exception('zqrefusal ' ~ messages[1].content) }}{% endif %}"}),
+    "no-template": (GOOD, {"chat_template": "{% zqsyntax %}{{ messages }}"}),
+}  # fmt: skip
+#: Job files that are refused by what they say.
+SPECS: dict[str, Any] = {
+    "prompts": {"predictions": {"prompts": "zqprompt, said alone"}},
+    "number": {"training": {"learning_rate": "zqspec, or so"}},
+    "kwargs": {"training": {"lr_scheduler_kwargs": {"zqspec is it": 1}}},
+    "model": {"base_model": "zqspec and more"},
+    "rows": [{"zqkey, said the first": "zquser"}],
+    "row": {"zqkey, said the second": "zquser", "zqkey: a third": 1},
+}
+
+
+def write_rows(path: Path, rows: Any) -> Path:
+    path.write_bytes(rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return path
+
+
+def plug_in(instance: Instance) -> None:
+    """Install a package of the administrator's with one metric, `parrot`, for the daemon and all that it starts."""
+    place = instance.root / "packages"
+    info = place / "house_metrics-1.0.dist-info"
+    info.mkdir(parents=True)
+    (place / "house_metrics.py").write_text(METRIC)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house-metrics\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[honed.metrics]\nparrot = house_metrics:parrot\n")
+    instance.environment["PYTHONPATH"] = str(place)
+
+
+def drop_bad(instance: Instance) -> None:
+    """Drop the jobs whose files are at fault, two of them only in some rows."""
+    for name, (rows, keys) in ROWS.items():
+        path = write_rows(instance.root / f"{name}{'.csv' if rows is CSV else '.jsonl'}", rows)
+        template = instance.root / f"{name}.jinja"
+        if "chat_template" in keys:
+            template.write_text(keys["chat_template"])
+        more = {key: str(template) for key in keys}
+        is_kept = name.startswith("some-")
+        instance.drop(f"{name}.hold" if is_kept else name, name=name, datasets=[{"path": str(path)}], **more)
+    for name, said in SPECS.items():
+        if isinstance(said, dict) and not any(key.startswith("zq") for key in said):
+            instance.drop(name, **said)
+        else:
+            (instance.incoming_dir / f"{name}.json").write_text(json.dumps(said))
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> Iterator[socket.socket]:
+    """What systemd gets to hear; an instance's root is the same directory."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        yield systemd
+
+
+@pytest.fixture
+def echo() -> Iterator[Endpoint]:
+    """An endpoint that takes no row, and repeats what it got, as FastAPI's do."""
+    made = Endpoint()
+    made.default = lambda request: request.answer(422, request.body)
+    yield made
+    made.down()
+
+
+def received(systemd: socket.socket) -> str:
+    told = []
+    try:
+        while True:
+            told.append(systemd.recv(1 << 20).decode())
+    except BlockingIOError:
+        return "\n".join(told)
+
+
+def for_everybody(instance: Instance) -> dict[str, str]:
+    """All that others than the owner may come to read, by where it is."""
+    spool, layout = instance.spool, instance.layout
+    stranger = query.Asker(uid=os.getuid() + 1, is_administrator=False, reads_all=False)
+    for job in spool.all_jobs().values():
+        for read in (query.show, query.predictions, query.losses, query.glance):
+            with pytest.raises(NotPermittedError):
+                read(spool, layout, str(job.id), stranger)
+    with sqlite3.connect(layout.database_path) as db:
+        jobs = db.execute("SELECT * FROM jobs").fetchall()
+    notices = notification.notices_dir(layout)
+    return {
+        "the log": instance.log,
+        "the list": json.dumps(query.list_jobs(spool, layout, "", stranger)),
+        "the overview": json.dumps(query.overview(spool, layout, query.Choice(), stranger)),
+        "the refusals": repr([query.refusal(spool, layout, f"{name}.json", stranger) for name in (*ROWS, *SPECS)]),
+        "the table of jobs": repr(jobs),
+        "the index": layout.index_path.read_text() if layout.index_path.exists() else "",
+        "metrics": webmetric.scrape(Source(layout), stranger).decode(),
+        "notices": "".join(path.read_text() for path in sorted(notices.rglob("*")) if path.is_file()),
+    }
+
+
+def for_the_owner(instance: Instance) -> str:
+    """What the owner of all jobs is shown of them, and what is beside the files that were refused."""
+    told = [*instance.rejected().values()]
+    for job in instance.spool.all_jobs().values():
+        told.append(json.dumps(query.show(instance.spool, instance.layout, str(job.id)), ensure_ascii=False))
+        files = instance.layout.job(job.id)
+        shown = [files.report_path, *files.dir.glob("attempts/*/worker.log")]
+        told += [path.read_text() for path in shown if path.exists()]
+    return "\n".join(told)
+
+
+def honectl(instance: Instance, *arguments: str) -> str:
+    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def check(places: dict[str, str]) -> None:
+    shown = {(word, place): text for place, text in places.items() for word in WORDS if word in text.lower()}
+    assert not shown, "\n".join(
+        f"{place} shows {WORDS[word]}: {line}"
+        for (word, place), text in shown.items() for line in text.splitlines() if word in line.lower()
+    )  # fmt: skip
+
+
+def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner_alone(
+    real: RealInstance, status: socket.socket, echo: Endpoint
+) -> None:
+    real.environment["NOTIFY_SOCKET"] = str(real.root / "notify")
+    plug_in(real)
+    (real.root / "template.jinja").write_text(TEMPLATE)
+    (real.root / "parrot.jinja").write_text(PARROT)
+    rows = write_rows(real.root / "good.jsonl", GOOD)
+    model = build_checkpoint(real.root / "tiny", num_layers=1, hidden_size=32)
+    keys: dict[str, Any] = {
+        "base_model": str(model), "datasets": [{"path": str(rows)}], "eval_split": 0.25, "backend": "transformers",
+        "lora": {"r": 2}, "retry": {"max_attempts": 1},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 1},
+    }  # fmt: skip
+    real.configure(
+        f'[reporting]\nmetrics_api_url = "{echo.url}"\nflush_sec = 1.0\n'
+        '[notify]\nadmin_webhook = "http://127.0.0.1:9/hook"\nadmin_states = ["succeeded", "failed"]\n'
+    )
+    real.drop("guarded", name="guarded", chat_template=str(real.root / "template.jinja"),
+              predictions={"prompts": ["zqprompt"], "max_new_tokens": 4},
+              guard={"metric": "parrot", "num_samples": 2, "max_drop": 0.1}, **keys)  # fmt: skip
+    real.drop("parrots", name="parrots", chat_template=str(real.root / "parrot.jinja"), **keys)
+    drop_bad(real)
+    real.start("--drain", "--verbose")
+    assert real.wait(deadline_sec=300) == 0
+    assert echo.requests
+    outcomes = {name: real.show(name)["outcome"] for name in ("guarded", "parrots")}
+    assert outcomes == {"guarded": "regressed", "parrots": "mask_invalid"}
+    kept = {name for name in ROWS if name.startswith("some-")}
+    assert {name.removesuffix(".json") for name in real.rejected()} == {*ROWS, *SPECS} - kept
+    check({**for_everybody(real), "STATUS": received(status)})
+    owners = for_the_owner(real)
+    assert [word for word in WORDS if word not in owners] == []
+    assert "trained between ⟦⟧: " in honectl(real, "show", "parrots")
+    logs = honectl(real, "logs", "parrots")
+    assert "message 3: 'zqtool" in logs
+    assert "trained between ⟦⟧: " in logs
+    [answer] = json.loads(honectl(real, "check", "--json", str(real.layout.spool_dir / "rejected/weight.json")))
+    for error in (answer["error"], *answer["faults"]):
+        assert "`weight` is …, and" in error["message"]
+        assert "`weight` is 'zqanswer', and" in error["evidence"]
+
+
+def test_what_a_worker_prints_before_it_crashes_and_what_it_dies_of_stay_in_its_own_log(instance: Instance) -> None:
+    rows = write_rows(instance.root / "good.jsonl", GOOD)
+    instance.drop("spill", name="spill", datasets=[{"path": str(rows)}], retry={"max_attempts": 1})
+    assert instance.drain() == 0
+    job = instance.job("spill")
+    assert job is not None
+    assert job.outcome == "killed"
+    log = instance.layout.job(job.id).attempt(1).log_path.read_text()
+    assert log.count("zquser") == 2, "printed, and in the traceback"
+    assert "the first row: …" in instance.log
+    assert "zquser" in honectl(instance, "logs", "spill")
+    check(for_everybody(instance))
