@@ -75,12 +75,10 @@ def test_what_a_worker_writes_goes_to_its_log_and_not_to_the_journal(start: Star
     assert (made.dir / "worker.log").read_bytes() == b"one\n10%\r20%\r100%\n<4>heed me\n\nno end"
 
 
-def test_no_line_of_a_workers_paints_or_calls_on_every_terminal(start: Start, tmp_path: Path) -> None:
+def test_what_a_worker_prints_is_in_its_log_alone(start: Start, tmp_path: Path) -> None:
+    """The journal has more readers, and a terminal acts on what it is shown."""
     lines = ["<0>fire", "<3>error", "<7>calm", "\x1b[31mred \u202eturned\u202c\x9b2J", "a\ttab, é and 日本"]
-    told = start(f"for line in {lines!r}: print(line)").end()[1]
-    assert told.splitlines() == [
-        "<7><0>fire", "<7><3>error", "<7>calm", "\ufffd[31mred \ufffdturned\ufffd\ufffd2J", "a\ttab, é and 日本",
-    ]  # fmt: skip
+    assert start(f"for line in {lines!r}: print(line)").end()[1] == ""
     assert (tmp_path / "1/worker.log").read_text() == "\n".join(lines) + "\n"
 
 

@@ -182,7 +182,7 @@ def for_everybody(instance: Instance) -> dict[str, str]:
         "the log": instance.log,
         "the list": json.dumps(query.list_jobs(spool, layout, "", stranger)),
         "the overview": json.dumps(query.overview(spool, layout, query.Choice(), stranger)),
-        "the refusals": repr([query.refusal(spool, layout, f"{name}.json", stranger) for name in (*ROWS, *SPECS)]),
+        "the refusals": repr([query.refusal(spool, f"{name}.json", stranger) for name in (*ROWS, *SPECS)]),
         "the table of jobs": repr(jobs),
         "the index": layout.index_path.read_text() if layout.index_path.exists() else "",
         "metrics": webmetric.scrape(Source(layout), stranger).decode(),
