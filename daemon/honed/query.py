@@ -347,7 +347,7 @@ def refusal(
             if number is not None and (arrival.submission_of(reason) or (None,))[0] != number:
                 continue
             answers.append({"file": path.name, "reason": reason, "refused_at": reason_path.stat().st_mtime})
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # gone, or another user's: a reason is its dropper's alone
             continue
     ours = [answer for answer in answers if answer["reason"].startswith(f"{arrival.shown(file_name)} was refused")]
     return max(ours, key=lambda answer: answer["refused_at"], default=None)
