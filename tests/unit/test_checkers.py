@@ -151,12 +151,13 @@ def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
     people = [1000 + number for number in range(MAX_UNITS)]
     for uid in people:
         for number in range(200):
-            desk.submit(uid * 1000 + number, uid)
+            desk.submit(uid * 1000 + number, uid, "hang" if number == 0 else "plain")
     desk.wait(lambda: desk.at_work() == set(people))
     desk.submit(1, 3000)
     desk.turn()
     assert 3000 not in desk.live()
     desk.ahead += TURN_SEC + 1
+    (desk.path / "go").touch()
     desk.wait(lambda: 1 in desk.whose())
     assert len(desk.answers) < 200 * MAX_UNITS
     desk.wait_answers(200 * MAX_UNITS + 1)
@@ -167,7 +168,7 @@ def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
 
 def test_one_that_starts_slowly_loses_no_turn_by_that(desk: Desk) -> None:
     for number in range(MAX_UNITS + 1):
-        desk.submit(number, 1000 + number)
+        desk.submit(number, 1000 + number, "hang")
     desk.ahead += 2 * TURN_SEC
     desk.turn()
     assert desk.live() == {1000 + number for number in range(MAX_UNITS)}
