@@ -150,6 +150,7 @@ class Installer:
         return [Path(path) for path in (
             "/etc/honed", "/var/spool/honed", "/var/lib/honed", "/var/cache/honed", "/var/cache/honed-job",
             "/etc/systemd/system/honed.service.d", "/etc/systemd/system/honed-job@.service.d",
+            "/etc/systemd/system/honed-check@.service.d",
         )]  # fmt: skip
 
     def _secrets(self) -> list[Path]:

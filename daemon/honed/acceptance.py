@@ -4,7 +4,7 @@
                                                    ├─ names other jobs ──► once those are known, the same
                                                    └─ names a model or data set to fetch ──► once it is there, again
 
-Nothing here waits: the helper answers when it has looked at the files that a job names. A job that names others may
+Nothing here waits: a helper answers when it has looked at the files that a job names. A job that names others may
 have been dropped together with them, in any order: it is settled after the other arrivals of its time. One whose
 `job:NAME` is not made yet is accepted without a plan; it is planned by a second check, when those jobs have succeeded.
 """
@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from honed import durable, foreign, message, problem, query, quote
-from honed.arrival import Arrivals, Claim, Copy, refusal, shown, too_large
-from honed.checker import Checker
+from honed.arrival import Arrivals, Claim, Copy, Dropped, refusal, shown, too_large
+from honed.checkers import Checkers
 from honed.config import Config
 from honed.database import timestamp
 from honed.device import Device
@@ -45,9 +46,11 @@ from honed.snapshot import MODEL, Missing
 from honed.spool import Spool
 from honed.watcher import Watcher
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-#: Of a flood, how many are claimed and not checked yet at a time: the rest waits in incoming/, where it costs nothing.
+#: Of one user's flood, how many are claimed and not checked yet at a time: the rest waits in incoming/, where it costs
+#: nothing and is in nobody's way.
 MAX_PENDING = 64
 #: How many are claimed, or accepted, together: they share the syncs of the disk. More would hold up the loop.
 MAX_TOGETHER = 16
@@ -139,7 +142,7 @@ class Acceptance:
         spool: Spool,
         arrivals: Arrivals,
         watcher: Watcher,
-        client: Checker,
+        checkers: Checkers,
         config: Config,
         fetcher: Fetcher,
         *,
@@ -148,11 +151,11 @@ class Acceptance:
         self._spool = spool
         self._arrivals = arrivals
         self._watcher = watcher
-        self._client = client
+        self._checkers = checkers
         self.config = config
         self._fetcher = fetcher
         self._clock = clock
-        self._submitted: deque[Claim] = deque()  # over the control socket, and not looked at yet
+        self._submitted: dict[int, deque[Claim]] = {}  # over the control socket, and not looked at yet, by submitter
         self._pending: dict[int, _Pending] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._names = _Names()  # of those that wait
@@ -165,7 +168,7 @@ class Acceptance:
         self._replanned: list[Replanned] = []
         self._checked: list[tuple[_Pending, dict[str, Any]]] = []  # to be accepted, together
         self._checked_since = 0.0
-        self._listed: deque[Path] = deque()  # what lay in incoming/ and was not looked at yet
+        self._listed: dict[int, deque[Path]] = {}  # what lay in incoming/ and was not looked at yet, by owner
         self._num_unsettled = 0
         self._list_at = 0.0
         self._must_list = False
@@ -180,8 +183,23 @@ class Acceptance:
     @property
     def is_busy(self) -> bool:
         """Whether something lies in incoming/ or is being checked."""
-        on_their_way = self._pending or self._checked or self._late or self.num_unsettled
-        return bool(on_their_way or self._asked_again - self._fetching.keys())
+        asked_again = self._asked_again - self._fetching.keys() - self._checkers.stuck()
+        return bool(self._being_checked() or asked_again or self._checked or self._late or self.num_unsettled)
+
+    def _being_checked(self) -> set[int]:
+        """The arrivals that are being checked, but for those that cannot be."""
+        return self._pending.keys() - self._checkers.stuck()
+
+    @property
+    def num_stuck(self) -> int:
+        """Arrivals and jobs that cannot be checked for now."""
+        arrivals = sum(len(waiting) for uid, waiting in self._lists() if self._checkers.is_stuck(uid))
+        return len(self._checkers.stuck()) + arrivals
+
+    def _lists(self) -> Iterator[tuple[int, Sequence[object]]]:
+        """What was not looked at yet, by user."""
+        yield from self._listed.items()
+        yield from self._submitted.items()
 
     @property
     def num_waiting(self) -> int:
@@ -196,17 +214,18 @@ class Acceptance:
     @property
     def num_arriving(self) -> int:
         """Arrivals that were seen and not taken yet: they may still be being written."""
-        return self._num_unsettled + len(self._listed) + len(self._submitted)
+        return self._num_unsettled + sum(len(waiting) for _, waiting in self._lists())
 
     @property
     def num_unsettled(self) -> int:
-        """Those, and one for what may have arrived since."""
-        return self.num_arriving + self._must_list
+        """Those that can be taken, and one for what may have arrived since."""
+        arrivals = sum(len(waiting) for uid, waiting in self._lists() if not self._checkers.is_stuck(uid))
+        return self._num_unsettled + arrivals + self._must_list
 
     @property
     def has_room(self) -> bool:
         """Whether accepted jobs may be checked again now: a few at a time, so that new ones get their turn."""
-        return len(self._asked_again) < MAX_ASKED_AGAIN
+        return len(self._asked_again - self._checkers.stuck()) < MAX_ASKED_AGAIN
 
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
         """Take a job file that somebody hands over; it is checked as a dropped one is. Raises HonedError where it is
@@ -218,7 +237,8 @@ class Acceptance:
                 f"{shown(name)}: {MAX_SUBMITTED} job files of yours wait to be checked",
                 hint="submit it again when there are fewer: honectl list",
             )
-        self._submitted.append(claim := self._arrivals.submit(name, data, uid))
+        claim = self._arrivals.submit(name, data, uid)
+        self._submitted.setdefault(uid, deque()).append(claim)
         return claim
 
     def scan(self) -> None:
@@ -231,12 +251,12 @@ class Acceptance:
             self._list_at = now + LISTING_REST * (self._clock() - now)
         self._check_claimed()
         whole: list[Path] = []
-        self._copy([self._submitted.popleft() for _ in range(min(len(self._submitted), self._room()))])
-        wanted = self._room()
-        looks = min(len(self._listed), MAX_LOOKS_PER_PASS) if wanted > 0 else 0
-        while looks and len(whole) < wanted:
-            looks -= 1
-            path = self._listed.popleft()
+        submitted: list[Claim] = []
+        for claim in self._in_turn(self._submitted, submitted, limit=MAX_TOGETHER):
+            submitted.append(claim)
+        self._copy(submitted)
+        looked_at = self._in_turn(self._listed, whole, limit=MAX_TOGETHER - len(submitted))
+        for path in itertools.islice(looked_at, MAX_LOOKS_PER_PASS):
             if self._is_left(path):
                 continue
             self._num_unsettled += 1  # until it is claimed, or the next listing
@@ -244,23 +264,42 @@ class Acceptance:
                 whole.append(path)
         self._claim(whole)
 
+    def _in_turn(self, lists: dict[int, deque[T]], taken: Sequence[object], *, limit: int) -> Iterator[T]:
+        """What stands in these lists, one of each user's in turn, until so many are `taken`; it is off its list then.
+
+        A user who has much under way, or whose files cannot be checked, is passed over.
+        """
+        uids = [pending.copy.uid for pending in (*self._pending.values(), *(pending for pending, _ in self._checked))]
+        counts = Counter(uids)
+        while len(taken) < limit:
+            having = (uid for uid in lists if counts[uid] < MAX_PENDING and not self._checkers.is_stuck(uid))
+            if (uid := next(having, None)) is None:
+                return
+            waiting, num_taken = lists.pop(uid), len(taken)
+            first = waiting.popleft()
+            if waiting:
+                lists[uid] = waiting  # behind the others
+            yield first
+            counts[uid] += len(taken) - num_taken
+
     def _list(self) -> None:
         """Look what lies in incoming/. While a flood is taken, that is done now and then."""
         arrivals = self._in_order(self._arrivals.dropped())
-        self._watcher.keep({path.name for path in arrivals})
-        self._listed, self._num_unsettled = deque(arrivals), 0
+        self._watcher.keep({each.path.name for each in arrivals})
+        self._listed, self._num_unsettled = {}, 0
+        for each in arrivals:
+            self._listed.setdefault(each.uid, deque()).append(each.path)
 
-    def _in_order(self, arrivals: Iterable[Path]) -> list[Path]:
+    def _in_order(self, arrivals: list[Dropped]) -> list[Dropped]:
         """As they were first seen; those first seen together by their times, which a clock that jumps gets wrong."""
         self._num_scans += 1
-        paths = list(arrivals)
-        self._seen_at = {path.name: self._seen_at.get(path.name, self._num_scans) for path in paths}
-        return sorted(paths, key=lambda path: self._seen_at[path.name])
+        self._seen_at = {each.path.name: self._seen_at.get(each.path.name, self._num_scans) for each in arrivals}
+        return sorted(arrivals, key=lambda each: self._seen_at[each.path.name])
 
     def _check_claimed(self) -> None:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
         known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked),
-                 *(claim.id for claim in self._submitted)}  # fmt: skip
+                 *(claim.id for claims in self._submitted.values() for claim in claims)}  # fmt: skip
         if self._room() <= 0:
             self._must_list = True
             return
@@ -279,8 +318,8 @@ class Acceptance:
         self._copy(unsettled)
 
     def _room(self) -> int:
-        """How many more may be claimed or looked at now."""
-        return max(0, min(MAX_TOGETHER, MAX_PENDING - len(self._pending) - len(self._checked)))
+        """How many more of those that were claimed before may be looked at now."""
+        return max(0, min(MAX_TOGETHER, MAX_PENDING - len(self._being_checked()) - len(self._checked)))
 
     def _claim(self, paths: list[Path]) -> None:
         """Raises OSError where the machine keeps one of them from being claimed; the others are."""
@@ -335,12 +374,12 @@ class Acceptance:
 
     def _submit(self, pending: _Pending) -> None:
         self._pending[pending.claim.id] = pending
-        self._client.submit(pending.claim.id, pending.copy.path, self.config, uid=pending.copy.uid)
+        self._checkers.submit(pending.claim.id, pending.copy.path, self.config, uid=pending.copy.uid)
 
     def settle(self) -> list[Job]:
         """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
         late, self._late = self._late, []
-        for answer in self._client.poll():
+        for answer in self._checkers.poll():
             if not (answer["ok"] and answer["needs_fetch"]):
                 self._num_fetches.pop(answer["id"], None)
             if answer["id"] in self._asked_again:
@@ -484,7 +523,7 @@ class Acceptance:
     def settle_waiting(self) -> list[Job]:
         """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
         began = self._clock()
-        is_quiet = not self._pending and not self._checked and not self.num_unsettled
+        is_quiet = not self._being_checked() and not self._checked and not self.num_unsettled
         self._quiet_since = (self._quiet_since if self._quiet_since is not None else began) if is_quiet else None
         accepted: list[Job] = []
         ready: list[tuple[_Pending, dict[str, Any], Job]] = []
@@ -614,7 +653,7 @@ class Acceptance:
             commit, pinned = plan.get("base_model_commit"), plan.get("precision")
             places = plan.get("hub_datasets") or {}
         commits = {key: str(place["commit"]) for key, place in places.items()}
-        self._client.submit(
+        self._checkers.submit(
             job.id, files.spec_path, self.config, device, jobs=made, commit=commit, dataset_commits=commits,
             pinned=pinned, uid=job.uid,
         )  # fmt: skip

@@ -46,6 +46,14 @@ SUBMITTED = re.compile(r"Submitted as ([0-9]+) by the user ([0-9]+)\.")
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """A file in incoming/ that is meant to be taken."""
+
+    path: Path
+    uid: int  #: whose it is
+
+
+@dataclass(frozen=True)
 class Claim:
     """An arrival that was taken out of incoming/ under a number of its own."""
 
@@ -93,7 +101,7 @@ class Arrivals:
         """The last try at what refusals have left. The spool is closed after it."""
         self._clear_away()
 
-    def dropped(self) -> list[Path]:
+    def dropped(self) -> list[Dropped]:
         """What lies in incoming/ and is meant to be taken, in order of arrival."""
         found = []
         with os.scandir(self._spool.incoming_dir) as entries:
@@ -102,8 +110,9 @@ class Arrivals:
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     # The change time, since a rename sets it and leaves the others.
-                    found.append((entry.stat(follow_symlinks=False).st_ctime_ns, entry.name))
-        return [self._spool.incoming_dir / name for _, name in sorted(found)]
+                    info = entry.stat(follow_symlinks=False)
+                    found.append((info.st_ctime_ns, entry.name, info.st_uid))
+        return [Dropped(self._spool.incoming_dir / name, uid) for _, name, uid in sorted(found)]
 
     def claim(self, arrival: Path) -> Claim | None:
         """Take an arrival under a new number; None where it is gone. A crash leaves it in incoming/ or in claimed/.

@@ -6,7 +6,7 @@ The loop is a list of named steps, each of which does what can be done now and w
     end what must · tell who wants to know · have rows sent and pages made · keep house ·
     report
 
-Signals, arrivals, the preflight helper and the control socket only wake it.
+Signals, arrivals, the preflight helpers and the control socket only wake it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from honed.answer import Answers
 from honed.arrival import Arrivals
 from honed.attempts import Attempts
 from honed.backlog import Backlog
-from honed.checker import Checker
+from honed.checkers import Checkers
 from honed.config import Config
 from honed.database import Database
 from honed.device import Device
 from honed.error import HonedError, InternalError, said
 from honed.fetcher import Fetcher, FetchRunner
+from honed.helper import children
 from honed.housekeeper import Housekeeper
 from honed.job import Job, State, Stop
 from honed.layout import Layout
@@ -52,6 +53,7 @@ from honed.rebuild import catch_up, rebuild
 from honed.runner import Runner
 from honed.runner_choice import choose_fetch_runner, choose_runner
 from honed.spool import Spool
+from honed.systemd_check import CheckUnits
 from honed.wake import Wake
 from honed.watcher import Watcher
 
@@ -103,14 +105,17 @@ class Daemon:
         self._selector = selectors.DefaultSelector()
         self._wake = Wake(self._selector, self._rescan)
         self._watcher = Watcher(self._spool.incoming_dir, settle_sec=config.spool.settle_sec, wake=self._wake.wake)
-        self._client = Checker(layout, self._selector_changed)
-        systemd = None  # where workers and fetches are units
+        systemd = None  # where workers, fetches and checks are units
         if runner is None:
             runner, systemd = choose_runner(layout, lambda: self._config, clock=clock)
+        check_units = CheckUnits(layout, systemd, clock=clock) if systemd is not None else None
+        self._checkers = Checkers(
+            children(layout), check_units.of if check_units is not None else None, self._selector_changed, clock=clock
+        )
         self._fetcher = Fetcher(
             layout, config, fetch_runner or choose_fetch_runner(layout, config, systemd), clock=clock
         )
-        self._acceptance = Acceptance(self._spool, self._arrivals, self._watcher, self._client, config, self._fetcher)
+        self._acceptance = Acceptance(self._spool, self._arrivals, self._watcher, self._checkers, config, self._fetcher)
         self._database = Database(layout.database_path)
         self._attempts = Attempts(layout, config, self._spool, self._database, runner, clock=clock)
         self._placement = Placement(layout, config, self._attempts, probe=probe, clock=clock)
@@ -199,7 +204,7 @@ class Daemon:
         self._rescan_at = 0.0
 
     def _selector_changed(self, old_fd: int | None, new_fd: int | None) -> None:
-        """The preflight helper was started or is gone."""
+        """A preflight helper was started or is gone."""
         if old_fd is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(old_fd)
@@ -218,8 +223,7 @@ class Daemon:
             waits.append(0.2)
         elif self._backlog.has_queued and not self._spool.is_paused:
             waits.append(DEVICE_PROBE_INTERVAL_SEC)
-        if (retry_at := self._backlog.next_retry_at()) is not None:
-            waits.append(retry_at - now)
+        waits += [at - now for at in (self._backlog.next_retry_at(), self._checkers.deadline) if at is not None]
         if self._notifier.watchdog_interval_sec is not None:
             waits.append(self._notifier.watchdog_interval_sec / 2)
         return max(0.0, self._pause_until - now, min(waits))
@@ -229,7 +233,7 @@ class Daemon:
             return all(self._is_left(job_id) for job_id in self._attempts.running)
         if self._attempts.running:
             return False
-        on_their_way = self._acceptance.num_waiting + self._acceptance.num_fetching
+        on_their_way = self._acceptance.num_waiting + self._acceptance.num_fetching + self._acceptance.num_stuck
         is_taken = not self._acceptance.is_busy and not on_their_way
         return self._drain and is_taken and self._backlog.all_wait_for_a_person()
 
@@ -261,7 +265,7 @@ class Daemon:
     def _close(self) -> None:
         self._server.close()
         self._watcher.stop()
-        self._client.close()
+        self._checkers.close()
         self._fetcher.close()
         self._housekeeper.close()
         # What `--drain` leaves behind may never run again.
@@ -431,6 +435,9 @@ class Daemon:
         parts = [f"running {', '.join(running)}" if running else "idle", f"{self._backlog.num_queued} queued"]
         parts += [f"{self._backlog.num_held} held"] if self._backlog.num_held else []
         parts += [f"{self._backlog.num_short} waiting for disk space"] if self._backlog.num_short else []
+        parts += (
+            [f"{num_stuck} not checked: {self._checkers.fault}"] if (num_stuck := self._acceptance.num_stuck) else []
+        )
         parts += self._fetcher.status(is_named=asker.reads_all)
         parts += ["paused"] if self._spool.is_paused else []
         parts += ["stopping"] if self._is_stopping else []

@@ -25,6 +25,8 @@ _PROPERTIES = "org.freedesktop.DBus.Properties"
 _UNIT = "org.freedesktop.systemd1.Unit"
 
 NO_SUCH_UNIT = "org.freedesktop.systemd1.NoSuchUnit"
+#: What is queued for a unit, a stop for example, and what was asked for do not go together.
+DESTRUCTIVE = "org.freedesktop.systemd1.TransactionIsDestructive"
 #: Each of these says that we may not.
 DENIED = frozenset(
     {"org.freedesktop.DBus.Error.AccessDenied", "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired"}
@@ -91,6 +93,11 @@ class Systemd:
                 return None
             raise
         return UnitState(str(properties["ActiveState"][1]), properties["Job"][1][0] != 0)
+
+    def live_units(self, pattern: str) -> list[str]:
+        """The names of the units that run, start or end, by a pattern as for a shell. Raises BusError."""
+        (units,) = self._call(_MANAGER, "ListUnitsByPatterns", "asas", ([], [pattern]))
+        return [str(name) for name, _description, _load, active, *_ in units if active not in {"inactive", "failed"}]
 
     def system_state(self) -> str:
         """initializing, starting, running, degraded, maintenance or stopping. Raises BusError."""

@@ -339,9 +339,10 @@ def _acls(layout: Layout) -> Finding:
 
 def _machine(config: Config) -> list[Finding]:
     """Check the units and what they depend on."""
-    service, job = _unit("honed.service"), _unit("honed-job@0.service")
-    return [_service(service), _job_unit(job), *_fetch_unit(config, job),
-            _polkit(has_template=job.get("LoadState") == "loaded"), _users(), _user_database(),
+    service, job, check = (_unit(name) for name in ("honed.service", "honed-job@0.service", "honed-check@1000.service"))
+    has_templates = all(unit.get("LoadState") == "loaded" for unit in (job, check))
+    return [_service(service), _job_unit(job), *_check_unit(config, job, check), *_fetch_unit(config, job),
+            _polkit(has_templates=has_templates), _users(), _user_database(),
             _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
 
 
@@ -374,7 +375,7 @@ def _service(unit: dict[str, str]) -> Finding:
     if unit["ActiveState"] == "failed":
         detail = f"failed ({unit['Result']}){': ' if unit['StatusText'] else ''}{unit['StatusText']}"
         return Finding(check, "error", detail, "journalctl -xeu honed; then systemctl start honed")
-    if "degraded:" in unit["StatusText"] or "NOT reloaded" in unit["StatusText"]:
+    if any(word in unit["StatusText"] for word in ("degraded:", "NOT reloaded", "not checked:")):
         return Finding(check, "error", unit["StatusText"], "journalctl -xeu honed")
     if int(unit.get("NRestarts") or 0) > 3:
         return Finding(check, "warning", f"restarted {unit['NRestarts']} times by systemd", "journalctl -xeu honed")
@@ -390,6 +391,18 @@ def _job_unit(unit: dict[str, str]) -> Finding:
             return Finding("honed-job@.service", "warning", "changed since systemd read it", "systemctl daemon-reload")
         return Finding("honed-job@.service", "ok", "each job has a unit of its own")
     return Finding("honed-job@.service", "warning", "not there: jobs run as honed's children, without limits", INSTALL)
+
+
+def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> list[Finding]:
+    """Check honed-check@.service, without which no job file of a person is accepted where jobs are units."""
+    if config.jobs.runner == "process" or job.get("LoadState") != "loaded":
+        return []
+    check = "honed-check@.service"
+    if unit.get("LoadState") != "loaded":
+        return [Finding(check, "error", f"{unit.get('LoadState') or 'not known'}: people's job files wait", INSTALL)]
+    if unit.get("NeedDaemonReload") == "yes":
+        return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
+    return [Finding(check, "ok", "job files are checked with the rights of those who drop them")]
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
@@ -420,17 +433,17 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     return Finding("sandbox", "ok", "open to what policy.allowed_paths names")
 
 
-def _polkit(*, has_template: bool) -> Finding:
-    """The rule must never be without the template: a transient unit of such a name could then be anything, as root."""
+def _polkit(*, has_templates: bool) -> Finding:
+    """The rule must never be without the templates: a transient unit of such a name could then be anything, as root."""
     places = [Path(place, "polkit-1/rules.d") for place in ("/usr/share", "/etc", "/usr/local/share", "/run")]
     rules = [path for place in places for path in place.glob("*honed*.rules")]
-    if rules and not has_template:
+    if rules and not has_templates:
         detail = f"{rules[0]} lets honed start units that are not installed: on systemd 257 it could run anything"
         return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
     hidden = [place for place in places if place.is_dir() and not os.access(place, os.R_OK)]
-    if not rules and has_template and hidden:
+    if not rules and has_templates and hidden:
         return Finding("polkit", "ok", f"not known: {hidden[0]} is closed to you", "sudo honectl doctor tells")
-    if not rules and has_template:
+    if not rules and has_templates:
         return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
     if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
         return Finding("polkit", "warning", "polkitd is not installed: honed may not start its job units",

@@ -59,6 +59,7 @@ _UNITS = (
     ("honed-job@ID.service", "One job. `systemctl stop` has it write a checkpoint, and holds it. Its status shows "
      "step, loss and ETA; `honectl logs --raw ID` prints what its libraries do."),
     ("honed-jobs.slice", "All jobs. Stopping it waits until each has written its checkpoint; limits for all go here."),
+    ("honed-check@UID.service", "Checks the job files of one user, with that user's rights, before they are accepted."),
     ("honed-fetch@N.service", "Fetches from the hub, where policy.hub allows it."),
     ("honed-send.service", "Delivers predictions and metrics, where reporting names an address."),
     ("honed-web.socket", "Starts honed-web.service, pages and an API for reading: honed-web(8). Off until enabled."),

@@ -8,10 +8,12 @@ rowcheck, packagecheck, placecheck.
 
 `check` does it, in honectl's own process or in the helper: a small process (`python -m honed.preflight --root DIR`)
 that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of terabytes,
-can stall or bloat the daemon. The daemon's end of it is checker.py. One line of JSON a request, one an answer; the
-stage that it is in stands in a file, `--stage-fd`, for whom it takes too long:
+can stall or bloat the daemon. It is a child of the daemon's (helper.py) or, with the rights of one submitter, the
+unit honed-check@UID.service (systemd_check.py). The daemon's end of it is checker.py. One line of JSON a request, one
+an answer; the stage that it is in stands in a file, for whom it takes too long:
 
-    > {"id": 7, "spec_path": "/…/spec.yaml", "config": {…}, "device": {…} | null}
+    < {"ready": true}
+    > {"id": 7, "spec_name": "spec.yaml", "spec": "…, in base 64", "config": {…}, "device": {…} | null}
     < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
        "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
@@ -22,11 +24,14 @@ The answer's `warnings` are for the log; those in `plan`, with what they quote, 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import os
 import resource
 import signal
+import socket
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -61,7 +66,6 @@ from honed import (
 )
 from honed import layout as layouts
 from honed.basemodel import UncachedError
-from honed.checker import STAGE_BYTES
 from honed.config import Config
 from honed.device import Device
 from honed.error import (
@@ -74,6 +78,7 @@ from honed.error import (
     said,
     unreadable,
 )
+from honed.helper import READY, STAGE_BYTES
 from honed.layout import Layout
 from honed.log import trace
 from honed.plan import Plan
@@ -142,6 +147,7 @@ def check(
     device: Device | None = None,
     job_id: int | None = None,
     jobs: Mapping[str, Path] | None = None,
+    data: bytes | None = None,
     commit: str | None = None,
     dataset_commits: Mapping[str, str] | None = None,
     pinned: Mapping[str, Any] | None = None,
@@ -153,7 +159,8 @@ def check(
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
     directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
-    as where the base model or a data set has yet to be fetched. `commit` is what a hub id's branch meant when the job
+    as where the base model or a data set has yet to be fetched. `data` is the file's content, where it was read before;
+    its name says the format. `commit` is what a hub id's branch meant when the job
     was accepted, `dataset_commits` the same of data sets, by key, and `pinned` the precision of the plan that the job
     has had.
     `uid` is who dropped it, by default whoever asks. `cache` is for who checks many: data sets are looked at once.
@@ -164,7 +171,7 @@ def check(
             layout, config, device, job_id, jobs or {}, commit, dataset_commits or {}, pinned, uid, progress, cache
         )
         progress("spec")
-        parsed = spec.read(spec_path, max_bytes=config.spool.max_spec_bytes)
+        parsed = spec.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
         try:
             job_spec = spec.of(parsed)
             with modality.naming(job_spec.parts.patterns):
@@ -381,13 +388,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="honed.preflight")
     parser.add_argument("--root", type=Path, default=Path("/"))
     parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
-    parser.add_argument("--stage-fd", type=int)
     options = parser.parse_args()
     layout = layouts.of(options.root)
     niceness.step_back()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
+    stage_fd = _stage_fd()
     answers, journal = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(2), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(nowhere, 1)
@@ -395,11 +402,22 @@ def main() -> None:
     cache = datacheck.Cache()
 
     def progress(stage: str) -> None:
-        if options.stage_fd is not None:
-            os.pwrite(options.stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
+        if stage_fd is not None:
+            os.pwrite(stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
 
-    for line in sys.stdin.buffer:
-        answers.write(json.dumps(_answer(line, layout, cache, progress, journal)).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):  # the daemon is gone
+        answers.write(READY + b"\n")
+        for line in sys.stdin.buffer:
+            answers.write(json.dumps(_answer(line, layout, cache, progress, journal)).encode() + b"\n")
+
+
+def _stage_fd() -> int | None:
+    """The file for the stage: the first byte from the daemon, at the other end of a socket, brings it along."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        return None
+    with socket.socket(fileno=os.dup(0)) as daemon:
+        _, fds, _, _ = socket.recv_fds(daemon, 1, 1)
+    return fds[0] if fds else None  # none: the daemon is gone, and so is the next line
 
 
 def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> dict[str, Any]:
@@ -409,7 +427,8 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         request_id = request["id"]
         config = Config.model_validate(request["config"])
         verdict = check(
-            Path(request["spec_path"]),
+            Path(request["spec_name"]),
+            data=base64.b64decode(request["spec"]),
             layout=layout,
             config=config,
             device=Device.from_dict(request["device"]) if request.get("device") else None,
@@ -460,7 +479,7 @@ def unforeseen(error: Exception) -> InternalError:
     """An exception that is no HonedError, as one."""
     return InternalError(
         f"the check failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}",
-        hint="the log has the traceback: journalctl -u honed",
+        hint="the log has the traceback: journalctl -u honed -u 'honed-check@*'",
     )
 
 

@@ -1,7 +1,7 @@
 """The one step by which `policy.allowed_paths` opens the sandbox of honed's units: `honectl sandbox`, as root.
 
     honed-job@.service.d/50-allowed-paths.conf      what jobs may write; directories in homes, which are hidden else
-    honed.service.d/50-allowed-paths.conf           directories in homes, to read: jobs are checked before they start
+    honed.service.d, honed-check@.service.d/…       directories in homes, to read: jobs are checked before they start
 
 Everything else is readable without it, as far as modes and ACLs let the users honed and honed-job. A unit takes it when
 it starts next: honed is restarted, running jobs keep the sandbox that they have.
@@ -36,9 +36,11 @@ def dropins(config: Config) -> dict[str, str]:
     # What lies in a hidden directory cannot be shown; in an empty one it can.
     homes = ["ProtectHome=tmpfs"] if hidden else []
     job = [*homes, *_lines("BindPaths", hidden), *_lines("ReadWritePaths", plain)]
-    daemon = [*homes, *_lines("BindReadOnlyPaths", hidden)]
-    return {unit: _HEAD + "\n".join(lines) + "\n" if lines else ""
-            for unit, lines in (("honed-job@.service", job), ("honed.service", daemon))}  # fmt: skip
+    check = [*homes, *_lines("BindReadOnlyPaths", hidden)]
+    return {
+        unit: _HEAD + "\n".join(lines) + "\n" if lines else ""
+        for unit, lines in (("honed-job@.service", job), ("honed-check@.service", check), ("honed.service", check))
+    }
 
 
 def _lines(setting: str, paths: Sequence[Path]) -> list[str]:

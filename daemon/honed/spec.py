@@ -698,9 +698,11 @@ def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
     return of(read(path, max_bytes=max_bytes))
 
 
-def read(path: Path, *, max_bytes: int = document.MAX_BYTES) -> document.Document:
-    """What a job file says and where, whether or not that is a job. Raises SpecError where it is no text to read."""
-    return document.parse(_read(path, max_bytes), path.suffix, max_bytes=max_bytes, is_lenient=True)
+def read(path: Path, data: bytes | None = None, *, max_bytes: int = document.MAX_BYTES) -> document.Document:
+    """What a job file says and where, whether or not that is a job; `data` is its content, where it was read before.
+    Raises SpecError where it is no text to read."""
+    content = _read(path, max_bytes) if data is None else data
+    return document.parse(content, path.suffix, max_bytes=max_bytes, is_lenient=True)
 
 
 def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:

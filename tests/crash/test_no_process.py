@@ -11,6 +11,7 @@ import pytest
 
 from honed.checker import Checker
 from honed.config import Config
+from honed.helper import children
 from honed.layout import Layout
 from zoo import plain
 
@@ -19,7 +20,7 @@ def test_an_arrival_is_checked_once_a_process_is_to_be_had(tmp_path: Path, caplo
     spec_path = tmp_path / "a.json"
     spec_path.write_text("{")
     plain.write_base_model(tmp_path / "model")
-    checker = Checker(Layout(tmp_path))
+    checker = Checker(children(Layout(tmp_path)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no pipe for a helper
     try:

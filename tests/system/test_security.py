@@ -13,6 +13,7 @@ pytestmark = pytest.mark.systemd
 MAX_EXPOSURE = {
     "honed.service": 0.5,
     "honed-job@1.service": 0.6,
+    "honed-check@1000.service": 0.6,
     "honed-view@1.service": 4.0,
     "honed-fetch@1.service": 1.2,
     "honed-send.service": 1.2,
@@ -30,8 +31,9 @@ def inside(machine: Machine, unit: str, script: str) -> str:
     text = machine.run("systemctl", "cat", unit)
     # The unit with another program in it: transient ones cannot carry all of these settings.
     name = "probe-" + unit.replace("@", "-")
-    lines = [line for line in text.splitlines() if not line.startswith(("Exec", "Type=", "Watchdog", "#"))]
-    unit_text = "\n".join(lines).replace("%i", "1")
+    left_out = ("Exec", "Type=", "Watchdog", "Standard", "#")
+    lines = [line for line in text.splitlines() if not line.startswith(left_out)]
+    unit_text = "\n".join(lines).replace("%i", unit.removesuffix(".service").partition("@")[2])
     begin, rest = unit_text.split("[Service]\n", 1)
     machine.write(f"/run/systemd/system/{name}",
                   f"{begin}[Service]\nType=oneshot\nExecStart=sh /srv/probe.sh\nStandardOutput=truncate:/srv/said\n"
@@ -79,6 +81,33 @@ def test_a_job_sees_no_network_no_homes_and_no_spool(machine: Machine) -> None:
     assert "unshare: unshare failed: Operation not permitted" in said
 
 
+def test_a_check_sees_what_its_user_may_read_and_no_network_no_homes_and_no_spool(machine: Machine) -> None:
+    machine.add_user("anna", "honed-submit")
+    uid = int(machine.run("id", "-u", "anna"))
+    machine.sh(
+        "umask 077; echo hers >/srv/hers; echo others >/srv/others; chown anna /srv/hers; echo secret >/home/secret"
+    )
+    said = inside(
+        machine,
+        f"honed-check@{uid}.service",
+        """
+        id -un; cat /srv/hers /srv/others 2>&1; ls /home /root /var/spool/honed /etc/honed /run/dbus 2>&1
+        ls /sys/class/net; touch /srv/mine 2>&1; touch /tmp/mine && echo own tmp; unshare -U true 2>&1
+        chroot / true 2>&1; systemctl start honed 2>&1 | head -1; echo $HOME
+        """,
+    )
+    assert said.splitlines()[:2] == ["anna", "hers"]
+    assert "cat: /srv/others: Permission denied" in said
+    assert "secret" not in said
+    assert said.count("cannot open directory") == 5
+    assert "eth0" not in said
+    assert "cannot touch '/srv/mine': Read-only file system" in said
+    assert "own tmp" in said
+    assert "unshare: unshare failed: Operation not permitted" in said
+    assert "chroot: cannot change root directory to '/': Operation not permitted" in said
+    assert said.splitlines()[-1] == "/nonexistent"
+
+
 def test_a_fetch_sees_nothing_that_people_train_on_and_no_bus(machine: Machine) -> None:
     """It has the network, and runs as honed's user."""
     machine.sh(
@@ -119,12 +148,14 @@ def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: M
     assert "cannot touch '/srv/other'" in said
     assert machine.exists("/srv/out/made")
     assert machine.exists(f"{odd}/made")
-    said = inside(machine, "honed.service", f"cat '{home}/a'; touch '{home}/b' 2>&1")
-    assert "row" in said
-    assert "cannot touch" in said
+    for unit in ("honed.service", f"honed-check@{machine.run('id', '-u', 'anna').strip()}.service"):
+        said = inside(machine, unit, f"cat '{home}/a'; touch '{home}/b' 2>&1")
+        assert "row" in said
+        assert "cannot touch" in said
     machine.write("/etc/honed/honed.toml.d/50-paths.toml", "")
     machine.run("honectl", "sandbox")
-    assert not machine.exists("/etc/systemd/system/honed-job@.service.d/50-allowed-paths.conf")
+    for unit in ("honed-job@", "honed-check@"):
+        assert not machine.exists(f"/etc/systemd/system/{unit}.service.d/50-allowed-paths.conf")
 
 
 def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:
@@ -143,8 +174,13 @@ def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:
 
     assert ask("StartUnit", "ss", "honed-job@4711.service", "fail") == "o"
     assert ask("StopUnit", "ss", "honed-job@4712.service", "fail") == "o"
-    for unit in ("systemd-logind.service", "honed.service", "honed-job@a.service", "honed-job@.service",
-                 "xhoned-job@1.service", "honed-job@1.service.mount", "honed-jobs.slice"):  # fmt: skip
+    assert ask("StartUnit", "ss", "honed-check@1000.service", "fail") == "o"
+    assert ask("StartUnit", "ss", "honed-check@4294967294.service", "fail") == "o"
+    for unit in (
+        "systemd-logind.service", "honed.service", "honed-job@a.service", "honed-job@.service", "xhoned-job@1.service",
+        "honed-job@1.service.mount", "honed-jobs.slice", "honed-check@0.service", "honed-check@999.service",
+        "honed-check@01000.service", "honed-check@anna.service", "honed-check@10000000000.service",
+    ):  # fmt: skip
         assert ask("StartUnit", "ss", unit, "fail") != "o", unit
     for method, arguments in (
         ("RestartUnit", ("ss", "honed-job@1.service", "fail")),

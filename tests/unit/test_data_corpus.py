@@ -23,6 +23,7 @@ from honed.checker import Checker
 from honed.config import Config
 from honed.device import Device
 from honed.error import HonedError
+from honed.helper import children
 from honed.layout import Layout
 from zoo import plain
 
@@ -260,7 +261,7 @@ def dropped(layout: Layout, paths: dict[int, Path]) -> dict[int, Any]:
         if new is not None:
             selector.register(new, selectors.EVENT_READ)
 
-    checker = Checker(layout, follow)
+    checker = Checker(children(layout), follow)
     try:
         for number, path in paths.items():
             checker.submit(number, path, Config(), CPU)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from honed import doctor, installed
-from honed.config import Config, PolicyConfig
+from honed.config import Config, JobsConfig, PolicyConfig
 from honed.doctor import Finding
 from honed.error import EnvironmentInvalidError
 from honed.layout import Layout
@@ -196,6 +196,11 @@ WELL = {
         ({"ActiveState": "failed", "Result": "watchdog"}, "error", "watchdog"),
         ({"StatusText": "degraded: /var/lib/honed: No space left on device; idle"}, "error", "No space left"),
         ({"StatusText": "idle; NOT reloaded, the old configuration is in force: x"}, "error", "NOT reloaded"),
+        (
+            {"StatusText": "idle; 3 not checked: systemd does not start honed-check@1000.service"},
+            "error",
+            "3 not checked",
+        ),
         ({"NRestarts": "7"}, "warning", "restarted 7 times"),
         ({"UnitFileState": "disabled"}, "warning", "systemctl enable"),
     ],
@@ -227,6 +232,18 @@ def test_a_missing_unit_for_fetches_is_told_where_the_configuration_fetches() ->
     assert [each.status for each in doctor._fetch_unit(config, WELL, {**WELL, "NeedDaemonReload": "yes"})] == [
         "warning"
     ]
+
+
+def test_a_missing_unit_for_checks_is_told_where_jobs_are_units() -> None:
+    missing = {"LoadState": "not-found"}
+    assert doctor._check_unit(Config(), missing, missing) == []
+    assert doctor._check_unit(Config(jobs=JobsConfig(runner="process")), WELL, missing) == []
+    [found] = doctor._check_unit(Config(), WELL, missing)
+    assert (found.check, found.status) == ("honed-check@.service", "error")
+    assert "people's job files wait" in found.detail
+    [found] = doctor._check_unit(Config(), WELL, {**WELL, "NeedDaemonReload": "yes"})
+    assert found.status == "warning"
+    assert [each.status for each in doctor._check_unit(Config(), WELL, WELL)] == ["ok"]
 
 
 def test_odd_names_are_known_as_systemctl_shows_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -16,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from honed import basemodel, config, datafile, dataset, event, media, outcome, spec
-from honed.checker import HELPER_ENVIRONMENT
 from honed.config import Config
 from honed.control import Client, Server, _Connection
 from honed.device import cpu
 from honed.error import HonedError
+from honed.helper import HELPER_ENVIRONMENT
 from honed.layout import Layout
 from honed.runner import Exit
 from honed.spec import DatasetSpec
@@ -230,7 +231,8 @@ def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(
     job_path.write_text(json.dumps(plain.spec(plain.write_base_model(tmp_path / "model"), path, resources={"gpus": 0})))
     request = {
         "id": 1,
-        "spec_path": str(job_path),
+        "spec_name": job_path.name,
+        "spec": base64.b64encode(job_path.read_bytes()).decode(),
         "config": Config().model_dump(mode="json"),
         "device": cpu().as_dict(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -19,7 +20,7 @@ import pytest
 from PIL import Image
 
 from honed import datacheck, installed, preflight
-from honed.checker import STAGE_BYTES, Checker
+from honed.checker import MAX_ANSWER_BYTES, START_TIMEOUT_SEC, Checker
 from honed.config import Config, PolicyConfig, SpoolConfig
 from honed.device import Device
 from honed.error import (
@@ -31,6 +32,7 @@ from honed.error import (
     ModelError,
     SpecError,
 )
+from honed.helper import READY, STAGE_BYTES, ChildHelper, children
 from honed.layout import Layout
 from honed.preflight import Verdict
 from honed.spec import JobSpec
@@ -614,7 +616,7 @@ class Daemon:
     def __init__(self, layout: Layout, command: list[str] | None = None) -> None:
         self.clock = Clock()
         self.selector = selectors.DefaultSelector()
-        self.client = Checker(layout, self._follow, clock=self.clock, command=command)
+        self.client = Checker(children(layout, command), self._follow, clock=self.clock)
         self.num_starts = 0
 
     def _follow(self, old: int | None, new: int | None) -> None:
@@ -637,11 +639,20 @@ class Daemon:
         until = time.monotonic() + timeout_sec
         while self.client._stage() != stage:
             assert time.monotonic() < until, f"at {self.client._stage()} after {timeout_sec} s"
-            time.sleep(0.01)
+            self.selector.select(0.01)
+            assert self.client.poll() == []
+
+    def wait_sent(self, num_helpers: int = 1, *, timeout_sec: float = 120.0) -> None:
+        """Wait until the current request was handed to its helper, the first or a later one."""
+        until = time.monotonic() + timeout_sec
+        while (current := self.client._current) is None or current.num_helpers != num_helpers or not current.is_sent:
+            assert time.monotonic() < until, f"not sent after {timeout_sec} s"
+            self.selector.select(0.01)
+            assert self.client.poll() == []
 
     def helper_pid(self) -> int:
-        assert self.client._helper is not None
-        return self.client._helper.pid
+        assert isinstance(self.client._helper, ChildHelper)
+        return self.client._helper.process.pid
 
     def close(self) -> None:
         self.client.close()
@@ -759,7 +770,6 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
         daemon.client.submit(1, job, Config(spool=SpoolConfig(preflight_timeout_sec=600)), CPU)
         daemon.client.submit(2, desk.write(), Config(), CPU)
         daemon.wait_stage("datasets")
-        assert daemon.client.poll() == []
         daemon.clock.ahead = 601
         answers = daemon.answers(2)
     assert answers[0]["error"]["code"] == "environment_invalid"
@@ -770,6 +780,7 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
 
 def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, daemon: Daemon) -> None:
     daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGSTOP)
     assert daemon.client.poll() == []
     assert daemon.client.deadline is not None
@@ -781,6 +792,7 @@ def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, d
 
 def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon: Daemon) -> None:
     daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGKILL)
     assert daemon.answers(1)[0]["ok"]
     assert daemon.num_starts == 2
@@ -789,12 +801,9 @@ def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon:
 def test_a_job_that_kills_two_helpers_is_refused_and_the_next_one_checked(desk: Desk, daemon: Daemon) -> None:
     daemon.client.submit(1, desk.write(), Config(), CPU)
     daemon.client.submit(2, desk.write(), Config(), CPU)
-    first = daemon.helper_pid()
-    os.kill(first, signal.SIGKILL)
-    while daemon.client.fileno() == -1 or daemon.helper_pid() == first:
-        daemon.selector.select(0.1)
-        assert daemon.client.poll() == []
-    os.kill(daemon.helper_pid(), signal.SIGKILL)
+    for number in (1, 2):
+        daemon.wait_sent(number)
+        os.kill(daemon.helper_pid(), signal.SIGKILL)
     answers = daemon.answers(2)
     assert answers[0]["error"]["code"] == "environment_invalid"
     assert "died 2 times" in answers[0]["error"]["message"]
@@ -809,27 +818,135 @@ def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) 
     assert daemon.answers(1)[0]["ok"]
 
 
-@pytest.mark.parametrize(
-    "words", ["print('hello', flush=True)", "print('[]', flush=True)", "print('{\"id\": 9}', flush=True)"]
-)
-def test_a_helper_that_talks_nonsense_is_no_helper(desk: Desk, words: str) -> None:
-    daemon = Daemon(
-        desk.layout, [sys.executable, "-c", f"import sys; sys.stdin.readline(); {words}; sys.stdin.readline()"]
-    )
+def speaking(words: str) -> list[str]:
+    """A helper that is ready, and says that to its first request."""
+    lines = (f"print({READY.decode()!r}, flush=True)", "sys.stdin.readline()", "sys.stdin.readline()", words,
+             "sys.stdin.readline()")  # fmt: skip
+    return [sys.executable, "-c", "\n".join(["import sys", *lines])]
+
+
+ACCEPTED: dict[str, Any] = {
+    "id": 1, "ok": True, "spec": {"kind": "sft", "retry": {"max_attempts": 3}, "resources": {"gpus": 1}}, "plan": {},
+    "output_dir": "/o", "warnings": [], "lines": {}, "references": {}, "waits_for": {}, "needs_fetch": None,
+}  # fmt: skip
+
+
+def but(**keys: Any) -> str:
+    return json.dumps({**ACCEPTED, **keys})
+
+
+def but_spec(**keys: Any) -> str:
+    return but(spec={**ACCEPTED["spec"], **keys})
+
+
+def test_an_answer_of_the_right_shape_is_taken(desk: Desk) -> None:
+    daemon = Daemon(desk.layout, speaking(f"print({but()!r}, flush=True)"))
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    assert daemon.answers(1) == [ACCEPTED]
+    daemon.close()
+
+
+#: What one who has taken a helper over could have the daemon read; each would end in an exception somewhere.
+NONSENSE = {
+    "a word": "hello",
+    "a list": "[]",
+    "another number": but(id=9),
+    "neither yes nor no": but(ok="perhaps"),
+    "depth": "[" * 100_000,
+    "a spec without attempts": but(spec={"kind": "sft", "resources": {"gpus": 1}}),
+    "a number for a name": but_spec(name=7),
+    "half a character for a name": but_spec(name="\ud800"),
+    "attempts that no database holds": but_spec(retry={"max_attempts": 2**70}),
+    "a number of thousands of digits": but_spec(depends_on=["9" * 5000]),
+    "a path that no system takes": but(output_dir="/a\0b"),
+    "names that are none": but(references={"base_model": ["a"]}),
+    "a fetch of nothing": but(needs_fetch={"repo_id": "a/b"}),
+    "an error without a word": '{"id": 1, "ok": false, "error": {}}',
+    "no end": "x" * (MAX_ANSWER_BYTES + 100_000),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_helper_that_talks_nonsense_is_no_helper(desk: Desk, what: str, tmp_path: Path) -> None:
+    (tmp_path / "said").write_text(NONSENSE[what])
+    daemon = Daemon(desk.layout, speaking(f"print(open({str(tmp_path / 'said')!r}).read(), flush=True)"))
     daemon.client.submit(1, desk.write(), Config(), CPU)
     assert "died 2 times" in daemon.answers(1)[0]["error"]["message"]
     daemon.close()
 
 
+def test_a_helper_that_never_becomes_ready_costs_no_job(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried again, later and later, and said once."""
+    caplog.set_level("INFO")
+    is_whole = desk.path / "whole"
+    lines = ("import os, sys", f"if not os.path.exists({str(is_whole)!r}): sys.exit(1)", "from honed import preflight")
+    daemon = Daemon(desk.layout, [sys.executable, "-c", "\n".join([*lines, "preflight.main()"])])
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.client.submit(2, desk.write(), Config(), CPU)
+    until = time.monotonic() + 120
+    while daemon.num_starts < 3:
+        assert time.monotonic() < until
+        daemon.selector.select(0.05)
+        assert daemon.client.poll() == []
+    assert daemon.client.stuck() == {1, 2}
+    assert daemon.client.fault == "it ended before it was ready, see the journal"
+    assert caplog.text.count("cannot be started, and job files wait") == 1
+    is_whole.touch()
+    assert all(answer["ok"] for answer in daemon.answers(2))
+    assert daemon.client.stuck() == set()
+    assert "can be started again" in caplog.text
+    daemon.close()
+
+
+def test_a_helper_that_is_not_ready_in_time_is_tried_again(desk: Desk) -> None:
+    daemon = Daemon(desk.layout, [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.clock.ahead = START_TIMEOUT_SEC + 1
+    assert daemon.client.poll() == []
+    assert daemon.client.stuck() == {1}
+    assert daemon.client.fileno() == -1
+    daemon.clock.ahead *= 2
+    assert daemon.client.poll() == []
+    assert daemon.num_starts == 2
+    daemon.close()
+
+
+def test_a_job_file_that_is_gone_is_refused(desk: Desk, daemon: Daemon) -> None:
+    daemon.client.submit(1, desk.path / "gone.json", Config(), CPU)
+    error = daemon.answers(1)[0]["error"]
+    assert error["code"] == "spec_invalid"
+    assert error["message"] == "gone.json cannot be read: No such file or directory"
+
+
+def test_a_helper_that_does_not_read_holds_nobody_up(desk: Desk) -> None:
+    """A job file larger than a socket holds: who dropped it may have stopped the helper, too."""
+    large = desk.write("large.json", chat_template_kwargs={"note": "x" * 250_000})
+    daemon = Daemon(desk.layout)
+    daemon.client.submit(1, desk.write(), Config(), CPU)
+    daemon.answers(1)
+    os.kill(daemon.helper_pid(), signal.SIGSTOP)
+    began = time.monotonic()
+    for number in range(2, 6):
+        daemon.client.submit(number, large, Config(), CPU)
+    assert daemon.client.poll() == []
+    assert time.monotonic() - began < 5
+    os.kill(daemon.helper_pid(), signal.SIGCONT)
+    assert [answer["ok"] for answer in daemon.answers(4)] == [True] * 4
+    daemon.close()
+
+
 def test_bad_requests_do_not_end_the_helper(desk: Desk) -> None:
-    good = {"id": 3, "spec_path": str(desk.write()), "config": {}, "device": CPU.as_dict()}
+    path = desk.write()
+    good = {"id": 3, "spec_name": path.name, "spec": base64.b64encode(path.read_bytes()).decode(), "config": {},
+            "device": CPU.as_dict()}  # fmt: skip
     lines = ["not json", "[]", '{"id": 2}', json.dumps(good)]
     done = subprocess.run(
         [sys.executable, "-m", "honed.preflight", "--root", str(desk.layout.root)],
         input="\n".join(lines) + "\n", env=os.environ | {"PYTHONPATH": str(SOURCE)},
         capture_output=True, check=True, text=True,
     )  # fmt: skip
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    ready, *answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert ready == {"ready": True}
     assert [answer["ok"] for answer in answers] == [False, False, False, True]
     assert [answer["error"]["code"] for answer in answers[:3]] == ["error", "error", "error"]
 
@@ -856,11 +973,7 @@ def test_a_template_without_an_end_costs_its_own_job_and_is_told(desk: Desk, dae
     loops = "".join(f"{{% for a{n} in range(99999) %}}" for n in range(4))
     endless.write_text(f"{loops}{'{% endfor %}' * 4}{{{{ messages[0].content }}}}")
     daemon.client.submit(1, desk.write("endless.json", chat_template=str(endless)), Config(), CPU)
-    until = time.monotonic() + 120
-    while daemon.client._stage() != "rows in the chat template":
-        assert time.monotonic() < until
-        daemon.selector.select(0.05)
-        assert daemon.client.poll() == []
+    daemon.wait_stage("rows in the chat template")
     daemon.clock.ahead = 1e6
     [answer] = daemon.answers(1)
     assert answer["error"]["code"] == "environment_invalid"

@@ -66,7 +66,7 @@ def test_arrivals_come_in_the_order_in_which_they_came(spool: Spool) -> None:
     for name in ("c.json", "a.json", "b.json"):
         put(spool, name)
         time.sleep(0.01)
-    assert [path.name for path in Arrivals(spool).dropped()] == ["c.json", "a.json", "b.json"]
+    assert [each.path.name for each in Arrivals(spool).dropped()] == ["c.json", "a.json", "b.json"]
 
 
 def test_numbers_grow_and_are_never_used_again(spool: Spool) -> None:
@@ -328,7 +328,7 @@ def life(spool: Spool, *, names: list[str]) -> None:
     """A pass of everything: take what lies in incoming/, refuse some, run and finish the rest."""
     arrivals = recovered(spool)
     claims = arrivals.claims()
-    claims += [claim for path in arrivals.dropped() if (claim := arrivals.claim(path)) is not None]
+    claims += [claim for each in arrivals.dropped() if (claim := arrivals.claim(each.path)) is not None]
     for claim in claims:
         try:
             arrivals.copy(claim, max_bytes=MAX_BYTES)
@@ -358,7 +358,7 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
         return [each for each in found if each is not None]
 
     arrivals = recovered(spool)
-    claims = arrivals.claims() + good(arrivals.claim_all(arrivals.dropped()))
+    claims = arrivals.claims() + good(arrivals.claim_all([each.path for each in arrivals.dropped()]))
     copies = dict(zip(claims, arrivals.copy_all(claims, max_bytes=MAX_BYTES), strict=True))
     for claim, copy in copies.items():
         if isinstance(copy, SpecError):
