@@ -362,7 +362,8 @@ def test_a_link_below_what_a_job_names_is_not_the_way_to_anothers_results(honed:
     honed.sh("mkdir -p /srv/bertas/train && chown -R berta /srv/bertas")
     honed.sh(f"ln -s {JOBS}/{theirs}/output/rows.jsonl /srv/bertas/train/", user="berta")
     drop(honed, "berta", "split.json", spec(datasets=[{"path": "/srv/bertas", "split": "train"}]))
-    assert "is honed's or another user's" in reason(honed, "split.json")
+    told = reason(honed, "split.json")
+    assert "is honed's or another user's" in told or "rows.jsonl: Permission denied" in told
     honed.sh("rm /srv/bertas/train/rows.jsonl && cp /srv/rows.jsonl /srv/bertas/train/", user="berta")
     number = job_of(honed, "berta", "bertas-split", datasets=[{"path": "/srv/bertas", "split": "train"}])
     may_read = json.loads(honed.read(f"{JOBS}/{number}/plan.json"))["may_read"]  # the worker asks again
