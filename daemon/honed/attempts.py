@@ -456,10 +456,10 @@ class Attempts:
         asked = running.job.stop
         if asked is not None or not self._may_fall_back(running.job, outcome):
             return False
-        reason = outcome.error.message if outcome.error else ""
+        reason, told = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
         log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason,
                     extra=about(running.job, message.FALLBACK, code=outcome.code))  # fmt: skip
-        fallback = Fallback(time.time(), reason)
+        fallback = Fallback(time.time(), told)
         running.job = self._spool.update(
             running.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -182,19 +183,19 @@ def test_what_nobody_catches_is_told_without_its_words_in_any_thread() -> None:
 
 def test_what_the_check_of_a_job_file_stumbles_over_is_in_its_answer_and_not_in_the_journal(tmp_path: Path) -> None:
     """Nor what a library prints then, in Python or in C."""
-    (tmp_path / "asked").write_text("Who is Ann?")
     code = (
         "import os, sys; from honed import preflight\n"
-        "def fail(path, **_):\n"
-        "    text = path.read_text(); print(text); os.write(1, text.encode()); os.write(2, text.encode())\n"
+        "def fail(_, data, **__):\n"
+        "    text = data.decode(); print(text); os.write(1, text.encode()); os.write(2, text.encode())\n"
         "    print(text, file=sys.stderr); int(text)\n"
         "preflight.spec.read = fail\n"
         f"sys.argv = ['preflight', '--root', {str(tmp_path / 'root')!r}]; preflight.main()\n"
     )
-    request = {"id": 7, "spec_path": str(tmp_path / "asked"), "config": {}}
+    asked = base64.b64encode(b"Who is Ann?").decode()
+    request = {"id": 7, "spec_name": "asked", "spec": asked, "config": {}}
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(request) + "\n", capture_output=True,
                           text=True, timeout=60, check=True)  # fmt: skip
-    error = json.loads(done.stdout)["error"]
+    error = json.loads(done.stdout.removeprefix('{"ready": true}\n'))["error"]
     assert error["message"].endswith("ValueError: …")
     assert error["evidence"].endswith("ValueError: invalid literal for int() with base 10: 'Who is Ann?'")
     assert "line 4, in fail" in done.stderr

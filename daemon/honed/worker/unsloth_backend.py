@@ -29,15 +29,15 @@ class UnslothBackend:
     def import_libraries(self) -> None:
         # Unsloth turns autocast off, behind the plan, on a processor that only emulates bfloat16.
         os.environ.setdefault("UNSLOTH_CPU_BF16", "1")
-        with _blamed():
+        with _blamed(has_rows=False):
             import unsloth  # noqa: F401
 
     def load_base(self, assignment: Assignment) -> Any:
-        with _blamed():
+        with _blamed(has_rows=False):
             return _load_base(assignment, self.told)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
-        with _blamed():
+        with _blamed(has_rows=False):
             return _attach_adapter(model, assignment)
 
     def make_room(self, model: Any, num_tokens: int) -> None:
@@ -47,12 +47,13 @@ class UnslothBackend:
                 module.max_seq_length = num_tokens
 
     def building(self) -> AbstractContextManager[None]:
-        return _blamed()
+        return _blamed(has_rows=True)
 
 
 @contextmanager
-def _blamed() -> Iterator[None]:
-    """Every failure is Unsloth's, but those that another backend would meet, too: memory's, and what honed says."""
+def _blamed(*, has_rows: bool) -> Iterator[None]:
+    """Every failure is Unsloth's, but those that another backend would meet, too: memory's, and what honed says.
+    Where it has seen no row, its words are of the model and the machine, and the log has them."""
     try:
         yield
     except HonedError:
@@ -61,7 +62,7 @@ def _blamed() -> Iterator[None]:
         if is_out_of_memory(error):  # another backend would need no less
             raise
         raise BackendError(
-            f"Unsloth cannot train this model here: {type(error).__name__}: {said(error)}",
+            f"Unsloth cannot train this model here: {type(error).__name__}: {said(error) if has_rows else error}",
             hint="backend: transformers, or backend: auto, which falls back to it",
         ) from error
 
