@@ -22,6 +22,7 @@ for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the whole of the sampled matrices")
+    parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
 
 
 def has_gpu() -> bool:
