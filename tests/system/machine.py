@@ -39,6 +39,13 @@ _ORPHANS_DIE = ("setpriv", "--pdeathsig", "KILL")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
+#: A shell's list of directories and files that can be written, but for processes, devices and measurements.
+FIND_WRITABLE = (
+    "find / \\( -path '/proc/[0-9]*' -o -path /proc/pressure -o -path /dev/pts \\) -prune -o "
+    "-not -path '/dev/*' \\( -type d -o -type f \\) -writable -print -o -path '/dev/*' -type d -writable -print"
+)
+
+
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
     """Wait until a condition is truthy, and return its value."""
     deadline = time.monotonic() + deadline_sec

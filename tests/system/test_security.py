@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine
+from machine import CHECKOUT, ENVIRONMENT, FIND_WRITABLE, Machine
 
 pytestmark = pytest.mark.systemd
 
@@ -19,6 +19,9 @@ MAX_EXPOSURE = {
     "honed-send.service": 1.2,
     "honed-web.service": 1.0,
 }
+
+
+DAEMONS_DIRS = ("/var/lib/honed", "/var/spool/honed", "/var/cache/honed", "/run/honed")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,8 +42,9 @@ def inside(machine: Machine, unit: str, script: str) -> str:
                   f"{begin}[Service]\nType=oneshot\nExecStart=sh /srv/probe.sh\nStandardOutput=truncate:/srv/said\n"
                   f"StandardError=inherit\n{rest}")  # fmt: skip
     machine.write("/srv/probe.sh", script)
-    machine.run("systemctl", "daemon-reload")
+    machine.sh("rm -f /srv/said; systemctl daemon-reload")
     machine.try_run("systemctl", "start", name)
+    assert machine.exists("/srv/said"), machine.run("systemctl", "status", "--no-pager", name)
     return machine.read("/srv/said")
 
 
@@ -58,6 +62,33 @@ def show_job(machine: Machine) -> None:
     machine.sh("install -d -o honed -g honed-job -m 2770 /var/lib/honed/jobs/1")
     machine.write("/var/lib/honed/jobs/1/plan.json", "{}")
     machine.run("systemctl", "start", "honed-view@1")
+
+
+@pytest.mark.parametrize(
+    ("unit", "own"),
+    [
+        ("honed-job@1.service", {"/var/lib/honed/jobs/1", "/dev/shm", "/dev/mqueue"}),
+        ("honed-check@1000.service", {"/dev/mqueue", "/dev/shm"}),
+        ("honed-fetch@1.service", {"/var/lib/honed/fetch", "/var/cache/honed", "/dev/mqueue", "/dev/shm"}),
+        ("honed-send.service", {"/var/lib/honed", "/dev/mqueue", "/dev/shm"}),
+        ("honed-web.service", {"/dev/mqueue", "/dev/shm"}),
+        ("honed.service", {*DAEMONS_DIRS, "/dev/mqueue", "/dev/shm"}),
+    ],
+)
+def test_what_a_unit_can_write(machine: Machine, unit: str, own: set[str]) -> None:
+    """Of what its user may: ProtectSystem= leaves /run out, where /run/lock is everybody's."""
+    show_job(machine)
+    if unit.startswith("honed-check"):
+        machine.sh("id -u 1000 >/dev/null 2>&1 || useradd -u 1000 thousand")
+    machine.sh("install -d -o honed -g honed /var/lib/honed/fetch /var/cache/honed /var/lib/honed/outbox; "
+               "touch /run/lock/there; chmod 666 /run/lock/there")  # fmt: skip
+    said = inside(
+        machine,
+        unit,
+        f"{FIND_WRITABLE} 2>/dev/null",
+    )
+    places = {path for path in said.splitlines() if not path.startswith(tuple(f"{each}/" for each in own))}
+    assert places - {"/tmp", "/var/tmp"} == own  # where there is a /tmp, it is the unit's
 
 
 def test_a_job_sees_no_network_no_homes_and_no_spool(machine: Machine) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from machine import CHECKOUT, ENVIRONMENT, FIND_WRITABLE, Machine, wait_for
 
 from zoo import plain
 
@@ -191,6 +191,62 @@ def test_what_one_job_leaves_no_other_finds(honed: Machine) -> None:
     assert "from-anna\n" not in again
     assert "from-anna" not in berta
     assert honed.sh("cat /dev/shm/planted") == "planted\n"  # and its end removes nothing of its user's
+
+
+#: Everything that a job can write and read, as its own code would find it; and whose processes it sees.
+INVENTORY = f"""
+echo "= writable"
+{FIND_WRITABLE} 2>/dev/null
+echo "= readable"
+find /var /run /srv /home /tmp /dev/shm /etc/honed /etc/credstore -readable -print 2>/dev/null
+echo "= processes"
+for each in /proc/[0-9]*; do
+    echo $(stat -c %u $each) $(tr '\\0' ' ' <$each/cmdline) $(tr '\\0' ' ' <$each/environ)
+done 2>/dev/null
+"""
+#: Of all those, what is closed or a job's own; the rest is what the machine lets its submitter read anyway.
+CLOSED = ("/var/lib/honed", "/var/spool/honed", "/run/honed", "/run/honed-view", "/run/user", "/etc/honed",
+          "/etc/credstore", "/home", "/tmp", "/var/tmp", "/dev/shm", "/root")  # fmt: skip
+
+
+def test_all_that_a_worker_can_write_and_read(honed: Machine) -> None:
+    """With a file of another job, of another user and of a tracker planted in each place, open to everybody."""
+    other = job_of(honed, "berta", "of-another")
+    job_id = job_of(honed, "anna", "inventory")
+    honed.sh(
+        "for place in /var/lib/honed /var/lib/honed/staged /var/spool/honed /run/honed /etc/honed /etc/credstore "
+        f"/home/anna /home/berta /tmp /var/tmp /dev/shm /root /run/user/4711 {JOBS} {JOBS}/{other}; do "
+        "mkdir -p $place; for name in job user tracker; do echo secret >$place/planted-$name; "
+        "chmod 666 $place/planted-$name; done; done; install -m 600 -o berta /srv/rows.jsonl /srv/planted-closed"
+    )
+    others = [
+        honed.popen("env", "PLANTED=planted-environment", "sleep", "600", user=user) for user in ("anna", "berta")
+    ]
+    try:
+        said = probe(honed, job_id, INVENTORY)
+        outside = set(
+            honed.try_run("sh", "-c", "find /var /run /srv -readable 2>/dev/null", user="anna").stdout.split("\n")
+        )
+    finally:
+        for each in others:
+            each.kill()
+        honed.sh("find / -xdev -name 'planted-*' -delete; rm -f /dev/shm/planted-* /tmp/planted-* /run/honed/planted-*")
+    _, writable, readable, processes = said.split("= ")
+    own = f"{JOBS}/{job_id}"
+    places = {path for path in writable.splitlines()[1:] if not path.startswith(f"{own}/")}
+    assert places == {own, "/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue"}
+    seen = readable.splitlines()[1:]
+    of_closed = {path for path in seen if f"{path}/".startswith(tuple(f"{place}/" for place in CLOSED))}
+    assert {path for path in of_closed if not path.startswith(own)} == {
+        "/var/lib/honed", JOBS, "/tmp", "/var/tmp", "/dev/shm",
+    }  # fmt: skip
+    assert {Path(path).name for path in of_closed if path.startswith(f"{own}/")} >= {"plan.json"}
+    assert set(seen) - of_closed <= outside
+    assert "planted" not in said
+    assert {line.split(" ")[0] for line in processes.splitlines()[1:] if line[:1].isdigit()} == {
+        honed.run("id", "-u", "anna").strip()
+    }  # fmt: skip
+    assert "sleep 600" not in processes  # another program of hers: it is in no namespace that the job may look into
 
 
 def test_a_machine_without_the_user_database_says_what_is_missing(honed: Machine) -> None:
