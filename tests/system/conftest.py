@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine import CHECKOUT, ENVIRONMENT, Machine, why_not
+from machine import Machine, why_not
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,9 +44,6 @@ write_facts(Path("/srv/data/facts.jsonl"), 16)
 @pytest.fixture(scope="module")
 def model(machine: Machine) -> str:
     """A real base model, tiny, in the machine; /srv/data/facts.jsonl is something to train it on."""
-    packages = machine.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
-    python = f"/usr/bin/{Path(packages).parent.name}"
-    environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/daemon:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
-    machine.run(python, "-c", _BUILD, environment=environment)
+    machine.python(_BUILD)
     machine.run("chmod", "-R", "a+rX", "/srv/models", "/srv/data")
     return "/srv/models/tiny"

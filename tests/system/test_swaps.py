@@ -115,9 +115,7 @@ def field(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
     machine.write("/etc/honed/honed.toml.d/50-test.toml", "[spool]\nsettle_sec = 0.2\n")
-    packages = machine.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
-    environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/daemon:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
-    machine.run(f"/usr/bin/{Path(packages).parent.name}", "-c", BUILD, environment=environment)
+    machine.python(BUILD)
     machine.run("systemctl", "enable", "--now", "honed")
     machine.run("honectl", "pause")
     machine.sh(

@@ -21,6 +21,14 @@ ROWS = "".join(
 )  # fmt: skip
 #: The keys by which a job names something, each as a link of its submitter's.
 INPUTS = ("base_model", "adapter", "chat_template", "datasets")
+#: A small model that sees, and a picture.
+BUILD = """
+from pathlib import Path
+from PIL import Image
+from zoo.vision import build_vision_checkpoint
+build_vision_checkpoint(Path("/srv/models/seeing"), "qwen2_5_vl")
+Image.new("RGB", (40, 40), "red").save("/srv/data/picture.png")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,9 @@ def honed(machine: Machine, model: str) -> Machine:
     machine.write("/srv/berta/datasets.jsonl", ROWS, user="berta")
     machine.sh(f"echo '{{# {SECRET} #}}' >>/srv/berta/chat_template; chmod -R go-rwx /srv/berta", user="berta")
     machine.run("chmod", "-R", "a+rX", "/srv/mallory", user="mallory")
+    machine.python(BUILD)
+    machine.sh("cp /srv/data/picture.png /srv/mallory; install -m 600 -o berta /srv/data/picture.png /srv/berta; "
+               "chmod -R a+rX /srv/models")  # fmt: skip
     return machine
 
 
@@ -72,12 +83,15 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         spec = {"base_model": model, key: named, **({} if key == "adapter" else {"lora": {"r": 4}})}
         jobs[key] = submit(honed, "mallory", f"steal-{key}", spec, until="queued")
         honed.sh(f"ln -sfn /srv/berta/{theirs} {link}", user="mallory")
+    jobs["adapter: job:learn"] = steal_by_a_chain(honed, model)
+    jobs["datasets: a picture"] = steal_by_a_row(honed)
     honed.run("honectl", "resume")
     for key, job_id in jobs.items():
         shown = wait_for(lambda: over(honed, job_id), what=f"steal-{key} over", deadline_sec=400)  # noqa: B023
         assert shown["state"] == "failed", (key, shown)
-        assert "cannot be read by the user mallory, as it could when the job was accepted" in shown["error"]["message"]
-        assert shown["error"]["message"].startswith(key), shown["error"]
+        told = shown["error"]["message"]
+        assert "cannot be read by the user mallory, as it could when the job was accepted" in told
+        assert told.startswith(key.partition(":")[0]), shown["error"]
         told = honed.sh(f"grep -rl {SECRET} {JOBS}/{job_id} || true")
         assert told == "", key
     assert SECRET not in honed.run("journalctl", "--no-pager")
@@ -86,6 +100,26 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
                                          "datasets": [{"path": "/srv/data/facts.jsonl"}]})  # fmt: skip
     assert SECRET in honed.sh("cat /srv/berta/datasets.jsonl /srv/berta/chat_template", user="berta")
     assert honed.try_run("ls", f"{JOBS}/{own}/output", user="mallory").returncode != 0
+
+
+def steal_by_a_chain(honed: Machine, model: str) -> int:
+    """A job that goes on from an output of mallory's, in whose place a link to berta's is put."""
+    theirs, own = (json.loads(honed.run("honectl", "show", "--json", "learn", user=user))["id"]
+                   for user in ("berta", "mallory"))  # fmt: skip
+    job_id = submit(honed, "mallory", "steal-chain", {"base_model": model, "adapter": "job:learn"}, until="queued")
+    honed.sh(f"cd {JOBS}/{own} && mv output kept && ln -s {JOBS}/{theirs}/output output", user="mallory")
+    return job_id
+
+
+def steal_by_a_row(honed: Machine) -> int:
+    """A job of whose rows one names a picture of mallory's, in whose place a link to berta's is put."""
+    parts = [{"type": "image", "image": "/srv/mallory/picture.png"}, {"type": "text", "text": "Which color?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]}
+    honed.write("/srv/mallory/pictures.jsonl", 4 * (json.dumps(row) + "\n"), user="mallory")
+    spec = {"base_model": "/srv/models/seeing", "datasets": [{"path": "/srv/mallory/pictures.jsonl"}], "lora": {"r": 4}}
+    job_id = submit(honed, "mallory", "steal-picture", spec, until="queued")
+    honed.sh("ln -sfn /srv/berta/picture.png /srv/mallory/picture.png", user="mallory")
+    return job_id
 
 
 def over(honed: Machine, job_id: int) -> dict[str, Any] | None:
