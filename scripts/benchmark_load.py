@@ -1,6 +1,7 @@
 """Many jobs: what a queue of 100, 1,000 and 10,000 costs, and whether drops beside a training job slow it down.
 
     scripts/bench load [--sizes 100,1000,10000] [--minutes 10] [--dir DIR]
+    scripts/bench load --booted N      as root: N drops of a person's beside N of root's, in a booted systemd
 
 Prints rows for docs/benchmarks.md. `--minutes 0` leaves the training out, `--sizes ""` the queue. DIR is where the
 instance is made: the disk's syncs are most of what it takes to accept a job.
@@ -243,12 +244,67 @@ def steps_of(events: Path, since: float) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
+# -- as whom they are checked ------------------------------------------------------------------------------------------
+
+#: Drops so many files from within the machine, and waits until all are accepted; prints the seconds.
+DROP_MANY = """
+import json, os, sys, time
+name, count, spec = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+incoming = "/var/spool/honed/incoming"
+began = time.time()
+for number in range(count):
+    with open(f"{incoming}/.{name}-{number}", "w") as file:
+        json.dump({**spec, "name": f"{name}-{number}"}, file)
+    os.rename(f"{incoming}/.{name}-{number}", f"{incoming}/{name}-{number}.json")
+print(time.time() - began)
+"""
+
+
+def measure_checks(num_files: int, *, num_rounds: int = 3) -> None:
+    """A person's files are checked by a unit with their rights, root's by a child of honed's: which takes longer."""
+    sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/system")]
+    from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+    from zoo import plain
+
+    with Machine() as machine:
+        machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+        machine.add_user("anna", "honed-submit")
+        plain.write_base_model(machine.host_path("/srv/model"))
+        plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
+        machine.run("systemctl", "enable", "--now", "honed")
+        machine.run("honectl", "pause")
+        spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl")))
+        spool = machine.host_path("/var/spool/honed")
+        took: dict[str, list[float]] = {"anna": [], "root": []}
+        for number in range(num_rounds):
+            for user, times in took.items():
+                began, size = time.perf_counter(), num_files // num_rounds
+                machine.run("python3", "-c", DROP_MANY, f"{user}-{number}", str(size), spec, user=user)
+                wait_for(
+                    lambda: not any(any((spool / place).iterdir()) for place in ("incoming", "claimed")),
+                    what="arrivals", deadline_sec=3600,
+                )  # fmt: skip
+                times.append((time.perf_counter() - began) / size)
+        refused = list((spool / "rejected").glob("*.reason"))
+        assert not refused, refused[0].read_text()
+    for user, times in took.items():
+        print(f"| {user} | {len(times) * (num_files // num_rounds):,} | "
+              f"{1000 * statistics.median(times):.1f} ({1000 * min(times):.1f}-{1000 * max(times):.1f}) |")  # fmt: skip
+    ratios = [mine / roots for mine, roots in zip(*took.values(), strict=True)]
+    print(f"a person's, of root's: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="100,1000,10000")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--dir", type=Path)
+    parser.add_argument("--booted", type=int, metavar="N")
     options = parser.parse_args()
+    if options.booted:
+        measure_checks(options.booted)
+        return
     sizes = [int(size) for size in options.sizes.split(",") if size]
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     if sizes:
