@@ -71,9 +71,9 @@ def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(insta
 
 
 def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:
-    instance.drop("slow-40")
+    instance.drop("slow-100000")  # it is in the way until all are there
     instance.start()
-    instance.wait_state("slow-40", State.RUNNING)
+    instance.wait_state("slow-100000", State.RUNNING)
     instance.drop("succeed", priority=999_999)
     instance.wait_state("succeed", State.QUEUED)
     path = instance.root / "succeed-9.json"
@@ -85,6 +85,7 @@ def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:
             lambda: [row["name"] for row in instance.client.ask("list")][1] == "trial of succeed-9",
             what="the trial before all that waits",
         )
+        instance.client.ask("cancel", id="slow-100000")
         instance.wait_state("succeed", State.SUCCEEDED)
     finally:
         asking.kill()

@@ -67,7 +67,7 @@ def run_job(honed: Machine, user: str, name: str, **keys: Any) -> dict[str, Any]
 
     shown: dict[str, Any] = wait_for(over, what=name, deadline_sec=400)
     assert shown["state"] == "succeeded", shown["error"]
-    wait_for(lambda: "succeeded" in page(honed, shown["id"]), what="its page")
+    wait_for(lambda: "succeeded: loss" in page(honed, shown["id"]), what="its page")
     wait_for(lambda: f"jobs/{shown['id']}/report.html" in honed.read(INDEX), what="its line in the index")
     return shown
 

@@ -395,7 +395,7 @@ def check_trains(found: Found, fate: Trains) -> None:
 
 def check_refused(error: dict[str, str], fate: Refused, found: Found) -> None:
     assert error["code"] == fate.code
-    assert fate.names in error["message"]
+    assert fate.names in (error.get("evidence") or error["message"])
     assert fate.remedy in error["hint"]
     if fate.code == "model_invalid":
         assert str(found.path) in error["message"]
