@@ -110,7 +110,7 @@ def test_who_submits_is_told_the_same_in_both_ways(tmp_path: Path) -> None:
             runs = [
                 honectl(made, "submit", "--hold", str(first)), honectl(made, "submit", str(second)),
                 honectl(made, "submit", "--json", "--hold", str(job_file(made, "explain"))),
-                honectl(made, "submit", "--wait", str(job_file(made, "succeed-3", name="third"))),
+                honectl(made, "submit", "--wait", str(job_file(made, "succeed-3"))),
                 honectl(made, "submit", str(job_file(made, "bad", colour="red"))),
                 honectl(made, "submit", "--stage", "--hold", str(job_file(made, "succeed-4"))),
             ]  # fmt: skip

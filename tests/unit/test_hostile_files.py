@@ -287,18 +287,15 @@ def test_a_request_that_is_none_is_told_so(line: bytes) -> None:
     assert answer["error"]["code"] == "usage"
 
 
-def test_a_honed_that_hangs_is_not_told_to_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_honed_that_hangs_is_not_told_to_be_started(tmp_path: Path) -> None:
     import socket
 
-    from honed import control
-
-    monkeypatch.setattr(control, "TIMEOUT_SEC", 0.05)
     path = tmp_path / "control"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen(1)
         with pytest.raises(HonedError, match="is there, and has not answered") as raised:
-            Client(path).ask("list")
+            Client(path, timeout_sec=0.05).ask("list")
     assert "start it" not in raised.value.hint
     with pytest.raises(HonedError, match="does not answer") as raised:
         Client(path).ask("list")
