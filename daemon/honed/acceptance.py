@@ -12,10 +12,12 @@ have been dropped together with them, in any order: it is settled after the othe
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +73,8 @@ MAX_DENIALS = 3
 MAX_SUBMITTED = 10_000
 #: How often one arrival has the same thing fetched: what is cached can be removed before the next look at it.
 MAX_FETCHES_PER_ARRIVAL = 3
+#: What a write meets where something else has its name: in a job's directory, its submitter's doing.
+PLANTED_ERRNOS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY}
 
 
 @dataclass(frozen=True)
@@ -431,7 +435,10 @@ class Acceptance:
                 accepted.append(late)
                 continue
             self._spool.catalog.give_back(job)
-            self._wait(pending.claim, admitted)
+            if isinstance(admitted, OSError) and admitted.errno in PLANTED_ERRNOS:
+                self._refuse(pending.claim, _planted(job, admitted))
+            else:
+                self._wait(pending.claim, admitted)
         return accepted
 
     def _accepted(self, claim: Claim) -> Job | None:
@@ -701,11 +708,12 @@ class Acceptance:
         )
 
     def _check_against_others(self, job: Job) -> None:
-        ours = Path(job.output_dir).resolve()
+        ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself
         other = self._spool.catalog.owner_of(str(ours))
         if other is not None and other.id != job.id:  # itself, where its entry's last sync has failed
+            named = f"job {other.id}'s ({other.name}, {other.state}: {other.output_dir})"
             raise SpecError(
-                f"output_dir: {ours} is job {other.id}'s ({other.name}, {other.state}: {other.output_dir})",
+                f"output_dir: {ours} is {named if self._is_seen_by(other, job) else 'that of a job of another user'}",
                 hint="give this job a directory of its own, or leave output_dir out",
                 fix={"output_dir": None},
             )
@@ -765,3 +773,10 @@ def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:
             f"{who} makes an adapter, and no base model",
             hint="put a job of kind: merge between the two, or save_merged: bfloat16 into that one",
         )
+
+
+def _planted(job: Job, problem: OSError) -> HonedError:
+    return SpecError(
+        f"{problem.filename2 or problem.filename}: {problem.strerror}: it was put there while the job file was checked",
+        hint=f"leave the directory of job {job.id} alone until it is accepted",
+    )

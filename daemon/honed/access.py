@@ -179,6 +179,15 @@ def is_person(uid: int) -> bool:
     return uid >= FIRST_PERSON and uid not in NO_PERSONS
 
 
+def is_known(uid: int) -> bool:
+    """Tell whether the system's databases have this user."""
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True
+
+
 def has_acls(directory: Path) -> bool:
     """Tell whether the file system of a directory has POSIX ACLs."""
     try:
@@ -193,6 +202,12 @@ def job_user(job_dir: Path) -> int | None:
     acl = acl_of(job_dir)
     found = [] if acl is None else [uid for uid, permissions in acl.users.items() if permissions & WRITE]
     return found[0] if len(found) == 1 and is_person(found[0]) else None
+
+
+def submitter_of(job_dir: Path) -> int | None:
+    """The user whom a job's directory is opened to by its ACL; None where there is none."""
+    acl = acl_of(job_dir)
+    return next(iter(acl.users), None) if acl is not None and len(acl.users) == 1 else None
 
 
 # -- what is in the way -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import Any
 
 from honed import access, durable, problem
 from honed.durable import Steps, finish
-from honed.error import EnvironmentInvalidError, HonedError, SpecError
+from honed.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError
 from honed.job import Job, State
 from honed.spool import Spool, names_in
 
@@ -252,6 +252,11 @@ class Arrivals:
         uid = info.st_uid if claim.submitter is None else claim.submitter
         if len(data) > max_bytes:
             raise too_large(claim.name, max_bytes)
+        if self._has_workers_user and access.is_person(uid) and not access.is_known(uid):
+            raise NotPermittedError(
+                f"{claim.name}: its owner, uid {uid}, is no user of this machine",
+                hint="submit it as a user whom `getent passwd` has; where a directory service was down, drop it again",
+            )
         directory = self._spool.job_layout(claim.id).dir
         if self._has_workers_user:
             yield from durable.making_dir(

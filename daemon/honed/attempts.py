@@ -44,6 +44,8 @@ DUMP_SEC = 5.0
 MAX_REST_BYTES = 512 * 2**20
 #: Passes of the loop after which a worker whose result cannot be read is taken for one that left none.
 MAX_UNREAD = 60
+#: Steps in one job's affairs that fail in ways nobody foresaw, before it is settled by its exit alone.
+MAX_FAILED_STEPS = 5
 #: Why a worker may not be started although its job and its program are as they should be.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -69,6 +71,7 @@ class Running:
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
     read_fault: str = ""  #: why its events could not be read; said once
     num_unread: int = 0  #: passes in which its result could not be read
+    num_failed_steps: int = 0  #: in ways that nobody foresaw
     not_started: OSError | None = None  #: why it has no worker; settled by the next pass
 
 
@@ -382,6 +385,7 @@ class Attempts:
                 self.fault = fault  # told by the loop, and tried again until it is mended
             else:
                 log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
+                running.num_failed_steps += 1
 
     def _reap(self, running: Running, ended: Exit) -> Job | None:
         is_counted = self._read_the_rest(running)
@@ -395,7 +399,8 @@ class Attempts:
                         problem)  # fmt: skip
         result_path = attempt.result_path
         try:
-            outcome = judge(result_path, ended)
+            # What its worker has written can be the reason why its end cannot be told: then it is told without.
+            outcome = judge(result_path, ended, is_readable=running.num_failed_steps < MAX_FAILED_STEPS)
         except OSError:
             running.num_unread += 1
             if running.num_unread < MAX_UNREAD:

@@ -68,8 +68,11 @@ def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
     try:
         fd = os.open(temporary, flags, mode)
     except FileExistsError:
-        # A crash left it; or, in a job's directory, its worker: a pipe, or a file that it holds open.
-        temporary.unlink()
+        # A crash left it; or, in a job's directory, its worker: a pipe, a file that it holds open, a directory.
+        try:
+            temporary.unlink()
+        except (IsADirectoryError, PermissionError):
+            temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         fd = os.open(temporary, flags, mode)
     try:
         view = memoryview(data)

@@ -210,7 +210,7 @@ def _parse(line: bytes) -> Event | None:
     if not 0 <= when <= MAX_TIME:  # NaN is not
         return None
     try:
-        return Event(_encodable(kind), float(when), _encodable(data))
+        return Event(encodable(kind), float(when), encodable(data))
     except ValueError:
         return None
 
@@ -220,7 +220,7 @@ def items(data: Mapping[str, Any], key: str) -> list[Any]:
     return value if isinstance(value := data.get(key), list) else []
 
 
-def _encodable(value: Any, *, depth: int = 0) -> Any:
+def encodable(value: Any, *, depth: int = 0) -> Any:
     """The same, without lone surrogates: JSON can carry them, UTF-8, and so the log and the database, cannot.
 
     Nor NaN and infinity, which Python's JSON has and nobody else's. Raises ValueError for what is nested too deeply.
@@ -233,8 +233,8 @@ def _encodable(value: Any, *, depth: int = 0) -> Any:
         case float() if not math.isfinite(value):
             return None
         case dict():
-            return {_encodable(key): _encodable(item, depth=depth + 1) for key, item in value.items()}
+            return {encodable(key): encodable(item, depth=depth + 1) for key, item in value.items()}
         case list():
-            return [_encodable(item, depth=depth + 1) for item in value]
+            return [encodable(item, depth=depth + 1) for item in value]
         case _:
             return value

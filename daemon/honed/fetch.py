@@ -550,7 +550,9 @@ def _for_the_daemon(layout: Layout, number: int) -> int:
 @contextlib.contextmanager
 def _alone(lock_path: Path) -> Iterator[None]:
     """Hold a fetch's lock. Raises InterruptedRunError where it runs already."""
-    with lock_path.open("a+b") as lock:
+    with os.fdopen(os.open(lock_path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "a+b") as lock:
+        with contextlib.suppress(OSError):
+            os.fchmod(lock.fileno(), 0o600)  # whoever may open it can hold it
         for _ in range(20):  # the daemon may be looking whether it is free
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -314,7 +314,7 @@ class Housekeeper:
         are_missing = config.max_job_bytes is not None and self._measure(free, self._sizes, "measure")
         saved = []
         for job in free:
-            saved += [job] if self._layout.job(job.id).checkpoints_dir.exists() else []
+            saved += [job] if os.path.lexists(self._layout.job(job.id).checkpoints_dir) else []
             yield
         if config.max_checkpoint_bytes is not None:
             are_missing = self._measure(saved, self._weights, "weigh") or are_missing

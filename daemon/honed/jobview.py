@@ -34,6 +34,7 @@ from honed.layout import JobLayout, Layout
 
 VIEW_DIR = Path("/run/honed-view")
 USERDB_DIR = Path("/run/userdb")
+LOCK_PATH = Path("/run/honed-view.lock")
 #: mount(2) and umount2(2).
 _MS_BIND, _MNT_DETACH, _NOFOLLOW = 0x1000, 2, 8
 
@@ -76,12 +77,15 @@ def _add(layout: Layout, job_id: int) -> None:
     who = worker(job)
     _register(job_id, who)
     _check_registered(job_id, who)
+    submitter = access.submitter_of(job.dir)
+    # Of a system account, whose worker is honed-job, the submitter's own rights count as well.
+    opener = who if submitter in {None, 0} else access.person(submitter) or who
     view = VIEW_DIR / str(job_id)
     (view / "jobs" / str(job_id)).mkdir(parents=True)
     for place in _inputs(layout, job):
         target = view / place.relative_to(layout.state_dir)
         target.mkdir(parents=True, exist_ok=True)
-        with _opened_as(who, place) as fd:
+        with _opened_as(opener, place) as fd:
             _mount(f"/proc/self/fd/{fd}", target)
 
 
@@ -110,9 +114,9 @@ def _remove(job_id: int) -> None:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """One view at a time: they share groups and directories."""
+    """One view at a time: they share groups and directories. Nobody else may open the lock, and so hold it."""
     USERDB_DIR.mkdir(mode=0o755, exist_ok=True)
-    fd = os.open(USERDB_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(LOCK_PATH, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

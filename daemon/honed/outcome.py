@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed import durable, error, foreign
+from honed import durable, error, event, foreign
 from honed.runner import Exit
 
 SUCCEEDED = "succeeded"
@@ -87,7 +87,7 @@ def _of(problem: error.HonedError, **facts: Any) -> Outcome:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        result = json.loads(foreign.read_plain(path))
+        result = event.encodable(json.loads(foreign.read_plain(path)))
     except (OSError, ValueError, RecursionError) as problem:
         if durable.machine_fault(problem):
             raise

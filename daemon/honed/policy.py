@@ -87,7 +87,9 @@ class Policy:
     def _check_own_places(self, named: Named, path: Path) -> None:
         """Check files of honed's own: the dropper may read those that their modes and ACLs allow, what their jobs
         made."""
-        real = _real(path)
+        self._check_own_place(named, path, _real(path))
+
+    def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
         if self.workers is None or self.dropper is None:
             return
         if _is_below(real, *self._own_places()) and access.obstacle(real, self.dropper) is not None:
@@ -138,10 +140,16 @@ class Policy:
         return True
 
     def grant(self, inputs: Iterable[Named]) -> Grant:
-        """For the worker of a job that was checked."""
+        """For the worker of a job that was checked. Raises the error of a path's kind where the path leads to another's
+        by now: what is granted is what is looked at here."""
         closed = () if self.workers is None else self._own_places()
         allowed = None if self.allowed is None else (*self.allowed, *self._always_allowed())
-        return Grant(closed, allowed, tuple(dict.fromkeys(self._whole(_real(named.path)) for named in inputs)))
+        places = []
+        for named in inputs:
+            real = _real(named.path)
+            self._check_own_place(named, named.path, real)
+            places.append(self._whole(real))
+        return Grant(closed, allowed, tuple(dict.fromkeys(places)))
 
     def _whole(self, real: Path) -> Path:
         """All that was staged, or that a job made: a row names images that lie beside it."""

@@ -227,7 +227,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
     final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
-    report = str(files.report_path) if files.report_path.exists() else None
+    report = str(files.report_path) if os.path.lexists(files.report_path) else None
     return {
         **summary(job, progress),
         "spec": spec,

@@ -526,7 +526,7 @@ def render_index(
     """Jobs: running first, then the queue in its order, then the rest, newest first. `counts`: of each state, all."""
 
     def address(job_id: int) -> str | None:
-        return f"jobs/{job_id}/report.html" if layout.job(job_id).report_path.exists() else None
+        return f"jobs/{job_id}/report.html" if os.path.lexists(layout.job(job_id).report_path) else None
 
     return document("honed: all jobs", index_body(rows, address, now=now, counts=counts))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -257,7 +258,10 @@ def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
 def remove_refused(spool: Spool, name: str) -> None:
     """Remove a refused file, its reason last: what a crash leaves alone is removed in its turn."""
     path = spool.rejected_dir / Path(name).name
-    path.unlink(missing_ok=True)
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
     if not name.endswith(".reason"):
         path.with_name(f"{path.name}.reason").unlink(missing_ok=True)
 

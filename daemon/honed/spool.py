@@ -61,7 +61,9 @@ class Spool:
         self._begun: dict[int, int] = {}  # revisions that failed on their way to the disk, and may lie there
 
     def _take_lock(self) -> int:
-        fd = os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        fd = os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, 0o600)  # whoever may open it can hold it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

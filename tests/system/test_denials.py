@@ -1,0 +1,164 @@
+"""What one user lays in the way, in places that are theirs to write, is in no other user's way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+
+from zoo import plain
+
+pytestmark = pytest.mark.systemd
+
+INCOMING = "/var/spool/honed/incoming"
+REJECTED = "/var/spool/honed/rejected"
+JOBS = "/var/lib/honed/jobs"
+#: Puts a link to itself and a directory where honed will write, into every job's directory that it may.
+PLANT = f"""
+import os, time
+until = time.time() + 25
+while time.time() < until:
+    for name in os.listdir("{JOBS}"):
+        for make in (
+            lambda: os.symlink("output", f"{JOBS}/{{name}}/output"), lambda: os.mkdir(f"{JOBS}/{{name}}/plan.json")
+        ):
+            try: make()
+            except OSError: pass
+"""
+#: Seconds within which another user's job is accepted, whatever lies about.
+SOON_SEC = 60.0
+
+
+@pytest.fixture(scope="module")
+def honed(machine: Machine) -> Machine:
+    """Installed and running, with starting of jobs paused."""
+    machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
+    for name in ("berta", "mallory"):
+        machine.add_user(name, "honed-submit")
+    machine.run("useradd", "--system", "--groups", "honed-submit", "--shell", "/bin/sh", "service")
+    machine.write("/etc/honed/honed.toml.d/50-test.toml",
+                  "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_jobs = 100\ninterval_sec = 1\n")  # fmt: skip
+    plain.write_base_model(machine.host_path("/srv/model"))
+    plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
+    machine.run("systemctl", "enable", "--now", "honed")
+    machine.run("honectl", "pause")
+    return machine
+
+
+def drop(honed: Machine, user: str | None, *names: str) -> None:
+    for name in names:
+        spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name))
+        honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
+                  user=user, stdin=spec)  # fmt: skip
+
+
+def jobs(honed: Machine) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(honed.run("honectl", "list", "--json", "--all"))}
+
+
+def accepted(honed: Machine, *names: str) -> list[int]:
+    found = wait_for(
+        lambda: rows if set(names) <= set(rows := jobs(honed)) else None, what="accepted", deadline_sec=SOON_SEC
+    )
+    assert found is not None
+    return [int(found[name]["id"]) for name in names]
+
+
+def refusal(honed: Machine, file: str) -> str:
+    return wait_for(lambda: honed.try_run("cat", f"{REJECTED}/{file}.reason").stdout, what=f"{file} refused")
+
+
+def status(honed: Machine) -> str:
+    return honed.property("honed.service", "StatusText")
+
+
+def test_a_lock_that_somebody_holds_keeps_nobodys_view_waiting(honed: Machine) -> None:
+    drop(honed, "berta", "first")
+    [job_id] = accepted(honed, "first")
+    honed.sh(f"systemctl start honed-view@{job_id}; systemctl stop honed-view@{job_id}")  # all its files are there
+    held = [honed.popen("flock", path, "sleep", "600", user="mallory")
+            for path in ("/run/userdb", "/run/honed-view.lock", "/var/spool/honed/lock")]  # fmt: skip
+    try:
+        wait_for(lambda: held[1].poll() is not None and held[2].poll() is not None, what="those that may not")
+        assert held[0].poll() is None
+        honed.run("systemctl", "start", f"honed-view@{job_id}", timeout_sec=20)
+        assert honed.exists(f"/run/userdb/honed-j{job_id}.user")
+        honed.run("systemctl", "restart", "honed")
+    finally:
+        for each in held:
+            each.kill()
+        honed.sh(f"pkill -u mallory sleep; systemctl stop honed-view@{job_id}")
+
+
+def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own_trouble(honed: Machine) -> None:
+    """A link to itself, and a directory in the place of the plan."""
+    honed.sh(f"chmod a+r {JOBS}")  # so that she need not guess their numbers
+    since = honed.run("date", "+%s.%N").strip()
+    planting = honed.popen("python3", "-c", PLANT, user="mallory")
+    names = [f"planted-{number}" for number in range(8)]
+    drop(honed, "mallory", *names[:4])
+    drop(honed, "berta", "beside-1", "beside-2", "beside-3")
+    drop(honed, "mallory", *names[4:])
+    accepted(honed, "beside-1", "beside-2", "beside-3")
+    wait_for(lambda: planting.poll() is not None, what="the end of the planting")
+    wait_for(
+        lambda: all(name in jobs(honed) or honed.exists(f"{REJECTED}/{name}.json.reason") for name in names),
+        what="each accepted or refused",
+    )
+    told = [honed.try_run("cat", f"{REJECTED}/{name}.json.reason").stdout for name in names]
+    assert any("was put there while the job file was checked" in text for text in told), told
+    assert "a step of the loop failed" not in "\n".join(honed.messages("--unit=honed", f"--since=@{since}"))
+    assert "degraded" not in status(honed)
+
+
+def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses_way(honed: Machine) -> None:
+    drop(honed, "mallory", "her-own")
+    [job_id] = accepted(honed, "her-own")
+    honed.sh(f"cd {JOBS}/{job_id}; mkdir -p .report.html.tmp/x; ln -s /root/x checkpoints; "
+             "ln -s /root/x report.html || [ -e report.html ]", user="mallory")  # fmt: skip
+    honed.run("honectl", "cancel", "her-own", user="mallory")
+    drop(honed, "berta", "reported")
+    [other] = accepted(honed, "reported")
+    honed.run("honectl", "cancel", "reported", user="berta")
+    wait_for(lambda: "reported" in honed.try_run("cat", f"{JOBS}/{other}/report.html").stdout, what="its report")
+    wait_for(lambda: "reported" in honed.try_run("cat", "/var/lib/honed/index.html").stdout, what="the index")
+    assert honed.run("honectl", "show", "her-own", user="mallory")
+    assert "degraded" not in status(honed)
+
+
+def test_a_directory_among_the_refused_is_removed_with_them(honed: Machine) -> None:
+    make = (
+        f"import os; os.chdir('{INCOMING}'); os.mkdir('.d'); open('.d/in-it', 'w').close(); "
+        "[os.removexattr('.d', name) for name in os.listxattr('.d')]; os.chmod('.d', 0o777); "
+        "os.rename('.d', 'directory.json')"
+    )
+    honed.run("python3", "-c", make, user="mallory")
+    refusal(honed, "directory.json")
+    honed.run("honectl", "prune", "--rejected", "--keep", "0", "--yes")
+    assert not honed.exists(f"{REJECTED}/directory.json")
+
+
+def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> None:
+    spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl")))
+    honed.write("/srv/spec", spec)
+    honed.sh(f"for uid in $(seq 100001 100100); do cp /srv/spec {INCOMING}/.$uid; chown $uid {INCOMING}/.$uid; "
+             f"mv {INCOMING}/.$uid {INCOMING}/n$uid.json; done")  # fmt: skip
+    drop(honed, "berta", "in-time")
+    accepted(honed, "in-time")
+    assert "uid 100001, is no user of this machine" in refusal(honed, "n100001.json")
+
+
+def test_a_system_accounts_job_is_shown_nothing_that_the_account_cannot_open(honed: Machine) -> None:
+    """Its worker is honed-job, which may more in jobs' directories than the account."""
+    drop(honed, "berta", "hers")
+    drop(honed, "service", "services")
+    hers, services = accepted(honed, "hers", "services")
+    plan = honed.read_json(f"{JOBS}/{services}/plan.json")
+    plan["may_read"]["inputs"].append(f"{JOBS}/{hers}")
+    honed.write(f"{JOBS}/{services}/plan.json", json.dumps(plan))
+    assert honed.try_run("systemctl", "start", f"honed-view@{services}").returncode != 0
+    told = honed.run("journalctl", "--no-pager", "-u", f"honed-view@{services}")
+    assert f"{JOBS}/{hers}: Permission denied, for the user service" in told
