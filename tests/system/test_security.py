@@ -32,9 +32,9 @@ def installed(machine: Machine) -> None:
 def inside(machine: Machine, unit: str, script: str) -> str:
     """What a shell says that has a unit's user, sandbox and limits."""
     text = machine.run("systemctl", "cat", unit)
-    # The unit with another program in it: transient ones cannot carry all of these settings.
+    # The unit with another program in it, run once: transient ones cannot carry all of these settings.
     name = "probe-" + unit.replace("@", "-")
-    left_out = ("Exec", "Type=", "Watchdog", "Standard", "#")
+    left_out = ("Exec", "Type=", "Watchdog", "Standard", "Restart=", "#")
     lines = [line for line in text.splitlines() if not line.startswith(left_out)]
     unit_text = "\n".join(lines).replace("%i", unit.removesuffix(".service").partition("@")[2])
     begin, rest = unit_text.split("[Service]\n", 1)
