@@ -231,7 +231,7 @@ class _Yaml:
         if (known := self._anchors.get(anchor)) is not None or anchor in self._anchors:
             first = f"; first on line {known.line}" if known else ""
             raise fault(
-                f"the anchor &{quote.name(anchor)} stands here twice{first}", line=line, hint="give it another name"
+                f"the anchor {_told('&', anchor)} stands here twice{first}", line=line, hint="give it another name"
             )
         self._anchors[anchor] = None
         begin, num_chars = len(self._record.order), self._num_chars
@@ -258,9 +258,9 @@ class _Yaml:
         anchored = self._anchors.get(name)
         if anchored is None:
             what = (
-                "inside its own anchor" if name in self._anchors else f"without an anchor &{quote.name(name)} above it"
+                "inside its own anchor" if name in self._anchors else f"without an anchor {_told('&', name)} above it"
             )
-            raise fault(f"an alias (*{quote.name(name)}) {what}", line=line, hint="put it in quotes if it is text")
+            raise fault(f"an alias ({_told('*', name)}) {what}", line=line, hint="put it in quotes if it is text")
         self._used.add(name)
         self._num_expanded += anchored.num_chars
         self._num_chars += anchored.num_chars
@@ -380,6 +380,11 @@ class _Yaml:
             raise fault("a tab in the indentation", line=line, hint="YAML is indented with spaces") from None
         hint = next((hint for words, hint in _YAML_HINTS.items() if words in said), "")
         raise fault(f"this is not YAML: {said}", line=line, hint=hint) from None
+
+
+def _told(sign: str, name: str) -> str:
+    """An anchor or alias in a sentence: a quote, since a text that begins with its sign looks like one."""
+    return quote.mark(sign + (name if len(name) <= quote.MAX_NAME else f"{name[: quote.MAX_NAME - 1]}…"))
 
 
 def _line(event: Any) -> int:

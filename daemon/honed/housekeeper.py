@@ -298,11 +298,12 @@ class Housekeeper:
         files = [self._as_of_now(item) for item in retention.refused_files(self._spool)] if limits else []
         beyond = retention.excess(files, limits, now=self._now())
         yield
+        num_removed = 0
         for item in beyond:
-            retention.remove_refused(self._spool, str(item.key))
+            num_removed += retention.remove_refused(self._spool, str(item.key))
             yield
-        if beyond:
-            log.info("%s: removed %d refused files", self._spool.rejected_dir, len(beyond))
+        if num_removed:
+            log.info("%s: removed %d refused files", self._spool.rejected_dir, num_removed)
 
     def _over_jobs(self, config: RetentionConfig, jobs: list[Job]) -> Iterator[None]:
         for job in jobs:
@@ -463,8 +464,7 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
     mine = retention.refused_files(spool, uid=None if asker.is_administrator else asker.uid)
     beyond = retention.excess(mine, wish.limits, now=now)
     if not is_dry:
-        for item in beyond:
-            retention.remove_refused(spool, str(item.key))
+        beyond = [item for item in beyond if retention.remove_refused(spool, str(item.key))]
         if beyond:
             log.info("%s: removed %d refused files: user %d asked for it", spool.rejected_dir, len(beyond), asker.uid)
     files = [{"file": item.key, "num_bytes": item.num_bytes} for item in beyond]

@@ -8,6 +8,7 @@ is not over, or is pinned: `job:NAME`, `depends_on`, or a path into its director
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -24,6 +25,8 @@ from honed.job import Job, State
 from honed.layout import Layout
 from honed.query import Asker
 from honed.spool import Spool
+
+log = logging.getLogger(__name__)
 
 DAY_SEC = 86400.0
 FINAL = tuple(state for state in State if state.is_final)
@@ -255,15 +258,23 @@ def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
     return found
 
 
-def remove_refused(spool: Spool, name: str) -> None:
-    """Remove a refused file, its reason last: what a crash leaves alone is removed in its turn."""
+def remove_refused(spool: Spool, name: str) -> bool:
+    """Remove a refused file, its reason last: what a crash leaves alone is removed in its turn.
+
+    Returns False, with a word in the log, for a directory that holds another's, which is theirs to remove.
+    """
     path = spool.rejected_dir / Path(name).name
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("%s: not removed: %s; root can: rm -r", path, error)
+            return False
     if not name.endswith(".reason"):
         path.with_name(f"{path.name}.reason").unlink(missing_ok=True)
+    return True
 
 
 # -- what the configuration says --------------------------------------------------------------------------------------

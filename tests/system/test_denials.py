@@ -130,16 +130,23 @@ def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses
 
 
 def test_a_directory_among_the_refused_is_removed_with_them(honed: Machine) -> None:
+    """One with a directory of its owner's in it, which honed may not empty, keeps nothing else from being removed."""
     # What is made in incoming/ inherits an ACL that lets nobody enter it; its owner may change that.
     make = (
-        f"import os; os.chdir('{INCOMING}'); os.mkdir('.d'); "
+        f"import os, sys; os.chdir('{INCOMING}'); os.mkdir('.d'); "
         "[os.removexattr('.d', name) for name in os.listxattr('.d')]; os.chmod('.d', 0o777); "
-        "open('.d/in-it', 'w').close(); os.rename('.d', 'directory.json')"
+        "os.makedirs(f'.d/{sys.argv[2]}', exist_ok=True); open(f'.d/{sys.argv[2]}/in-it', 'w').close(); "
+        "os.rename('.d', sys.argv[1])"
     )
-    honed.run("python3", "-c", make, user="mallory")
-    refusal(honed, "directory.json")
-    honed.run("honectl", "prune", "--rejected", "--keep", "0")
+    for name, below in (("closed.json", "hers"), ("directory.json", ".")):
+        honed.run("python3", "-c", make, name, below, user="mallory")
+        refusal(honed, name)
+    said = honed.run("honectl", "prune", "--rejected", "--keep", "0")
+    assert "closed.json" not in said
     assert not honed.exists(f"{REJECTED}/directory.json")
+    assert not honed.exists(f"{REJECTED}/directory.json.reason")
+    assert honed.exists(f"{REJECTED}/closed.json.reason")
+    assert any("closed.json: not removed" in text for text in honed.messages("--unit=honed"))
 
 
 def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> None:

@@ -194,6 +194,18 @@ def test_aliases_beyond_the_limits_and_without_meaning_are_refused(text: str, sa
         parse(text.encode(), ".yaml")
 
 
+@pytest.mark.parametrize(
+    "text", ["a: *secret", "a: &secret 1\nb: &secret 2", "a: &secret [*secret]", "a: *" + "s" * 9000]
+)
+def test_a_text_that_looks_like_an_alias_or_an_anchor_is_a_quote(text: str) -> None:
+    """Such as `*important*`: it is told to its owner alone, and not without end."""
+    with pytest.raises(SpecError) as caught:
+        parse(text.encode(), ".yaml")
+    assert "secret" in caught.value.told or "sss" in caught.value.told
+    assert "secret" not in caught.value.message and "sss" not in caught.value.message
+    assert len(caught.value.told) < 400
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_the_place_of_each_text_is_known(suffix: str) -> None:
     text = {

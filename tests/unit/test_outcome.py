@@ -70,6 +70,21 @@ def test_a_torn_result_is_none(tmp_path: Path) -> None:
     assert judge(path, Exit(0, None)).code == "killed"
 
 
+def test_what_a_result_has_that_nobody_could_write_down_is_taken_out_or_it_is_none(tmp_path: Path) -> None:
+    """Python's reader of JSON takes lone surrogates, NaN and lists within lists without end; who writes them does not."""
+    path = tmp_path / "result.json"
+    failure = {"code": "mask_invalid", "message": "\ud800 m", "hint": "h", "fix": {"\ud800": 1}}
+    path.write_text(json.dumps({"outcome": "failed", "error": failure, "metrics": {"a\ud800": float("nan"), "b": 1.0}}))
+    found = judge(path, Exit(81, None))
+    assert found.error is not None
+    assert found.code == "mask_invalid"
+    assert (found.error.fix, found.metrics) == ({"?": 1}, {"a?": None, "b": 1.0})
+    json.dumps([found.error.as_dict(), found.metrics], ensure_ascii=False, allow_nan=False).encode()
+    for depth in (60, 600, 100_000):
+        path.write_text('{"outcome": "failed", "error": ' + '{"fix": ' * depth + "1" + "}" * depth + "}")
+        assert judge(path, Exit(81, None)).code == "killed"
+
+
 def test_a_result_that_the_disk_keeps_back_is_not_taken_for_none(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps(SUCCESS))
