@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
-from harness import Instance, wait_for
+from harness import HERE, Instance, wait_for
 
+from honed.attempts import MAX_FAILED_STEPS
 from honed.job import State
 
 
@@ -47,6 +49,16 @@ def test_a_failing_worker_fails_its_job_after_its_attempts(
     assert job.error is not None
     assert job.error["code"] == code
     assert len(instance.starts(job)) == num_attempts
+
+
+def test_a_result_that_breaks_every_look_at_it_is_left_unread_and_the_job_ends_by_its_exit(instance: Instance) -> None:
+    instance.command = (sys.executable, str(HERE / "oddhoned.py"))
+    instance.drop("explain", retry={"max_attempts": 1})
+    assert instance.drain() == 0
+    job = instance.job("explain")
+    assert job is not None
+    assert (job.state, job.outcome, len(job.attempts)) == (State.FAILED, "killed", 1)
+    assert instance.log.count("a step failed") == MAX_FAILED_STEPS
 
 
 def test_one_attempt_is_all_that_a_job_gets_which_asks_for_one(instance: Instance) -> None:

@@ -71,7 +71,7 @@ def test_a_torn_result_is_none(tmp_path: Path) -> None:
 
 
 def test_what_a_result_has_that_nobody_could_write_down_is_taken_out_or_it_is_none(tmp_path: Path) -> None:
-    """Python's reader of JSON takes lone surrogates, NaN and lists within lists without end; who writes them does not."""
+    """Python's reader of JSON takes lone surrogates, NaN and nesting without end; who writes them does not."""
     path = tmp_path / "result.json"
     failure = {"code": "mask_invalid", "message": "\ud800 m", "hint": "h", "fix": {"\ud800": 1}}
     path.write_text(json.dumps({"outcome": "failed", "error": failure, "metrics": {"a\ud800": float("nan"), "b": 1.0}}))

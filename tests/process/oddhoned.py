@@ -1,0 +1,17 @@
+"""fakehoned, to which each opening of a worker's result is a fault that nobody foresaw."""
+
+from __future__ import annotations
+
+import sys
+
+import fakehoned
+
+
+def be_odd(name: str, arguments: tuple[object, ...]) -> None:
+    if name == "open" and str(arguments[0]).endswith("result.json"):
+        raise LookupError("odd")
+
+
+if __name__ == "__main__":
+    sys.addaudithook(be_odd)
+    sys.exit(fakehoned.main())
