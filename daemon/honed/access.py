@@ -299,19 +299,22 @@ def other_writers(file: int) -> str:
     A group counts where it has another member by the system's databases; a group's primary members are those that
     getpwent lists, which a directory service may keep to itself.
     """
-    info, acl = os.fstat(file), acl_of(file)
+    info = os.fstat(file)
+    return _writers(info, acl_of(file), {0, info.st_uid, os.geteuid()})
+
+
+def _writers(info: os.stat_result, acl: Acl | None, but: set[int]) -> str:
     if (info.st_mode if acl is None else acl.other) & WRITE:
         return "everybody"
     # An ACL's mask stands in the place of the group's bits.
     if not info.st_mode & stat.S_IWGRP:
         return ""
-    ours = {0, info.st_uid, os.geteuid()}
     for uid, permissions in {} if acl is None else acl.users.items():
-        if permissions & WRITE and uid not in ours:
+        if permissions & WRITE and uid not in but:
             return f"the user {user_name(uid)}"
     groups = {info.st_gid: WRITE} if acl is None else {info.st_gid: acl.group, **acl.groups}
     for gid, permissions in groups.items():
-        if permissions & WRITE and _has_members_besides(gid, ours):
+        if permissions & WRITE and _has_members_besides(gid, but):
             return f"the group {group_name(gid)}"
     return ""
 
@@ -323,6 +326,33 @@ def _has_members_besides(gid: int, uids: set[int]) -> bool:
             if found is None or found.uid not in uids:
                 return True
     return any(each.pw_gid == gid and each.pw_uid not in uids for each in pwd.getpwall())
+
+
+def replacer(path: Path) -> str:
+    """Who besides root can put something else at a path's name, in words; empty where nobody can.
+
+    The owner of what is there cannot, but whoever owns or writes a directory that is gone through on the way to it,
+    links followed. Raises OSError where that cannot be seen.
+    """
+    found, sticky = "", Path()
+    for step, is_last in _steps(path):
+        try:
+            info = step.lstat()
+        except FileNotFoundError:
+            return found
+        # In a sticky directory the owner of what is there renames it, and where nothing is, anybody makes it.
+        if found and (step.parent != sticky or info.st_uid):
+            return found
+        if is_last:
+            break
+        found, sticky = "", step
+        if info.st_uid:
+            return f"the user {user_name(info.st_uid)}, who owns {step}"
+        if who := _writers(info, acl_of(step), {0}):
+            found = f"{who}, who can write {step}"
+            if not info.st_mode & stat.S_ISVTX:
+                return found
+    return ""
 
 
 def home_above(path: Path) -> Path | None:

@@ -142,7 +142,8 @@ class PolicyConfig(_Section):
     allowed_paths: list[Directory] | None = None
     """Directories below which a job may read models and data and write its output; symbolic links are followed first.
     By default it reads all that its submitter may, and writes into its own directory alone. Its own directory, the
-    model cache and what `submit --stage` copied are always allowed."""
+    model cache and what `submit --stage` copied are always allowed. Nobody but root may write the directories above
+    one, or else `honectl sandbox` refuses it: whoever may can put a link to any other in its place."""
     admin_group: str = "root"
     """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
     share_results: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from honed import access, device, installed, message, notification, outbox
+from honed import access, device, installed, message, notification, outbox, sandbox
 from honed import config as configs
 from honed.config import Config
 from honed.error import EnvironmentInvalidError, HonedError
@@ -349,6 +350,7 @@ def _machine(config: Config) -> list[Finding]:
 UNIT_PROPERTIES = ("LoadState", "LoadError", "ActiveState", "Result", "UnitFileState", "NeedDaemonReload", "NRestarts",
                    "StatusText", "ReadWritePaths", "BindPaths")  # fmt: skip
 INSTALL = "scripts/install, as root"
+OPEN = "honectl sandbox, as root,"
 
 
 def _unit(name: str) -> dict[str, str]:
@@ -419,17 +421,24 @@ def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
-    """Whether the jobs' unit is open to what the configuration lets jobs write."""
+    """Whether the jobs' unit is open to what the configuration lets jobs write, and to nothing that others choose."""
     binds = unit.get("BindPaths", "")
     # systemctl quotes what has spaces in the one, and nothing in the other.
-    shown = [*shlex.split(unit.get("ReadWritePaths", "")), *binds.replace(":", " ").split()]
+    writable = shlex.split(unit.get("ReadWritePaths", ""))
+    # `-`, which the units' own do not have, is honectl's and administrators'.
+    added = [path[1:] for path in writable if path.startswith("-")] + re.findall(r"-(/.+?):\1:", binds)
+    if dangers := [danger for path in sorted(added) if (danger := sandbox.danger_of(Path(path)))]:
+        return Finding(
+            "sandbox", "error", f"jobs' unit is open to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
+        )
+    shown = [*writable, *binds.replace(":", " ").split()]
     opened = [Path(each.lstrip("-+")) for each in shown]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
     closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
     if closed:
         detail = f"jobs may write to {', '.join(closed)}, and their unit is closed to it: their output would be lost"
-        return Finding("sandbox", "error", detail, "honectl sandbox, as root, opens it")
+        return Finding("sandbox", "error", detail, f"{OPEN} opens it")
     return Finding("sandbox", "ok", "open to what policy.allowed_paths names")
 
 

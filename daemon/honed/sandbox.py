@@ -5,10 +5,14 @@
 
 Everything else is readable without it, as far as modes and ACLs let the users honed and honed-job. A unit takes it when
 it starts next: honed is restarted, running jobs keep the sandbox that they have.
+
+The units are opened to whatever lies at a path when they start. So a path whose name others than root can give to
+another directory, or to a link, is refused: they would open to every job what they like.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +35,8 @@ def dropins(config: Config) -> dict[str, str]:
     for path in allowed:
         if path == Path("/") or any(not char.isprintable() for char in str(path)):
             raise UsageError(f"policy.allowed_paths: {str(path)!r} cannot be opened", hint="name directories of data")
+        if danger := danger_of(path):
+            raise UsageError(f"policy.allowed_paths: {danger}", hint=MEND)
     hidden = [path for path in allowed if access.home_above(path) is not None]
     plain = [path for path in allowed if path not in hidden]
     # What lies in a hidden directory cannot be shown; in an empty one it can.
@@ -41,6 +47,20 @@ def dropins(config: Config) -> dict[str, str]:
         unit: _HEAD + "\n".join(lines) + "\n" if lines else ""
         for unit, lines in (("honed-job@.service", job), ("honed-check@.service", check), ("honed.service", check))
     }
+
+
+#: What is to be done where a path is in others' hands.
+MEND = "name a directory in one that only root can write, such as /srv/data, or a whole home, such as /home/anna"
+
+
+def danger_of(path: Path) -> str:
+    """Why the units cannot be opened to a path, as a sentence: it is another's to replace. Empty where they can."""
+    try:
+        who = access.replacer(path)
+    except OSError as error:
+        is_ours_to_see = os.geteuid() == 0 or not isinstance(error, PermissionError)
+        return f"{path}: {error.strerror}" if is_ours_to_see else ""
+    return f"{path}: {who}, can put a link in its place, which would open any directory to every job" if who else ""
 
 
 def _lines(setting: str, paths: Sequence[Path]) -> list[str]:

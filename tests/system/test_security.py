@@ -163,7 +163,7 @@ def test_a_fetch_sees_nothing_that_people_train_on_and_no_bus(machine: Machine) 
 def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: Machine) -> None:
     """`policy.allowed_paths`, then `honectl sandbox`: directories to write, and one of a home; odd names among them."""
     odd = r"/srv/o%d: \"a\\"
-    home = "/home/anna/my data: 1"
+    home = "/home/my data: 1"
     machine.run("mkdir", "-p", "/srv/out", odd, home)
     machine.run("chmod", "0777", "/srv/out", odd, home)
     machine.write(f"{home}/a", "row\n")
@@ -172,7 +172,7 @@ def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: M
     )
     machine.run("honectl", "sandbox")
     show_job(machine)
-    script = f"touch /srv/out/made '{odd}/made' && cat '{home}/a'; ls /home /home/anna; touch /srv/other 2>&1"
+    script = f"touch /srv/out/made '{odd}/made' && cat '{home}/a'; ls /home; touch /srv/other 2>&1"
     said = inside(machine, "honed-job@1.service", script)
     assert "row" in said
     assert "secret" not in said
@@ -187,6 +187,32 @@ def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: M
     machine.run("honectl", "sandbox")
     for unit in ("honed-job@", "honed-check@"):
         assert not machine.exists(f"/etc/systemd/system/{unit}.service.d/50-allowed-paths.conf")
+
+
+def test_a_directory_that_a_person_can_lead_elsewhere_opens_no_sandbox(machine: Machine) -> None:
+    """A link to all that there is in its place would be in every job's unit, and one to itself in honed's way."""
+    machine.write("/etc/honed/honed.toml.d/50-paths.toml", "[policy]\nallowed_paths = ['/srv/of-dora/data']\n")
+    machine.add_user("dora", "honed-submit")
+    machine.sh("install -d -o dora /srv/of-dora; ln -s / /srv/of-dora/data")
+    dropin = "/etc/systemd/system/honed-job@.service.d/50-allowed-paths.conf"
+    for arguments in ((), ("--dry-run",)):
+        done = machine.try_run("honectl", "sandbox", *arguments)
+        assert done.returncode == 2
+        assert "/srv/of-dora/data: the user dora, who owns /srv/of-dora, can put a link in its place" in done.stderr
+        assert "name a directory in one that only root can write" in done.stderr
+        assert not machine.exists(dropin)
+    machine.write(dropin, '[Service]\nReadWritePaths="-/srv/of-dora/data"\n')  # as honectl made it before
+    machine.run("systemctl", "daemon-reload")
+    said = json.loads(machine.try_run("honectl", "doctor", "--json").stdout)
+    [found] = [each for each in said if each["check"] == "sandbox"]
+    assert found["status"] == "error"
+    assert "/srv/of-dora/data: the user dora" in found["detail"]
+    machine.run("rm", dropin)
+    machine.write("/etc/honed/honed.toml.d/50-paths.toml", "[policy]\nallowed_paths = ['/srv/of-dora']\n")
+    machine.run("honectl", "sandbox")  # its own name is root's
+    assert "/srv/of-dora" in machine.read(dropin)
+    machine.write("/etc/honed/honed.toml.d/50-paths.toml", "")
+    machine.run("honectl", "sandbox")
 
 
 def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:

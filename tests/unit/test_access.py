@@ -158,3 +158,49 @@ def test_who_can_write_a_file_besides_its_owner_is_told(open_dir: Path) -> None:
             told[name] = access.other_writers(file.fileno())
     assert told == {name: wanted for name, (*_, wanted) in cases.items() if name in told}
     assert len(told) >= 5
+
+
+@needs_root
+def test_who_can_put_something_else_in_a_paths_place(tmp_path: Path) -> None:
+    """The owner of a directory above it, whoever can write one, in a sticky one the owner of what is there; links are
+    gone through, and what nobody else can make is nobody's."""
+
+    def make(name: str, uid: int = 0, mode: int = 0o755) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        os.chown(path, uid, 0)
+        path.chmod(mode)
+        return path
+
+    def is_kept(path: Path) -> bool:
+        return access.replacer(path) == ""
+
+    hers = make("hers", STRANGER.uid)
+    assert is_kept(hers), "its name is not hers"
+    make("hers/roots")
+    assert access.replacer(hers / "roots") == f"the user {STRANGER.uid}, who owns {hers}"
+    assert access.replacer(hers / "missing" / "more").startswith("the user")
+    assert is_kept(tmp_path / "missing" / "more")
+    everybodys = make("everybodys", mode=0o777)
+    assert access.replacer(everybodys / "missing") == f"everybody, who can write {everybodys}"
+    sticky = make("sticky", mode=0o1777)
+    make("sticky/hers", STRANGER.uid)
+    make("sticky/roots")
+    assert is_kept(sticky)
+    assert is_kept(sticky / "roots" / "below")
+    assert [is_kept(sticky / name) for name in ("hers", "missing")] == [False, False]
+    (tmp_path / "link").symlink_to(hers / "roots")
+    (tmp_path / "good").symlink_to(sticky / "roots")
+    (sticky / "link").symlink_to(tmp_path)
+    assert [is_kept(tmp_path / "link"), is_kept(tmp_path / "good"), is_kept(sticky / "link")] == [False, True, False]
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(OSError, match="symbolic links"):
+        access.replacer(tmp_path / "round")
+    if supports_acls(listed := make("listed")):
+        assert is_kept(listed / "x"), "who may enter and no more"
+        access.set_acl(listed, Acl(7, 5, 5, {STRANGER.uid: 7}, {}))
+        assert access.replacer(listed / "x") == f"the user {STRANGER.uid}, who can write {listed}"
+    os.chown(grouped := make("grouped", mode=0o775), 0, 54322)
+    assert is_kept(grouped / "x"), "a group without members"
+    os.chown(grouped, 0, grp.getgrnam("nogroup").gr_gid)
+    assert "the group nogroup" in access.replacer(grouped / "x")

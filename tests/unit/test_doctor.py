@@ -221,6 +221,27 @@ def test_a_unit_that_is_closed_to_what_the_configuration_allows_is_told() -> Non
     assert doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 /srv"}).status == "ok"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory away")
+def test_a_unit_that_is_open_to_what_somebody_else_can_lead_elsewhere_is_told(tmp_path: Path) -> None:
+    """Opened by an earlier honectl, or by hand."""
+    for name in ("to write", "home", "good"):
+        (tmp_path / name).mkdir()
+    os.chown(tmp_path / "to write", 54321, 0)
+    os.chown(tmp_path / "home", 54321, 0)
+    shown = {
+        "ReadWritePaths": f"/var/lib/honed/jobs/0 '-{tmp_path}/to write/x' -{tmp_path}/good",
+        "BindPaths": f"/var/lib/honed/jobs/0:/var/lib/honed/jobs/0:rbind -{(y := f'{tmp_path}/home/y: 1')}:{y}:rbind",
+    }
+    found = doctor._sandbox(Config(), {**WELL, **shown})
+    assert found.status == "error"
+    assert f"{tmp_path}/to write/x: the user 54321, who owns {tmp_path}/to write, can put a link" in found.detail
+    assert f"{tmp_path}/home/y: 1: the user" in found.detail
+    assert "good" not in found.detail
+    os.chown(tmp_path / "to write", 0, 0)
+    os.chown(tmp_path / "home", 0, 0)
+    assert doctor._sandbox(Config(), {**WELL, **shown}).status == "ok"
+
+
 def test_a_missing_unit_for_fetches_is_told_where_the_configuration_fetches() -> None:
     config = Config(policy=PolicyConfig(hub=True))
     assert doctor._fetch_unit(Config(), WELL, {"LoadState": "not-found"}) == []
