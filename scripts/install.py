@@ -31,6 +31,8 @@ from typing import NoReturn
 CHECKOUT = Path(__file__).resolve().parent.parent
 #: Hidden from honed's units by ProtectHome=.
 HOMES = ("/home", "/root", "/run/user")
+#: What honed-view@ leaves.
+VIEW_LOCK = Path("/run/honed-view.lock")
 #: A credential of honed-fetch@.service whose name says nothing of honed.
 HUB_TOKEN = Path("/etc/credstore/hf-token")
 #: From this systemd on `Type=notify-reload` is known.
@@ -117,6 +119,8 @@ class Installer:
                 self._systemctl("stop", "honed-send.service", "honed-jobs.slice", may_fail=True)
         for path in sorted(self._known_files()):
             self._remove(path)
+        if not self._options.user:
+            self._remove(VIEW_LOCK)
         self._remove_tree(self._places.versions_dir)
         if self._options.user and not self._options.dry_run:
             with contextlib.suppress(OSError):

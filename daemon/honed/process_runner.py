@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,12 @@ class ProcessRunner:
 
     name = "process"
 
-    def __init__(self, layout: Layout, *, command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, layout: Layout, *, command: Sequence[str] | None = None, popen: Callable[..., Any] = subprocess.Popen
+    ) -> None:
+        """`popen` starts a process as subprocess.Popen does: tests have one whose libraries are imported already."""
         self._layout = layout
+        self._popen = popen
         self._command = list(command or [sys.executable, "-m", "honed.worker"])
         self._children: dict[int, _Child] = {}
 
@@ -52,7 +56,7 @@ class ProcessRunner:
         shim = Path(__file__).with_name("shim.py")
         worker = [*self._command, str(self._layout.job(job_id).dir), str(number), "--backend", backend]
         with attempt.log_path.open("ab") as log_file:
-            process = subprocess.Popen(
+            process = self._popen(
                 [sys.executable, "-I", "-S", str(shim), str(attempt.dir), str(start), *worker],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

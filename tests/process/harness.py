@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import warm
 from honed import query
 from honed.control import Client
 from honed.job import Job, State
@@ -168,7 +169,17 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
 
 
 class RealInstance(Instance):
-    """The real daemon with the real worker."""
+    """The real daemon with the real worker, whose processes begin with their libraries imported."""
+
+    command = (sys.executable, str(HERE / "realhoned.py"))
+
+    def __init__(self, root: Path) -> None:
+        warm.address()
+        super().__init__(root)
+
+
+class ColdInstance(Instance):
+    """The same as an installation has it."""
 
     command = (sys.executable, "-m", "honed.daemon", "--root")
 
@@ -176,5 +187,12 @@ class RealInstance(Instance):
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[RealInstance]:
     made = RealInstance(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Iterator[ColdInstance]:
+    made = ColdInstance(tmp_path)
     yield made
     made.end()

@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 from harness import HERE, Instance
 
+import warm
 from honed.job import Job, State
 
 
 class LimitedInstance(Instance):
     """Its workers are real, and have a limit."""
 
-    @property
-    def command(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (sys.executable, str(HERE / "limitedhoned.py"))
+    command = (sys.executable, str(HERE / "limitedhoned.py"))
+
+    def __init__(self, root: Path) -> None:
+        warm.address()
+        super().__init__(root)
 
     def run(self, num_bytes: int) -> None:
         self.start("--bytes", str(num_bytes), "--drain")

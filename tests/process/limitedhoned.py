@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import warm
 from honed import daemon, device, log
 from honed.layout import Layout
 from honed.process_runner import ProcessRunner
@@ -15,7 +18,7 @@ def main() -> int:
     log.set_up(verbose=False)
     num_bytes = sys.argv[sys.argv.index("--bytes") + 1]
     command = [sys.executable, str(Path(__file__).with_name("limitedworker.py")), num_bytes]
-    runner = ProcessRunner(layout, command=command)
+    runner = ProcessRunner(layout, command=command, popen=warm.Popen)
     return daemon.start(layout, runner=runner, probe=lambda _gpus: [device.cpu()], drain="--drain" in sys.argv)
 
 

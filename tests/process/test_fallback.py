@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RealInstance
+from harness import ColdInstance
 
 from honed import event
 from honed.job import Job, State
@@ -39,7 +39,7 @@ atexit.register(tell)
 """
 
 
-class WatchedInstance(RealInstance):
+class WatchedInstance(ColdInstance):
     """With packages of its own before all others, and a word on what was imported."""
 
     def __init__(self, root: Path) -> None:

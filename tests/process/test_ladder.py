@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cgroup import limited_to
-from harness import RealInstance
+from harness import ColdInstance
 from limited import LimitedInstance, check_stepped_down
 from PIL import Image
 
@@ -99,22 +99,22 @@ def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(
 
 
 def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_and_honed_lives_on(
-    real: RealInstance, large_model: Path, tmp_path: Path
+    cold: ColdInstance, large_model: Path, tmp_path: Path
 ) -> None:
     """honed, too, is in the cgroup that has no memory left; the kernel takes the largest, which is the worker."""
-    real.model, real.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
-    real.configure("[device]\ngpus = []\n")
-    real.drop("long", **{**KEYS, "training": {**KEYS["training"], "per_device_train_batch_size": 7}})
+    cold.model, cold.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
+    cold.configure("[device]\ngpus = []\n")
+    cold.drop("long", **{**KEYS, "training": {**KEYS["training"], "per_device_train_batch_size": 7}})
     with limited_to(CGROUP_BYTES, "ladder") as cgroup:
         enter = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
-        real.command = ("sh", "-c", enter, "sh", *RealInstance.command)
-        real.start("--drain")
-        assert real.wait(deadline_sec=800.0) == 0
+        cold.command = ("sh", "-c", enter, "sh", *ColdInstance.command)
+        cold.start("--drain")
+        assert cold.wait(deadline_sec=800.0) == 0
     text = "per_device_train_batch_size 7 → 1, gradient_accumulation_steps 1 → 7"
-    job = check_stepped_down(real, "long", text)
-    ended = json.loads(real.layout.job(job.id).attempt(1).exit_path.read_text())
+    job = check_stepped_down(cold, "long", text)
+    ended = json.loads(cold.layout.job(job.id).attempt(1).exit_path.read_text())
     assert (ended["signal"], ended["was_out_of_memory"]) == (signal.SIGKILL, True)
-    assert real.log.count(" ready: ") == 1
+    assert cold.log.count(" ready: ") == 1
 
 
 def test_pictures_become_smaller_where_the_job_allows_it_and_it_is_told_of_where_it_does_not(

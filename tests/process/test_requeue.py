@@ -6,22 +6,20 @@ import json
 import os
 import shutil
 import sqlite3
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Instance, wait_for
+from harness import RealInstance, wait_for
 
 from honed.error import HonedError
 from honed.job import State
 from zoo.model import build_checkpoint, write_facts
 
 
-class RealInstance(Instance):
-    """The real daemon with the real worker."""
-
-    command = (sys.executable, "-m", "honed.daemon", "--root")
+class QueryInstance(RealInstance):
+    """One with a database to ask."""
 
     def drop_long(self) -> None:
         """A job of many steps, each of which tells its loss."""
@@ -50,13 +48,13 @@ class RealInstance(Instance):
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Any:
-    made = RealInstance(tmp_path)
+def real(tmp_path: Path) -> Iterator[QueryInstance]:
+    made = QueryInstance(tmp_path)
     yield made
     made.end()
 
 
-def test_a_cancelled_job_goes_on_where_it_was_or_begins_anew_as_it_is_asked_to(real: RealInstance) -> None:
+def test_a_cancelled_job_goes_on_where_it_was_or_begins_anew_as_it_is_asked_to(real: QueryInstance) -> None:
     real.start()
     real.drop_long()
     wait_for(lambda: real.job("long") is not None, what="the job")
@@ -90,7 +88,7 @@ def test_a_cancelled_job_goes_on_where_it_was_or_begins_anew_as_it_is_asked_to(r
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("chattr") is None, reason="needs root and chattr")
-def test_checkpoints_that_cannot_be_taken_away_are_not_gone_on_from_in_silence(real: RealInstance) -> None:
+def test_checkpoints_that_cannot_be_taken_away_are_not_gone_on_from_in_silence(real: QueryInstance) -> None:
     real.start()
     real.client.ask("pause")
     real.drop_long()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from harness import HERE, Instance, wait_for
+from harness import Instance, RealInstance, wait_for
 
 from honed import query
 from honed.job import State
@@ -57,19 +54,6 @@ def test_the_administrators_limit_holds_whatever_a_worker_says_of_itself(instanc
     instance.client.ask("cancel", id="slow")
 
 
-class RealInstance(Instance):
-    """Its workers are real."""
-
-    command = (sys.executable, str(HERE / "limitedhoned.py"))
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[RealInstance]:
-    made = RealInstance(tmp_path)
-    yield made
-    made.end()
-
-
 def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_same_run(
     real: RealInstance, tmp_path: Path
 ) -> None:
@@ -82,7 +66,7 @@ def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_sam
         "training": {"max_steps": 60, "save_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
     }  # fmt: skip
     real.drop("hung", **keys)
-    real.start("--bytes", str(64 * 2**30), "--drain")
+    real.start("--drain")
     job = real.wait_state("hung", State.RUNNING)
     real.drop("calm", **keys)
     attempt = real.layout.job(job.id).attempt(1)

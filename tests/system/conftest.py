@@ -31,19 +31,14 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     made.end()
 
 
-_BUILD = """
-from pathlib import Path
-from zoo.model import build_checkpoint, write_facts
-
-build_checkpoint(Path("/srv/models/tiny"))
-Path("/srv/data").mkdir()
-write_facts(Path("/srv/data/facts.jsonl"), 16)
-"""
-
-
 @pytest.fixture(scope="module")
 def model(machine: Machine) -> str:
     """A real base model, tiny, in the machine; /srv/data/facts.jsonl is something to train it on."""
-    machine.python(_BUILD)
+    from zoo.model import build_checkpoint, write_facts
+
+    build_checkpoint(machine.host_path("/srv/models/tiny"))
+    data_dir = machine.host_path("/srv/data")
+    data_dir.mkdir()
+    write_facts(data_dir / "facts.jsonl", 16)
     machine.run("chmod", "-R", "a+rX", "/srv/models", "/srv/data")
     return "/srv/models/tiny"

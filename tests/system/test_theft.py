@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
+from PIL import Image
 
 pytestmark = pytest.mark.systemd
 
@@ -21,14 +22,6 @@ ROWS = "".join(
 )  # fmt: skip
 #: The keys by which a job names something, each as a link of its submitter's.
 INPUTS = ("base_model", "adapter", "chat_template", "datasets")
-#: A small model that sees, and a picture.
-BUILD = """
-from pathlib import Path
-from PIL import Image
-from zoo.vision import build_vision_checkpoint
-build_vision_checkpoint(Path("/srv/models/seeing"), "qwen2_5_vl")
-Image.new("RGB", (40, 40), "red").save("/srv/data/picture.png")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +41,10 @@ def honed(machine: Machine, model: str) -> Machine:
     machine.write("/srv/berta/datasets.jsonl", ROWS, user="berta")
     machine.sh(f"echo '{{# {SECRET} #}}' >>/srv/berta/chat_template; chmod -R go-rwx /srv/berta", user="berta")
     machine.run("chmod", "-R", "a+rX", "/srv/mallory", user="mallory")
-    machine.python(BUILD)
+    from zoo.vision import build_vision_checkpoint
+
+    build_vision_checkpoint(machine.host_path("/srv/models/seeing"), "qwen2_5_vl")
+    Image.new("RGB", (40, 40), "red").save(machine.host_path("/srv/data/picture.png"))
     machine.sh("cp /srv/data/picture.png /srv/mallory; install -m 600 -o berta /srv/data/picture.png /srv/berta; "
                "chmod -R a+rX /srv/models")  # fmt: skip
     return machine
@@ -90,8 +86,10 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         shown = wait_for(lambda: over(honed, job_id), what=f"steal-{key} over", deadline_sec=400)  # noqa: B023
         assert shown["state"] == "failed", (key, shown)
         told = shown["error"]["message"]
-        assert "cannot be read by the user mallory, as it could when the job was accepted" in told
-        assert told.startswith(key.partition(":")[0]), shown["error"]
+        # Told by the daemon, or before that by mallory's own check, where it looks once more.
+        assert ("cannot be read by the user mallory, as it could when the job was accepted" in told
+                or "Permission denied" in told), told  # fmt: skip
+        assert told.removeprefix("line 1: ").startswith(key.partition(":")[0]), shown["error"]
         told = honed.sh(f"grep -rl {SECRET} {JOBS}/{job_id} || true")
         assert told == "", key
     assert SECRET not in honed.run("journalctl", "--no-pager")

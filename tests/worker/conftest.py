@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from honed import basemodel, event, installed, modality, plan
 from honed import spec as specs
 from honed.config import Config
@@ -28,6 +29,7 @@ from zoo.model import Format, build_checkpoint, write_facts
 #: Seconds for a worker in a process of its own: nearly all of it is imports.
 WORKER_TIMEOUT_SEC = 600.0
 INSTALLED = installed.look()
+Process = warm.Popen | subprocess.Popen[bytes]
 torchvision.mend()  # tests import the libraries before a worker does
 
 
@@ -97,12 +99,12 @@ class WorkerJob:
     def stopped_at(self, step: int, *, attempt: int = 1) -> Ended:
         return self.run(attempt, stop=StopAtStep(self.events_path(attempt), step))
 
-    def start(self, attempt: int = 1, *arguments: str) -> subprocess.Popen[bytes]:
-        """In a process of its own, as the runner does it."""
+    def start(self, attempt: int = 1, *arguments: str, popen: Callable[..., Any] = warm.Popen) -> Process:
+        """In a process of its own, as the runner does it; `subprocess.Popen` for one that imports its libraries."""
         attempt_dir = self.dir / f"attempts/{attempt}"
         attempt_dir.mkdir(parents=True, exist_ok=True)
         with (attempt_dir / "worker.log").open("ab") as log:
-            return subprocess.Popen(
+            return popen(
                 [sys.executable, "-m", "honed.worker", str(self.dir), str(attempt), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -112,7 +114,7 @@ class WorkerJob:
                 start_new_session=True,
             )
 
-    def wait(self, process: subprocess.Popen[bytes], attempt: int = 1) -> Ended:
+    def wait(self, process: Process, attempt: int = 1) -> Ended:
         try:
             return self._ended(process.wait(WORKER_TIMEOUT_SEC), attempt)
         finally:
@@ -121,9 +123,7 @@ class WorkerJob:
     def log(self, attempt: int = 1) -> str:
         return (self.dir / f"attempts/{attempt}/worker.log").read_text(errors="replace")
 
-    def wait_for(
-        self, is_there: Callable[[list[Event]], bool], process: subprocess.Popen[bytes], attempt: int = 1
-    ) -> None:
+    def wait_for(self, is_there: Callable[[list[Event]], bool], process: Process, attempt: int = 1) -> None:
         """Until the worker has said something, with a deadline."""
         deadline = time.monotonic() + WORKER_TIMEOUT_SEC
         while not is_there(read_events(self.events_path(attempt))):

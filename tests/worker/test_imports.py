@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_a_worker_loads_none_of_what_is_hidden(
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)  # which WorkerJob.start hands on
     job = make_job(lora={}, training={"max_steps": 1})
-    ended = job.wait(job.start())
+    ended = job.wait(job.start(popen=subprocess.Popen))
     assert (ended.status, ended.result["outcome"]) == (0, "succeeded"), job.log()
     assert json.loads(told.read_text()) == ["peft", "trl.trainer.sft_trainer"]
 

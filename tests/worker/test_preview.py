@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+import warm
 from zoo.model import build_checkpoint
 from zoo.tokenizer import build_tokenizer
 
@@ -40,7 +41,7 @@ def change(spec_path: Path, **keys: Any) -> None:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "honed.worker.preview", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return warm.run(command)
 
 
 def test_rows_are_shown_as_they_will_be_trained_on(spec_path: Path) -> None:

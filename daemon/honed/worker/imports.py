@@ -17,12 +17,17 @@ def hide_unused(job: Assignment) -> None:
     """Whatever is installed is imported by transformers, TRL and peft: wandb leaves directories in /tmp, bitsandbytes
     takes torch's compiler with it. For the whole process: call it in a worker's own alone.
     """
+    for name in hidden(job):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what import takes for "there is none"
+
+
+def hidden(job: Assignment) -> list[str]:
+    """The packages that a job does not use although they may be installed."""
     hidden = [] if "wandb" in job.spec.report_to else ["wandb"]
     is_plain = job.precision.quantization == "none" and job.spec.training.optim in PLAIN_OPTIMIZERS
     if is_plain and job.backend == "transformers" and job.spec.kind != "merge":
         hidden.append("bitsandbytes")
-    for name in hidden:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what import takes for "there is none"
+    return hidden
 
 
 @contextlib.contextmanager

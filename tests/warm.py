@@ -1,0 +1,271 @@
+"""Processes that begin with torch, transformers and TRL imported: `Popen` for subprocess.Popen, `run` for
+subprocess.run.
+
+A worker's imports take longer than all that most tests look at. One server of each test process imports once, and a
+process is a fork of it that has only imported. From there it is what its command line asks for: the shim forks, the
+worker is the shim's child, signals, sessions, exit statuses and the kernel's looks at it are a cold one's. A worker
+that would import otherwise (Unsloth, bitsandbytes, wandb, a merge) begins anew, by exec.
+
+Tests of how a worker starts, and of what it imports, use subprocess.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+#: The server's socket, for this process and for those that it starts.
+ADDRESS = "HONED_TEST_WARM"
+MAX_REQUEST_BYTES = 1 << 18
+START_SEC = 180.0
+
+
+# -- in tests ---------------------------------------------------------------------------------------------------------
+
+
+class Popen:
+    """A process that the server forks for us. It lives on where we end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: Any,
+        stderr: Any,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+        restore_signals: bool = True,
+    ) -> None:
+        assert stdin == subprocess.DEVNULL
+        assert restore_signals
+        output_fd = stdout.fileno()
+        error_fd = output_fd if stderr == subprocess.STDOUT else stderr.fileno()
+        request = {
+            "command": list(command), "cwd": str(cwd or Path.cwd()), "start_new_session": start_new_session,
+            "environment": dict(os.environ if env is None else env),
+        }  # fmt: skip
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address())
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [output_fd, error_fd])
+        self.pid = int(self._socket.recv(100))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._look(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._socket], [], [], timeout)[0]:
+            self.returncode = int(self._socket.recv(100))
+            self._socket.close()
+        return self.returncode
+
+
+def run(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end, and take what it has written."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        status = Popen(command, stdout=output, stderr=errors, env=env).wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(list(command), status, output.read(), errors.read())
+
+
+def address() -> str:
+    """The server's socket. It is started where there is none; processes that we start find it by the environment."""
+    if ADDRESS not in os.environ:
+        directory = Path(tempfile.mkdtemp(prefix="honed-warm-"))
+        path = directory / "socket"
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HOME": str(directory)}
+        with (directory / "log").open("wb") as log:
+            server = subprocess.Popen(
+                [sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
+            )
+        atexit.register(_end, server, directory)
+        deadline = time.monotonic() + START_SEC
+        while not path.exists():
+            assert server.poll() is None, (directory / "log").read_text()
+            assert time.monotonic() < deadline, (directory / "log").read_text()
+            time.sleep(0.05)
+        os.environ[ADDRESS] = str(path)
+    return os.environ[ADDRESS]
+
+
+def _end(server: subprocess.Popen[bytes], directory: Path) -> None:
+    import shutil
+
+    server.kill()
+    server.wait()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve until the test process ends: our standard input is then closed."""
+    from honed.worker.__main__ import ENVIRONMENT
+
+    del sys.modules["honed.worker.__main__"]
+    os.environ.update(ENVIRONMENT)
+    import_libraries()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    wake_read_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([0, listener, wake_read_fd], [], [])[0]
+        if 0 in ready and not os.read(0, 1):
+            return
+        if wake_read_fd in ready:
+            os.read(wake_read_fd, 4096)
+            tell_ends(clients)
+        if listener in ready:
+            client = listener.accept()[0]
+            message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 2)
+            if (pid := os.fork()) == 0:
+                for each in (listener, client, *clients.values()):
+                    each.close()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                become(json.loads(message), fds)
+            for fd in fds:
+                os.close(fd)
+            clients[pid] = client
+            client.send(str(pid).encode())
+
+
+def tell_ends(clients: dict[int, socket.socket]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        with contextlib.suppress(OSError), clients.pop(pid) as client:  # who asked may be gone
+            client.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def import_libraries() -> None:
+    """Import what a worker of the transformers backend does, and hide what it hides."""
+    gc.disable()
+    for name in ("wandb", "bitsandbytes"):
+        sys.modules[name] = None  # type: ignore[assignment]
+    from honed.worker import load, torchvision
+
+    torchvision.mend()
+    load.choose("transformers").import_libraries()
+    import honed.worker.callback
+    import honed.worker.data
+    import honed.worker.preview
+    import honed.worker.run
+    import honed.worker.trainer
+    import honed.worker.usage  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+# -- a process that it made -------------------------------------------------------------------------------------------
+
+
+def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Be the process that was asked for."""
+    if request["start_new_session"]:
+        os.setsid()
+    for fd, place in zip([os.open(os.devnull, os.O_RDONLY), *fds], (0, 1, 2), strict=True):
+        os.dup2(fd, place)
+        os.close(fd)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    tempfile.tempdir = None
+    exec_anew = os.execvp
+
+    def execvp(_file: str, command: Sequence[str]) -> NoReturn:
+        go_on_as(list(command), exec_anew)
+
+    os.execvp = execvp  # type: ignore[assignment]
+    go_on_as(request["command"], exec_anew)
+
+
+def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoReturn]) -> NoReturn:
+    """Be `python … -m MODULE ARGUMENTS` or `python … FILE ARGUMENTS`, or exec it where its imports are others."""
+    words = command[1:]
+    while words[0] in ("-I", "-S"):
+        del words[0]
+    status = 1
+    try:
+        if words[0] != "-m":
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+        elif words[1] == "honed.worker" and not has_usual_imports(words[2:]):
+            exec_anew(command[0], command)
+        else:
+            sys.argv = words[1:]
+            sys.modules.pop(words[1], None)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - a fork must not go on as the server
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def has_usual_imports(words: list[str]) -> bool:
+    """Tell whether a worker with these arguments imports no more and no less than we have."""
+    from honed.worker import assignment, imports
+
+    backend = words[words.index("--backend") + 1] if "--backend" in words else None
+    try:
+        job = assignment.read(Path(words[0]).resolve(), int(words[1]), backend=backend)
+    except Exception:  # noqa: BLE001 - the worker is to say so
+        return False
+    return job.backend == "transformers" and imports.hidden(job) == ["wandb", "bitsandbytes"]
+
+
+if __name__ == "__main__":
+    main()
