@@ -2,6 +2,7 @@
 
     swaps.py prepare      as root: what mallory will swap
     swaps.py turn         as mallory: swaps when it is told to
+    swaps.py root         as mallory, who starts it: changes its root to each path that it is told
     swaps.py watch        as root: tells each opening of a file of berta's
     swaps.py check|work UID EVERY RACES CASE…
                           in the unit under test: looks at each case again and again, and has it swapped EVERY moments
@@ -22,6 +23,7 @@ import select
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -46,7 +48,7 @@ INPUTS = {
     "media": "picture.png",
     "chain": "output",
 }
-SWAPS = ("link", "renamed", "proc", "hard-link", "dots")
+SWAPS = ("link", "renamed", "proc", "root", "hard-link", "dots")
 CASES = [(name, swap) for name in INPUTS for swap in SWAPS]
 #: Events of Python's own that open or list something.
 OPENINGS = {"open", "os.listdir", "os.scandir", "os.getxattr"}
@@ -70,7 +72,9 @@ def path_of(name: str, swap: str) -> Path:
     place, leaf = work_of(name, swap), INPUTS[name]
     match swap:
         case "proc":
-            return Path(f"/proc/{HOLDER.read_text()}/cwd") / leaf
+            return Path(f"/proc/{HOLDER.read_text().split()[0]}/cwd") / leaf
+        case "root":
+            return Path(f"/proc/{HOLDER.read_text().split()[1]}/root") / leaf
         case "dots":
             return place / "sub" / ".." / leaf
         case "renamed":
@@ -112,6 +116,12 @@ def turn(name: str, swap: str, whose: str) -> None:
         case "proc":
             with contextlib.suppress(PermissionError):  # of a job of berta's, where she does not come in
                 os.chdir(source)
+        case "root":
+            assert _rooted[0].stdin is not None
+            assert _rooted[0].stdout is not None
+            _rooted[0].stdin.write(f"{source}\n")
+            _rooted[0].stdin.flush()
+            assert _rooted[0].stdout.readline()
         case "renamed":
             _rename_here(place, "dir", whose)
         case "hard-link":
@@ -143,7 +153,9 @@ def _rename_linked(place: Path, leaf: str, whose: str) -> None:
 
 def serve() -> None:
     """Do what the unit under test asks for, one line each: `turn NAME SWAP WHOSE`, `race NAME SWAP SEED`, `halt`."""
-    HOLDER.write_text(str(os.getpid()))
+    command = [sys.executable, __file__, "root"]
+    _rooted.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    HOLDER.write_text(f"{os.getpid()} {_rooted[0].pid}")
     for swap in SWAPS:
         parts = [{"type": "image", "image": str(path_of("media", swap))}, {"type": "text", "text": "Which color?"}]
         row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]}
@@ -168,6 +180,22 @@ def serve() -> None:
 
 
 _turns: list[int] = []
+#: The process that changes its root.
+_rooted: list[subprocess.Popen[str]] = []
+_CLONE_NEWUSER = 0x10000000
+
+
+def change_root() -> None:
+    """In a user namespace of one's own anybody may."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER):
+        raise OSError(ctypes.get_errno(), "unshare")
+    top = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+    for line in sys.stdin:
+        os.fchdir(top)
+        os.chroot(".")
+        with contextlib.suppress(PermissionError):  # as above
+            os.chroot(line.rstrip("\n"))
+        print("there", flush=True)
 
 
 def _race(name: str, swap: str, chance: random.Random) -> tuple[threading.Event, threading.Thread]:
@@ -373,6 +401,8 @@ def main() -> None:
     match verb:
         case "turn":
             serve()
+        case "root":
+            change_root()
         case "watch":
             watch()
         case "prepare":

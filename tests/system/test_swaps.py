@@ -166,9 +166,9 @@ def test_whenever_it_is_swapped_nothing_of_anothers_is_opened(
     looks = field.look(field.check if kind == "check" else field.job, kind, every=every)
     assert {(each["input"], each["swap"]) for each in looks} == set(CASES)
     undisturbed = {(each["input"], each["swap"]): each["outcome"] for each in looks if each["at"] is None}
-    # A process of another mount namespace is no way to name a file of this one.
+    # A process of another mount namespace, or user namespace, is no way to name a file of this one.
     assert {case for case, outcome in undisturbed.items() if outcome != "in order"} <= {
-        (name, "proc") for name in INPUTS
+        (name, swap) for name in INPUTS for swap in ("proc", "root")
     }, undisturbed
     refused = [each for each in looks if each["at"] is not None and "ermission denied" in each["outcome"]]
     told = [each for each in looks if each["at"] is not None and "by the user mallory" in each["outcome"]]
