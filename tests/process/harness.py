@@ -28,6 +28,7 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 #: Seconds after which a condition that should have come has not.
 DEADLINE_SEC = 120.0
+SOON = "[spool]\nsettle_sec = 0.1\n"
 
 
 def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_sec: float = DEADLINE_SEC) -> T:
@@ -56,10 +57,12 @@ class Instance:
         self.process: subprocess.Popen[bytes] | None = None
         self.log_path = root / "honed.log"
         self.environment = dict(os.environ)
+        self.configure("")
 
     def configure(self, text: str) -> None:
+        """Write honed.toml; without [spool] files are taken soon after they were dropped."""
         self.layout.config_path.parent.mkdir(parents=True, exist_ok=True)
-        self.layout.config_path.write_text(text)
+        self.layout.config_path.write_text(text if "[spool]" in text else f"{text}\n{SOON}")
 
     def start(self, *arguments: str) -> None:
         """Start the daemon and wait until it is ready."""

@@ -78,10 +78,11 @@ def test_a_file_that_is_refused_is_the_answer_no_whatever_is_asked_of_it(instanc
         job_file(instance, "no-row", datasets=[{"path": str(no_row)}]),
         job_file(instance, "no-package", report_to=["mlflow"]),
     ):
+        assert honectl(instance, "check", str(path)).returncode == 1
         for verb in ("check", "plan", "preview", "trial", "submit"):
-            done = honectl(instance, verb, str(path))
+            done = honectl(instance, verb, "--json", str(path))
             assert done.returncode == 1, (verb, path, done.stderr)
-            told = json.loads(honectl(instance, verb, "--json", str(path)).stdout)
+            told = json.loads(done.stdout)
             answer = told[0] if isinstance(told, list) else told
             assert answer["error"]["message"], (verb, path)
 
