@@ -19,7 +19,7 @@ JOBS = "/var/lib/honed/jobs"
 #: Puts a link to itself and a directory where honed will write, into every job's directory that it may.
 PLANT = f"""
 import os, time
-until = time.time() + 25
+until = time.time() + 12
 while time.time() < until:
     for name in os.listdir("{JOBS}"):
         for make in (
