@@ -214,6 +214,8 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(request["environment"])
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in places if place and place not in sys.path]
     os.chdir(request["cwd"])
     tempfile.tempdir = None
     exec_anew = os.execvp
