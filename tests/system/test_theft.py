@@ -22,6 +22,9 @@ ROWS = "".join(
 )  # fmt: skip
 #: The keys by which a job names something, each as a link of its submitter's.
 INPUTS = ("base_model", "adapter", "chat_template", "datasets")
+#: Lets two names of the working directory change places (renameat2 with RENAME_EXCHANGE).
+EXCHANGE = (f"{ENVIRONMENT}/bin/python -c 'import ctypes, os, sys; a, b = map(os.fsencode, sys.argv[1:]); "
+            "sys.exit(ctypes.CDLL(None).renameat2(-100, a, -100, b, 2))'")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +108,9 @@ def steal_by_a_chain(honed: Machine, model: str) -> int:
     theirs, own = (json.loads(honed.run("honectl", "show", "--json", "learn", user=user))["id"]
                    for user in ("berta", "mallory"))  # fmt: skip
     job_id = submit(honed, "mallory", "steal-chain", {"base_model": model, "adapter": "job:learn"}, until="queued")
-    honed.sh(f"cd {JOBS}/{own} && mv output kept && ln -s {JOBS}/{theirs}/output output", user="mallory")
+    honed.sh(f"ln -s {JOBS}/{theirs}/output {JOBS}/{own}/kept", user="mallory")
+    # In one step: between two the daemon, which plans the job by now, would find no output at all.
+    honed.sh(f"cd {JOBS}/{own} && {EXCHANGE} output kept")
     return job_id
 
 
