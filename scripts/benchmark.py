@@ -62,7 +62,7 @@ training:
 def running_honed(root: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A daemon that was started before the clock."""
     with (root / "honed.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "honed.daemon", "--root", str(root)], stderr=log)
+        process = subprocess.Popen([sys.executable, "-m", "honed.daemon.loop", "--root", str(root)], stderr=log)
     while not (root / "run/honed/control.sock").exists():
         time.sleep(0.05)
     try:

@@ -61,9 +61,12 @@ def tasks() -> dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
 
 def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
     """A job's directory with its plan, as the daemon makes it."""
-    from honed import basemodel, installed, plan, spec
-    from honed.config import Config
-    from honed.device import cpu
+    from honed.inputs import basemodel
+    from honed.plan import plan
+    from honed.spec import spec
+    from honed.spec.config import Config
+    from honed.system import installed
+    from honed.system.device import cpu
 
     directory = root / f"{task}-{dtype}-{seed}"
     directory.mkdir()
@@ -96,7 +99,7 @@ def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
 
 def train(directory: Path) -> dict[str, float]:
     """The last training loss, the loss and the share of right answers on what was held out."""
-    from honed import event
+    from honed.job import event
     from honed.worker.run import run
 
     if run(directory, 1) != 0:

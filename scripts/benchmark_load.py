@@ -26,8 +26,8 @@ from pathlib import Path
 
 import demonstration
 
-from honed.control import Client
-from honed.layout import Layout
+from honed.system.control import Client
+from honed.system.layout import Layout
 
 IDLE_SEC = 20.0
 DROPS_PER_MINUTE = 1000
@@ -67,7 +67,7 @@ class Honed:
             environment = {**os.environ, "NOTIFY_SOCKET": f"{name}/notify", "HF_HUB_OFFLINE": "1"}
             with (self.root / "honed.log").open("ab") as log:
                 began = time.perf_counter()
-                command = [sys.executable, "-m", "honed.daemon", "--root", str(self.root)]
+                command = [sys.executable, "-m", "honed.daemon.loop", "--root", str(self.root)]
                 self.process = subprocess.Popen(command, stderr=log, env=environment)
                 while b"READY=1" not in listener.recv(65536):
                     pass
@@ -104,7 +104,7 @@ class Honed:
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def time_honectl(self, *arguments: str) -> float:
-        command = [sys.executable, "-m", "honed.honectl", "--root", str(self.root), *arguments]
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
         began = time.perf_counter()
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         return time.perf_counter() - began
@@ -177,7 +177,7 @@ def wait_until_quiet(honed: Honed) -> None:
     assert honed.process is not None
     children = Path(f"/proc/{honed.process.pid}/task/{honed.process.pid}/children")
     while True:
-        if not any("honed.report" in command_of(pid) for pid in children.read_text().split()):
+        if not any("honed.page.report" in command_of(pid) for pid in children.read_text().split()):
             before = honed.cpu_sec()
             time.sleep(3)
             if honed.cpu_sec() - before < 0.1:

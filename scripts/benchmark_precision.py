@@ -17,7 +17,7 @@ from typing import Any
 import demonstration
 import torch
 
-from honed.worker.optimizer import CompensatedAdamW, eight_bit
+from honed.worker.train.optimizer import CompensatedAdamW, eight_bit
 
 BATCH, MODULUS = 16, 11
 Row = tuple[list[int], int]  #: tokens, and how many of them are the question

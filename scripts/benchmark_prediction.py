@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from honed.worker import torchvision
+from honed.worker.model import torchvision
 
 torchvision.mend()  # before the libraries are imported
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from honed.chat import ChatFormat  # noqa: E402
-from honed.precision import Precision  # noqa: E402
-from honed.row import Example  # noqa: E402
-from honed.worker import prediction  # noqa: E402
-from honed.worker.prediction import Predictor  # noqa: E402
+from honed.inputs.row import Example  # noqa: E402
+from honed.plan.precision import Precision  # noqa: E402
+from honed.text.chat import ChatFormat  # noqa: E402
 from honed.worker.stop import Stop  # noqa: E402
+from honed.worker.train import prediction  # noqa: E402
+from honed.worker.train.prediction import Predictor  # noqa: E402
 
 NUM_SAMPLES, MAX_NEW_TOKENS = 16, 64
 

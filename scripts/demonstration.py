@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from honed.worker import torchvision
+from honed.worker.model import torchvision
 
 FACTS = """
 France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Poland Warsaw, Greece Athens,
@@ -110,7 +110,7 @@ def build(directory: Path) -> None:
 
 def answers(directory: Path) -> None:
     """Print the held-out questions with the answers at the first and at the last step."""
-    honectl = [sys.executable, "-m", "honed.honectl", "--root", str(directory)]
+    honectl = [sys.executable, "-m", "honed.cli.honectl", "--root", str(directory)]
     done = subprocess.run([*honectl, "predictions", "capitals", "--json"], capture_output=True, check=True)
     predictions = json.loads(done.stdout)
     first, last = (pick(row["step"] for row in predictions) for pick in (min, max))

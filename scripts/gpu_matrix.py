@@ -32,15 +32,17 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "daemon")]
 
-from honed import device, event, preflight  # noqa: E402
-from honed.config import Config, DeviceConfig  # noqa: E402
-from honed.database import Database, Reader  # noqa: E402
-from honed.error import HonedError  # noqa: E402
-from honed.job import Attempt, Job  # noqa: E402
-from honed.layout import Layout  # noqa: E402
-from honed.worker import torchvision  # noqa: E402
+from honed.check import preflight  # noqa: E402
+from honed.job import event  # noqa: E402
+from honed.job.database import Database, Reader  # noqa: E402
+from honed.job.job import Attempt, Job  # noqa: E402
+from honed.spec.config import Config, DeviceConfig  # noqa: E402
+from honed.system import device  # noqa: E402
+from honed.system.error import HonedError  # noqa: E402
+from honed.system.layout import Layout  # noqa: E402
 from honed.worker.__main__ import ENVIRONMENT  # noqa: E402
 from honed.worker.__main__ import main as worker_main  # noqa: E402
+from honed.worker.model import torchvision  # noqa: E402
 
 #: Seconds after which a cell's worker is killed.
 CELL_TIMEOUT_SEC = 900
@@ -485,11 +487,11 @@ def work(job_dir: Path, backend: str) -> int:
 
 def import_libraries(backend: str) -> None:
     """In the backend's own order; one that cannot be imported says so again in the worker."""
-    from honed.worker import load
+    from honed.worker.model import load
 
     try:
         load.choose(backend).import_libraries()
-        from honed.worker import trainer  # noqa: F401
+        from honed.worker.train import trainer  # noqa: F401
     except HonedError as error:
         print(f"{backend}: {error.message}", file=sys.stderr)
 
@@ -570,7 +572,7 @@ def _has_output(output_dir: Path, cell: Cell, precision: dict[str, Any]) -> bool
 
 
 def _stored(path: Path) -> set[str]:
-    from honed.basemodel import DTYPES
+    from honed.inputs.basemodel import DTYPES
 
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

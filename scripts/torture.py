@@ -30,11 +30,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from honed.control import Client
-from honed.error import HonedError
-from honed.job import Job, State
-from honed.layout import Layout
-from honed.spool import Spool
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.system.control import Client
+from honed.system.error import HonedError
+from honed.system.layout import Layout
 
 CONFIG = """
 [spool]
@@ -113,7 +113,7 @@ class Instance:
         self.log_path = root / "honed.log"
 
     def start(self, *arguments: str, before: tuple[str, ...] = ()) -> None:
-        command = [*before, sys.executable, "-m", "honed.daemon", "--root", str(self.root), *arguments]
+        command = [*before, sys.executable, "-m", "honed.daemon.loop", "--root", str(self.root), *arguments]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
@@ -130,7 +130,7 @@ class Instance:
         for number in self._children(self.process.pid) if is_traced else [self.process.pid]:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
-                if b"honed.daemon" in words and words[0] != b"strace":
+                if b"honed.daemon.loop" in words and words[0] != b"strace":
                     return number
         return None
 
@@ -471,8 +471,8 @@ class Torture:
     def database_faults(self) -> list[str]:
         """How honed.db differs from the one that is made anew."""
         from crash.scene import dump
-        from honed.database import Database
-        from honed.rebuild import rebuild
+        from honed.daemon.rebuild import rebuild
+        from honed.job.database import Database
 
         copy = self.hit.root / "again.db"
         again = Database(copy)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+TESTS = Path(__file__).parent
 #: The slow folders first: what is left at the end is short, so that no test process is long alone.
 ORDER = ("system", "crash", "process", "worker", "unit")
 for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
@@ -42,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if is_left_out else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    items[:] = sorted(chosen, key=lambda item: ORDER.index(item.path.parent.name))
+    items[:] = sorted(chosen, key=lambda item: ORDER.index(item.path.relative_to(TESTS).parts[0]))
 
 
 @pytest.fixture(autouse=True)

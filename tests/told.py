@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from honed.error import HonedError
+from honed.system.error import HonedError
 
 E = TypeVar("E", bound=HonedError)
 

@@ -183,16 +183,16 @@ def import_libraries() -> None:
     gc.disable()
     for name in ("wandb", "bitsandbytes"):
         sys.modules[name] = None  # type: ignore[assignment]
-    from honed.worker import load, torchvision
+    from honed.worker.model import load, torchvision
 
     torchvision.mend()
     load.choose("transformers").import_libraries()
-    import honed.worker.callback
-    import honed.worker.data
     import honed.worker.preview
+    import honed.worker.rows.data
     import honed.worker.run
-    import honed.worker.trainer
-    import honed.worker.usage  # noqa: F401
+    import honed.worker.train.callback
+    import honed.worker.train.trainer
+    import honed.worker.train.usage  # noqa: F401
 
     gc.freeze()
     gc.enable()

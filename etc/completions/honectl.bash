@@ -1,4 +1,4 @@
-# Made by `python -m honed.reference --write docs`.
+# Made by `python -m honed.cli.reference --write docs`.
 _honectl_jobs() {
     honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'
 }

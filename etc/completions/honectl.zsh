@@ -1,5 +1,5 @@
 #compdef honectl
-# Made by `python -m honed.reference --write docs`.
+# Made by `python -m honed.cli.reference --write docs`.
 local -a verbs
 verbs=(
         'submit:check job files and drop them into the spool; relative paths become absolute'

@@ -6,9 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from honed import daemon, device, log
-from honed.layout import Layout
-from honed.process_runner import ProcessRunner
+from honed.daemon import loop
+from honed.run.process import ProcessRunner
+from honed.system import device, log
+from honed.system.layout import Layout
 
 
 def main() -> int:
@@ -17,7 +18,7 @@ def main() -> int:
     if "HONED_TEST_HIT" in os.environ:
         sys.executable = str(Path(__file__).with_name("hitshim"))
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("quickworker.py"))]
-    return daemon.start(
+    return loop.start(
         layout,
         runner=ProcessRunner(layout, command=command),
         probe=lambda _gpus: [device.cpu()],

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from crash.scene import KILL, Hit, Point
-from honed.layout import JobLayout, Layout
-from honed.worker import assignment, checkpoint, export
+from honed.system.layout import JobLayout, Layout
+from honed.worker import assignment
 from honed.worker.assignment import Assignment
+from honed.worker.model import export
+from honed.worker.train import checkpoint
 
 HERE = Path(__file__).parent
 #: What changes something, or makes it durable. Opening for reading is in it, too: it can fail.

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from honed.arrival import Arrivals
-from honed.database import Database
-from honed.job import Job, State
-from honed.layout import Layout
-from honed.rebuild import rebuild
-from honed.spool import Spool
+from honed.daemon.rebuild import rebuild
+from honed.job.arrival import Arrivals
+from honed.job.database import Database
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.system.layout import Layout
 from zoo import plain
 
 HERE = Path(__file__).parent

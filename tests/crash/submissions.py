@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crash.scene import Hit, Point, counted
-from honed.arrival import Arrivals, Claim
-from honed.layout import Layout
-from honed.spool import Spool
+from honed.job.arrival import Arrivals, Claim
+from honed.job.spool import Spool
+from honed.system.layout import Layout
 
 HERE = Path(__file__).parent
 CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from honed import notification
-from honed.job import State
+from honed.job.job import State
+from honed.send import notification
 from process.harness import Instance, wait_for
 from process.listener import Listener, Quiet
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from crash.scene import dump
-from honed import database, event
-from honed.database import Database, Reader
-from honed.error import EnvironmentInvalidError
-from honed.event import Event, Reading
-from honed.job import Attempt, Job, State
-from honed.layout import Layout
-from honed.rebuild import rebuild
+from honed.daemon.rebuild import rebuild
+from honed.job import database, event
+from honed.job.database import Database, Reader
+from honed.job.event import Event, Reading
+from honed.job.job import Attempt, Job, State
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import Layout
 from process.harness import Instance, wait_for
 
 DATA = Path(__file__).parents[1] / "data"
@@ -248,7 +248,7 @@ def test_a_migration_cut_short_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "honed.db"
     shutil.copy(DATA / "honed-v1.db", path)
     # sqlite3 loses a transaction that was open, as it does in a kill.
-    killed = "import os, sqlite3, sys\nfrom honed import database\n"
+    killed = "import os, sqlite3, sys\nfrom honed.job import database\n"
     killed += "database.MIGRATIONS[1] += '; SELECT die()'\nconnect = sqlite3.connect\n"
     killed += "def connected(*arguments, **keys):\n    db = connect(*arguments, **keys)\n"
     killed += "    db.create_function('die', 0, lambda: os._exit(9))\n    return db\n"
@@ -268,7 +268,7 @@ def test_a_database_of_a_later_honed_is_refused_and_left_as_it_is(tmp_path: Path
     db.execute(f"PRAGMA user_version = {database.SCHEMA_VERSION + 1}")
     db.close()
     before = layout.database_path.read_bytes()
-    command = [sys.executable, "-m", "honed.daemon", "--root", str(tmp_path), "--drain"]
+    command = [sys.executable, "-m", "honed.daemon.loop", "--root", str(tmp_path), "--drain"]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert ended.returncode == 78
     assert "is of a later honed" in ended.stderr

@@ -16,7 +16,7 @@ import pytest
 
 from crash import saves
 from crash.saves import OUTPUT, Save
-from honed.error import HonedError
+from honed.system.error import HonedError
 from honed.worker import assignment
 
 #: All that changes something, and what opens it. Python's own files write by themselves: see `Hits.open`.

@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from honed import device
-from honed.arrival import Arrivals
-from honed.config import Config
-from honed.control import Request
-from honed.daemon import Daemon
-from honed.error import HonedError
-from honed.job import Job, State
-from honed.layout import Layout
-from honed.runner import Exit, NotNowError
-from honed.spool import Spool
+from honed.daemon.loop import Daemon
+from honed.job.arrival import Arrivals
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.run.runner import Exit, NotNowError
+from honed.spec.config import Config
+from honed.system import device
+from honed.system.control import Request
+from honed.system.error import HonedError
+from honed.system.layout import Layout
 
 SEEDS = 2
 TURNS = 150

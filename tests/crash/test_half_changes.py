@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from honed.arrival import Arrivals, Claim
-from honed.job import Job, State
-from honed.layout import Layout
-from honed.spool import Spool
+from honed.job.arrival import Arrivals, Claim
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.system.layout import Layout
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from honed.checker import Checker
-from honed.config import Config
-from honed.helper import children
-from honed.layout import Layout
+from honed.daemon.checker import Checker
+from honed.run.helper import children
+from honed.spec.config import Config
+from honed.system.layout import Layout
 from zoo import plain
 
 

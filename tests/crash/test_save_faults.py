@@ -17,7 +17,8 @@ import pytest
 
 from crash import saves
 from crash.scene import ERRORS, KILL, Hit, Point, spread
-from honed.worker import checkpoint, export
+from honed.worker.model import export
+from honed.worker.train import checkpoint
 
 FAULTS = (KILL, *ERRORS)
 #: What only reads, or lets go.

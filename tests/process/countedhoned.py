@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fakehoned
 
-from honed.job import State
+from honed.job.job import State
 
 opened: list[str] = []
 PLACES = {state.value for state in State}

@@ -7,9 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from honed import daemon, device, log
-from honed.layout import Layout
-from honed.process_runner import ProcessRunner
+from honed.daemon import loop
+from honed.run.process import ProcessRunner
+from honed.system import device, log
+from honed.system.layout import Layout
 
 
 def probe(_gpus: list[int] | None) -> list[device.Device]:
@@ -27,7 +28,7 @@ def main() -> int:
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
     command = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
-    return daemon.start(layout, runner=ProcessRunner(layout, command=command), probe=probe, drain="--drain" in sys.argv)
+    return loop.start(layout, runner=ProcessRunner(layout, command=command), probe=probe, drain="--drain" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from honed import durable, quote
-from honed.event import EventWriter
-from honed.layout import JobLayout
+from honed.job.event import EventWriter
+from honed.system import durable, quote
+from honed.system.layout import JobLayout
 from honed.worker.pulse import Pulse
 from zoo import plain
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import pytest
 
 import warm
-from honed import query
-from honed.control import Client
-from honed.job import Job, State
-from honed.layout import Layout
-from honed.spool import Spool
+from honed.job import query
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.system.control import Client
+from honed.system.layout import Layout
 from zoo import plain
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class Instance:
 def said_on_terminal(instance: Instance, columns: int, *arguments: str) -> str:
     """All that honectl writes on a terminal of so many columns."""
     controller, side = pty.openpty()
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
     with subprocess.Popen(command, stdout=side, stderr=side, env=environment):
         os.close(side)
@@ -184,7 +184,7 @@ class RealInstance(Instance):
 class ColdInstance(Instance):
     """The same as an installation has it."""
 
-    command = (sys.executable, "-m", "honed.daemon", "--root")
+    command = (sys.executable, "-m", "honed.daemon.loop", "--root")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from harness import HERE, Instance
 
 import warm
-from honed.job import Job, State
+from honed.job.job import Job, State
 
 
 class LimitedInstance(Instance):

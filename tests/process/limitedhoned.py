@@ -8,9 +8,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import warm
-from honed import daemon, device, log
-from honed.layout import Layout
-from honed.process_runner import ProcessRunner
+from honed.daemon import loop
+from honed.run.process import ProcessRunner
+from honed.system import device, log
+from honed.system.layout import Layout
 
 
 def main() -> int:
@@ -19,7 +20,7 @@ def main() -> int:
     num_bytes = sys.argv[sys.argv.index("--bytes") + 1]
     command = [sys.executable, str(Path(__file__).with_name("limitedworker.py")), num_bytes]
     runner = ProcessRunner(layout, command=command, popen=warm.Popen)
-    return daemon.start(layout, runner=runner, probe=lambda _gpus: [device.cpu()], drain="--drain" in sys.argv)
+    return loop.start(layout, runner=runner, probe=lambda _gpus: [device.cpu()], drain="--drain" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 def main() -> int:
     num_bytes = int(sys.argv.pop(1))
-    from honed.worker import torchvision
+    from honed.worker.model import torchvision
 
     torchvision.mend()
     import torch

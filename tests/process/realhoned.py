@@ -9,17 +9,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import warm
-from honed import daemon, log
-from honed.layout import Layout
-from honed.process_runner import ProcessRunner
+from honed.daemon import loop
+from honed.run.process import ProcessRunner
+from honed.system import log
+from honed.system.layout import Layout
 
 
 def main() -> int:
-    options = daemon.parser().parse_args(["--root", *sys.argv[1:]])
+    options = loop.parser().parse_args(["--root", *sys.argv[1:]])
     layout = Layout(options.root)
     log.set_up(verbose=options.verbose)
     faulthandler.enable()
-    return daemon.start(layout, runner=ProcessRunner(layout, popen=warm.Popen), drain=options.drain)
+    return loop.start(layout, runner=ProcessRunner(layout, popen=warm.Popen), drain=options.drain)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 
 from harness import Instance, wait_for
 
-from honed.job import State
+from honed.job.job import State
 
 #: name → (bytes, what the reason must say). `{model}` and `{data}` are filled in.
 BROKEN = {

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from harness import Instance, RealInstance, wait_for
 
-from honed import draft
-from honed.instance import Instance as HonedInstance
-from honed.job import Job, State
+from honed.cli import draft
+from honed.cli.instance import Instance as HonedInstance
+from honed.job.job import Job, State
 from zoo import plain
 from zoo.model import build_checkpoint, write_facts
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed.error import EnvironmentInvalidError, HonedError
-from honed.job import State
+from honed.job.job import State
+from honed.system.error import EnvironmentInvalidError, HonedError
 
 
 def test_fifty_jobs_dropped_at_once_run_in_priority_order(instance: Instance) -> None:

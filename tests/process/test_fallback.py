@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from harness import ColdInstance
 
-from honed import event
-from honed.job import Job, State
+from honed.job import event
+from honed.job.job import Job, State
 from zoo.model import build_checkpoint, write_facts
 from zoo.vision import build_vision_checkpoint, write_pictures
 
@@ -86,7 +86,7 @@ class WatchedInstance(ColdInstance):
         ]
 
     def honectl(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "honed.honectl", "--root", str(self.root), *arguments]
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
 
 

@@ -17,8 +17,9 @@ import pytest
 from fakehub import Hub, Repository
 from harness import DEADLINE_SEC, wait_for
 
-from honed import basemodel, snapshot
-from honed.layout import Layout
+from honed.inputs import basemodel
+from honed.run import snapshot
+from honed.system.layout import Layout
 from zoo import plain
 
 REPO = "org/tiny"
@@ -40,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def start(root: Path, hub: Hub, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "honed.fetch", "--root", str(root), *arguments],
+        [sys.executable, "-m", "honed.inputs.fetch", "--root", str(root), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

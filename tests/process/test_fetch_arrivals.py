@@ -16,9 +16,11 @@ import pytest
 from fakehub import Hub, Repository
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed import answer, query, snapshot
-from honed.fetcher import ProcessFetchRunner
-from honed.job import State
+from honed.daemon import verbs as answer
+from honed.job import query
+from honed.job.job import State
+from honed.run import snapshot
+from honed.run.fetcher import ProcessFetchRunner
 from zoo import plain
 
 REPO = "org/tiny"
@@ -72,7 +74,7 @@ def wait_for_bytes(instance: Instance) -> None:
 
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, env=instance.environment
     )

@@ -18,9 +18,9 @@ import pytest
 from fakehub import Hub, Repository
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed import snapshot
-from honed.job import State
-from honed.snapshot import DATASET
+from honed.job.job import State
+from honed.run import snapshot
+from honed.run.snapshot import DATASET
 
 COMMIT = "1" * 40
 #: Bytes of a .parquet file that the hub gives until it is released.
@@ -69,7 +69,7 @@ def fetching(instance: Instance, hub: Hub) -> Instance:
 
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, env=instance.environment
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed.job import State
+from honed.job.job import State
 from zoo import plain
 
 
 def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, **keys)
 
 
@@ -101,7 +101,7 @@ def test_check_says_which_jobs_are_not_there_yet(instance: Instance) -> None:
 
 def test_an_empty_root_is_none(instance: Instance) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from honed import layout; print(layout.default_root())"],
+        [sys.executable, "-c", "from honed.system import layout; print(layout.default_root())"],
         env={**os.environ, "HONED_ROOT": ""}, cwd=instance.root, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "/\n"
@@ -203,7 +203,7 @@ def test_what_is_not_there_or_not_possible_is_said_in_one_line(instance: Instanc
         assert "Traceback" not in done.stderr
     instance.stop()
     nowhere = subprocess.run(
-        [sys.executable, "-m", "honed.honectl", "--root", "/nowhere", "list"],
+        [sys.executable, "-m", "honed.cli.honectl", "--root", "/nowhere", "list"],
         capture_output=True,
         text=True,
         check=False,

@@ -15,8 +15,8 @@ import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
 from hostile import ALL, FORGED, LONG, MARKUP, TURN, check_lines, without_colours
 
-from honed.job import State
-from honed.outcome import SUCCEEDED
+from honed.job.job import State
+from honed.run.outcome import SUCCEEDED
 from zoo.fuzz import check_shown
 
 #: Where a text of a job file may stand: a spec with the text in each string that there is.
@@ -62,7 +62,7 @@ def spec_bytes(instance: Instance, keys: dict[str, object]) -> bytes:
 
 
 def honectl(instance: Instance, *arguments: str, check: bool = True) -> str:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     colours = {} if "--json" in arguments else {"FORCE_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, timeout=DEADLINE_SEC, check=False, env=os.environ | colours)
     assert b"Traceback" not in done.stderr, done.stderr.decode()

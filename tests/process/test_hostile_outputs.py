@@ -30,8 +30,8 @@ from test_notices import allow
 from test_report import Page
 from test_web import Web
 
-from honed import manual
-from honed.job import State
+from honed.cli import manual
+from honed.job.job import State
 from zoo.fuzz import check_shown
 
 CHECKOUT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 
 def honectl(instance: Instance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     done = subprocess.run(command, capture_output=True, timeout=DEADLINE_SEC, check=True)
     return done.stdout.decode()
 
@@ -131,7 +131,7 @@ def test_what_a_job_says_is_a_value_in_the_views(told: Told) -> None:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_completions_offer_numbers_and_no_names(told: Told, tmp_path: Path) -> None:
     script = tmp_path / "honectl"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m honed.honectl "$@"\n')
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m honed.cli.honectl "$@"\n')
     script.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HONED_ROOT": str(told.instance.root)}
     words = (

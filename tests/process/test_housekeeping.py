@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from harness import Instance, wait_for
 
-from honed import removal
-from honed.job import State
+from honed.job import removal
+from honed.job.job import State
 
 DAY = 86400
 
 
 def honectl(instance: Instance, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.honectl", *words[:1], "--root", str(instance.root), *words[1:]]
+    command = [sys.executable, "-m", "honed.cli.honectl", *words[:1], "--root", str(instance.root), *words[1:]]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

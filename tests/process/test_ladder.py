@@ -14,8 +14,8 @@ from harness import ColdInstance
 from limited import LimitedInstance, check_stepped_down
 from PIL import Image
 
-from honed import event
-from honed.job import State
+from honed.job import event
+from honed.job.job import State
 from zoo.model import build_checkpoint
 from zoo.vision import build_vision_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from limited import LimitedInstance, check_stepped_down
 
-from honed import event
+from honed.job import event
 from zoo.model import build_checkpoint
 
 #: Words of a prompt, each a token. Every head keeps what each token is to each other: that is nearly all there is.

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from harness import HERE, Instance, wait_for
 
-from honed.arrival import Arrivals
-from honed.job import Job, State
-from honed.spool import Spool
+from honed.job.arrival import Arrivals
+from honed.job.job import Job, State
+from honed.job.spool import Spool
 
 
 def fill(instance: Instance, num_jobs: int, state: State = State.QUEUED) -> None:
@@ -29,7 +29,7 @@ def fill(instance: Instance, num_jobs: int, state: State = State.QUEUED) -> None
 
 
 def honectl(instance: Instance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,9 +17,9 @@ import pytest
 from harness import Instance, wait_for
 from postbox import PostOffice
 
-from honed import messenger, notification
-from honed.config import NotifyConfig
-from honed.notification import Notice
+from honed.send import notice_sender, notification
+from honed.send.notification import Notice
+from honed.spec.config import NotifyConfig
 
 SECURITIES = ("starttls", "tls")
 #: What anybody on the way may read before the connection is private.
@@ -171,7 +171,7 @@ def tell(port: int, *, timeout_sec: float) -> str:
         smtp_security="none",
         timeout_sec=timeout_sec,
     )
-    return messenger.mail(notice, "anna@example.org", config)[1]
+    return notice_sender.mail(notice, "anna@example.org", config)[1]
 
 
 def test_a_server_whose_greeting_drips_in_for_ever_is_given_up() -> None:

@@ -16,7 +16,7 @@ import yaml
 from fakehub import Repository
 from harness import RealInstance, wait_for
 
-from honed.job import State
+from honed.job.job import State
 from zoo.model import build_checkpoint, write_facts
 
 TRAINING = {"max_steps": 4, "per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2,

@@ -19,9 +19,9 @@ from watchdog.events import FileClosedEvent, FileCreatedEvent, FileModifiedEvent
 from watchdog.events import FileSystemEventHandler as Handler
 from watchdog.observers import Observer
 
-from honed.control import Client
-from honed.job import State
-from honed.layout import Layout
+from honed.job.job import State
+from honed.system.control import Client
+from honed.system.layout import Layout
 from zoo import plain
 
 MOUNT = "mount --make-rprivate / && mount -t overlay overlay -o lowerdir=$1,upperdir=$2,workdir=$3 $4"

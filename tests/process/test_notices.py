@@ -16,10 +16,11 @@ from harness import Instance, wait_for
 from listener import drip
 from postbox import PostOffice, Webhook
 
-from honed import config, notification
-from honed.job import State
-from honed.notification import Notices
-from honed.spool import Spool
+from honed.job.job import State
+from honed.job.spool import Spool
+from honed.send import notification
+from honed.send.notification import Notices
+from honed.spec import config
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_a_success_that_learned_nothing_says_so_wherever_its_end_is_told(
     assert notice["remark"] == said
     assert instance.show("1")["remark"] == said
     for verb in (("show", "1"), ("list",)):
-        command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *verb]
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *verb]
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
         assert "but its loss never left where it began" in " ".join(shown.split())
         assert verb != ("list",) or max(map(len, shown.splitlines())) < 200

@@ -22,7 +22,7 @@ def first_line(page: Page) -> str:
 
 
 def honectl(real: RealInstance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(real.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(real.root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import Instance, wait_for
 
-from honed import query
-from honed.job import State
+from honed.job import query
+from honed.job.job import State
 
 FIRST = "per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2"
 

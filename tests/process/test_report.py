@@ -17,9 +17,10 @@ import browser
 import pytest
 from harness import Instance, wait_for
 
-from honed import access, report
-from honed.event import EventWriter
-from honed.job import State
+from honed.job.event import EventWriter
+from honed.job.job import State
+from honed.page import report
+from honed.system import access
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202ekcatta\u202c </div></body>"
@@ -226,7 +227,7 @@ def test_honectl_names_the_page(instance: Instance) -> None:
     assert instance.drain() == 0
 
     def honectl(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     path = instance.layout.job(1).report_path
@@ -254,7 +255,16 @@ def test_honectl_opens_a_page_in_the_browser_and_says_where_there_is_none(instan
         path.chmod(0o755)
 
     def honectl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "report", "--open", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "honed.cli.honectl",
+            "--root",
+            str(instance.root),
+            "report",
+            "--open",
+            *arguments,
+        ]
         settings = {**bare, "PATH": str(programs), **environment}
         return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
 

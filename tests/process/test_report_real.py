@@ -11,7 +11,7 @@ from browser import Browser
 from harness import RealInstance
 from test_report import Page
 
-from honed.worker import torchvision
+from honed.worker.model import torchvision
 from zoo.model import build_checkpoint, write_facts
 from zoo.vision import build_vision_checkpoint, write_pictures
 

@@ -13,8 +13,8 @@ import pytest
 from endpoint import Endpoint, refuse
 from harness import Instance, wait_for
 
-from honed import outbox
-from honed.job import State
+from honed.job.job import State
+from honed.send import outbox
 
 TOKEN = "s3cret-t0ken"
 

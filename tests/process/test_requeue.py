@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from harness import RealInstance, wait_for
 
-from honed.error import HonedError
-from honed.job import State
+from honed.job.job import State
+from honed.system.error import HonedError
 from zoo.model import build_checkpoint, write_facts
 
 

@@ -36,7 +36,16 @@ def test_check_and_drop_refuse_the_same_rows_with_the_same_code_and_message(inst
         form = {"format": keys["format"]} if "format" in keys else {}
         more = {key: value for key, value in keys.items() if key != "format"}
         files.append(instance.drop(name, datasets=[{"path": str(path), **form}], **more))
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "check", "--json", *map(str, files)]
+    command = [
+        sys.executable,
+        "-m",
+        "honed.cli.honectl",
+        "--root",
+        str(instance.root),
+        "check",
+        "--json",
+        *map(str, files),
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
     checked = {each["file"].rpartition("/")[2]: each["error"] for each in json.loads(shown.stdout)}
     assert instance.drain() == 0

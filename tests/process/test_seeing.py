@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from harness import Instance, RealInstance, wait_for
 
-from honed.job import State
-from honed.worker import torchvision
+from honed.job.job import State
+from honed.worker.model import torchvision
 from zoo import plain
 from zoo.model import build_checkpoint, write_facts
 
 
 def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **keys)
 
 
@@ -78,7 +78,7 @@ def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:
     instance.wait_state("succeed", State.QUEUED)
     path = instance.root / "succeed-9.json"
     path.write_text(json.dumps(plain.spec(instance.model, instance.dataset)))
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "trial", str(path)]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), "trial", str(path)]
     asking = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(

@@ -17,11 +17,13 @@ from endpoint import Endpoint, Reply, Request, refuse
 from harness import DEADLINE_SEC, wait_for
 from listener import drip
 
-from honed import config, doctor, outbox
-from honed.event import Event, Reading
-from honed.job import Attempt, Job
-from honed.layout import Layout
-from honed.outbox import Outbox
+from honed.cli import doctor
+from honed.job.event import Event, Reading
+from honed.job.job import Attempt, Job
+from honed.send import outbox
+from honed.send.outbox import Outbox
+from honed.spec import config
+from honed.system.layout import Layout
 
 JOB = Job(id=7, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o",
           attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
@@ -61,7 +63,7 @@ class Sending:
         return {str(row["idempotency_key"]) for event in events for row in outbox.rows(JOB, event)}
 
     def start(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "honed.send", "--root", str(self.layout.root), *arguments]
+        command = [sys.executable, "-m", "honed.send.sender", "--root", str(self.layout.root), *arguments]
         with self.log_path.open("ab") as file:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=file, stderr=file, env={**os.environ, **environment}

@@ -16,9 +16,9 @@ import pytest
 from cgroup import limited_to
 from harness import DEADLINE_SEC, wait_for
 
-from honed import jobunit, shim
-from honed.layout import Layout
-from honed.runner import exit_of, read_exit_record
+from honed.run import jobunit, shim
+from honed.run.runner import exit_of, read_exit_record
+from honed.system.layout import Layout
 
 SHIM = Path(shim.__file__)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from harness import Instance, RealInstance, wait_for
 
-from honed import query
-from honed.job import State
+from honed.job import query
+from honed.job.job import State
 from zoo.model import build_checkpoint, write_facts
 
 

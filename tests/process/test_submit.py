@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed import acceptance
-from honed.acceptance import Acceptance
-from honed.arrival import Arrivals
-from honed.config import Config, SpoolConfig
-from honed.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError, UsageError
-from honed.job import State
-from honed.spool import Spool
+from honed.daemon import acceptance
+from honed.daemon.acceptance import Acceptance
+from honed.job.arrival import Arrivals
+from honed.job.job import State
+from honed.job.spool import Spool
+from honed.spec.config import Config, SpoolConfig
+from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, SpecError, UsageError
 from zoo import plain
 
 SOCKET = '[policy]\narrivals = "socket"\n'
@@ -49,7 +49,7 @@ def honectl(
     instance: Instance, *arguments: str, uid: int | None = None, gid: int = UID
 ) -> subprocess.CompletedProcess[str]:
     """As root, or as another user."""
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     if uid is not None:
         command = [*become(uid, gid), *command]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
@@ -164,7 +164,8 @@ def test_what_was_taken_when_honed_was_killed_is_accepted_for_its_submitter(inst
     claimed_dir = instance.layout.spool_dir / "claimed"
     second = job_file(instance, "succeed-2", name="succeed-2", depends_on=["succeed-1"])
     waiting = subprocess.Popen(
-        [*become(UID, GID), sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "submit", str(second)],
+        [*become(UID, GID), sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), "submit",
+         str(second)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     wait_for(lambda: list(claimed_dir.glob(f"*.{UID}/*.json")), what="taken")
@@ -282,7 +283,7 @@ def test_a_user_of_no_group_is_not_let_in_by_the_verb(instance: Instance, users:
     instance.start()
     open_incoming(instance)
     ask = (
-        "import sys; from pathlib import Path; from honed.control import Client\n"
+        "import sys; from pathlib import Path; from honed.system.control import Client\n"
         "print(Client(Path(sys.argv[1])).ask('submit', name='a.json', data='e30=', uid=0))"
     )
     done = subprocess.run(

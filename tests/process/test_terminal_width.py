@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import DEADLINE_SEC, Instance, said_on_terminal
 
-from honed.job import State
+from honed.job.job import State
 from zoo import plain
 
 
@@ -23,7 +23,7 @@ def on_terminal(instance: Instance, columns: int, *arguments: str) -> list[str]:
 
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
 
 

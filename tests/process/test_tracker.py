@@ -24,11 +24,11 @@ import yaml
 from harness import RealInstance, wait_for
 from wandbserver import WandbServer
 
-from honed import offlinerun
-from honed.job import Job, State
-from honed.layout import Layout
-from honed.worker import tracker
+from honed.job.job import Job, State
+from honed.send import wandb_runs
+from honed.system.layout import Layout
 from honed.worker.assignment import Assignment
+from honed.worker.train import tracker
 from zoo.model import build_checkpoint, write_facts
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
@@ -67,7 +67,7 @@ def drop(real: RealInstance, name: str, **keys: Any) -> None:
 
 
 def sender(real: RealInstance, log_path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "honed.send", "--until-eof", "--root", str(real.root)]
+    command = [sys.executable, "-m", "honed.send.sender", "--until-eof", "--root", str(real.root)]
     with log_path.open("ab") as file:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file)
 
@@ -97,11 +97,11 @@ def test_a_jobs_trackers_write_beside_it_and_its_wandb_run_arrives_once(
 
     outbox = real.layout.outbox_dir
     name = f"1.{run.name}"
-    assert offlinerun.is_synced(outbox, name)
-    assert list(offlinerun.waiting(outbox)) == []
+    assert wandb_runs.is_synced(outbox, name)
+    assert list(wandb_runs.waiting(outbox)) == []
     num_requests = server.num_requests
     real.start()
-    wait_for(lambda: not list(offlinerun.runs_dir(outbox).iterdir()), what="what is synchronised is removed")
+    wait_for(lambda: not list(wandb_runs.runs_dir(outbox).iterdir()), what="what is synchronised is removed")
     real.stop()
     assert server.num_requests == num_requests, "it is not sent again"
     kept = [path for path in real.root.rglob("*") if path.is_file() and not path.name.endswith(".key")]
@@ -180,10 +180,10 @@ FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"r
 def test_a_log_that_names_other_files_than_its_runs_is_not_sent(data: bytes, why: str | None) -> None:
     """wandb sync uploads what a log names, and a worker could have written anything into it."""
     if why is None:
-        offlinerun.check(data)
+        wandb_runs.check(data)
     else:
         with pytest.raises(ValueError, match=why):
-            offlinerun.check(data)
+            wandb_runs.check(data)
 
 
 def offline(layout: Layout, job_id: int, data: bytes = log_of(*FIGURES)) -> Path:
@@ -206,19 +206,19 @@ def test_runs_of_ended_jobs_are_copied_and_nothing_that_a_link_leads_to(tmp_path
     (log,) = offline(layout, 2).iterdir()
     log.unlink()
     log.symlink_to(secret)
-    offline(layout, 3, b"x" * (offlinerun.MAX_BYTES + 1))
+    offline(layout, 3, b"x" * (wandb_runs.MAX_BYTES + 1))
     offline(layout, 4)
     jobs = {number: job(number) for number in (1, 2, 3)} | {4: job(4, State.RUNNING)}
-    collector = offlinerun.Collector(layout)
+    collector = wandb_runs.Collector(layout)
     collector.tend(moved=set(), job_of=jobs.get, is_wanted=False)
     assert not layout.outbox_dir.exists()
     collector.tend(moved=set(), job_of=jobs.get, is_wanted=True)
-    assert [path.name for path in offlinerun.waiting(layout.outbox_dir)] == [f"1.{RUN}"]
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"1.{RUN}"]
     collector.tend(moved={4}, job_of=(jobs | {4: job(4)}).get, is_wanted=True)
-    assert [path.name for path in offlinerun.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"4.{RUN}"]
-    offlinerun.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"4.{RUN}"]
+    wandb_runs.mark_synced(layout.outbox_dir, f"1.{RUN}", when=0)
     collector.tend(moved={1}, job_of=jobs.get, is_wanted=True)
-    assert [path.name for path in offlinerun.runs_dir(layout.outbox_dir).iterdir()] == [f"4.{RUN}"]
+    assert [path.name for path in wandb_runs.runs_dir(layout.outbox_dir).iterdir()] == [f"4.{RUN}"]
 
 
 def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: 
     for number in (1, 2):
         offline(layout, number)
     jobs = {number: job(number) for number in (1, 2)}
-    collector = offlinerun.Collector(layout)
+    collector = wandb_runs.Collector(layout)
     collector.tend(moved=set(), job_of={}.get, is_wanted=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -237,9 +237,9 @@ def test_a_run_that_the_disk_did_not_take_is_taken_once_there_is_room(tmp_path: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert list(offlinerun.waiting(layout.outbox_dir)) == []
+    assert list(wandb_runs.waiting(layout.outbox_dir)) == []
     collector.tend(moved=set(), job_of=jobs.get, is_wanted=True)
-    assert [path.name for path in offlinerun.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"2.{RUN}"]
+    assert [path.name for path in wandb_runs.waiting(layout.outbox_dir)] == [f"1.{RUN}", f"2.{RUN}"]
 
 
 @needs_wandb
@@ -259,7 +259,7 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
     assert wandb.__version__
     [run] = (made / "wandb").glob("offline-run-*")
     outbox = real.layout.outbox_dir
-    shutil.copytree(run, offlinerun.runs_dir(outbox) / f"1.{run.name}")
+    shutil.copytree(run, wandb_runs.runs_dir(outbox) / f"1.{run.name}")
     server.status = 401
     log_path = real.root / "send.log"
     sending = sender(real, log_path)
@@ -268,16 +268,16 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
         [own] = re.findall(r"; see (/\S+)", log_path.read_text())
         assert "no such key" in Path(own).read_text()
         assert KEY not in log_path.read_text()
-        assert len(list(offlinerun.waiting(outbox))) == 1
+        assert len(list(wandb_runs.waiting(outbox))) == 1
         server.status = 200
         assert sending.stdin is not None
         sending.stdin.close()  # the end of the daemon: once more
         assert sending.wait(600) == 0
     finally:
         sending.kill()
-    assert list(offlinerun.waiting(outbox)) == [], log_path.read_text()
+    assert list(wandb_runs.waiting(outbox)) == [], log_path.read_text()
     assert [row["loss"] for row in server.streams["wandb-history.jsonl"]] == [0, 1, 2]
-    assert json.loads((offlinerun.synced_dir(outbox) / f"1.{run.name}.json").read_text())["run"] == f"1.{run.name}"
+    assert json.loads((wandb_runs.synced_dir(outbox) / f"1.{run.name}.json").read_text())["run"] == f"1.{run.name}"
 
 
 def test_mlflow_and_trackio_are_told_to_write_beside_the_job_and_to_call_nobody() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import Instance, wait_for
 
-from honed.job import State
+from honed.job.job import State
 
 
 def waits(instance: Instance, name: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     assert instance.client.ask("show", id="1")["waiting_for"] is None
     assert instance.client.ask("release", id="4")["waiting_for"]["reason"] == "device"
     instance.client.ask("hold", id="4")
-    listed = subprocess.run([sys.executable, "-m", "honed.honectl", "--root", str(instance.root), "list"],
+    listed = subprocess.run([sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), "list"],
                             capture_output=True, text=True, check=True).stdout  # fmt: skip
     assert "waits because" in listed
     assert "job 1 (slow-400), which it depends on, is running" in listed

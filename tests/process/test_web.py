@@ -22,16 +22,16 @@ from harness import DEADLINE_SEC, Instance, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from test_report import HOSTILE, Page, write_events
 
-from honed import webapi
-from honed.event import EventWriter
-from honed.job import Job, State
+from honed.job.event import EventWriter
+from honed.job.job import Job, State
+from honed.page import api
 
 TOKEN = "0123456789abcdef-s3cret"
 SHARED = "[policy]\nshare_results = true\n"
 
 
 def command(instance: Instance, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "honed.web", "--root", str(instance.root), *arguments]
+    return [sys.executable, "-m", "honed.page.server", "--root", str(instance.root), *arguments]
 
 
 class Web:
@@ -201,7 +201,7 @@ def test_what_the_description_says_is_what_comes(asked: Web) -> None:
         assert reference in described["components"]["schemas"]
     names = [each["get"]["operationId"] for each in described["paths"].values()]
     assert len(set(names)) == len(names)
-    for endpoint in webapi.ENDPOINTS:
+    for endpoint in api.ENDPOINTS:
         said = described["paths"][endpoint.path]["get"]
         assert {each["name"] for each in said["parameters"] if each["in"] == "query"} == set(
             endpoint.parameters.model_fields
@@ -212,7 +212,7 @@ def test_what_the_description_says_is_what_comes(asked: Web) -> None:
         endpoint.answer.model_validate_json(body)
         status, _, body = web.ask(endpoint.path.replace("{job_id}", "1") + "?nonsense=1")
         assert status == 400
-        webapi.Failure.model_validate_json(body)
+        api.Failure.model_validate_json(body)
     for path in described["paths"]:
         if not path.endswith("/events"):
             assert web.ask(path.replace("{job_id}", "1"))[0] in {200, 503}, path
@@ -240,7 +240,7 @@ def test_what_the_description_says_is_what_comes(asked: Web) -> None:
 )
 def test_a_wrong_question_is_told_what_is_wrong(asked: Web, path: str, status: int, words: str) -> None:
     found, headers, body = asked.ask(path)
-    error = webapi.Failure.model_validate_json(body).error
+    error = api.Failure.model_validate_json(body).error
     assert (found, headers["content-type"]) == (status, "application/json")
     assert words in error.message
     assert error.hint
@@ -484,7 +484,7 @@ def test_health_says_what_is_not_well(instance: Instance) -> None:
         for path in ("/api/jobs/1/metrics", "/api/jobs/1", "/api/jobs", "/"):
             status, _, body = web.ask(path)
             assert status == 503, path
-            assert "not a database" in webapi.Failure.model_validate_json(body).error.message
+            assert "not a database" in api.Failure.model_validate_json(body).error.message
         assert web.ask("/metrics")[0] == 200
         stream.read()  # it has an end, and a plain one
         assert "a stream of events ends" in web.log
@@ -493,7 +493,7 @@ def test_health_says_what_is_not_well(instance: Instance) -> None:
         instance.spool.state_dir(State.HELD).rmdir()
         wait_for(lambda: web.ask("/api/jobs")[0] == 503, what="a look at the spool")
         body = web.ask("/api/jobs")[2]
-        assert "held: No such file or directory" in webapi.Failure.model_validate_json(body).error.message
+        assert "held: No such file or directory" in api.Failure.model_validate_json(body).error.message
 
 
 def test_where_honed_never_ran_it_says_so_and_makes_nothing(instance: Instance) -> None:

@@ -9,9 +9,9 @@ import pytest
 from harness import Instance, wait_for
 from test_web import SHARED, serving
 
-from honed.job import State
-from honed.layout import Layout
-from honed.spool import Spool
+from honed.job.job import State
+from honed.job.spool import Spool
+from honed.system.layout import Layout
 
 
 def test_why_a_job_waits_is_told_as_honed_knows_it(instance: Instance) -> None:

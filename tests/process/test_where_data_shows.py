@@ -21,9 +21,11 @@ import pytest
 from endpoint import Endpoint
 from harness import DEADLINE_SEC, Instance, RealInstance
 
-from honed import notification, query, webmetric
-from honed.error import NotPermittedError
-from honed.webdata import Source
+from honed.job import query
+from honed.page import metrics
+from honed.page.source import Source
+from honed.send import notification
+from honed.system.error import NotPermittedError
 from zoo.model import build_checkpoint
 
 #: What each word stands in.
@@ -185,7 +187,7 @@ def for_everybody(instance: Instance) -> dict[str, str]:
         "the refusals": repr([query.refusal(spool, f"{name}.json", stranger) for name in (*ROWS, *SPECS)]),
         "the table of jobs": repr(jobs),
         "the index": layout.index_path.read_text() if layout.index_path.exists() else "",
-        "metrics": webmetric.scrape(Source(layout), stranger).decode(),
+        "metrics": metrics.scrape(Source(layout), stranger).decode(),
         "notices": "".join(path.read_text() for path in sorted(notices.rglob("*")) if path.is_file()),
     }
 
@@ -202,7 +204,7 @@ def for_the_owner(instance: Instance) -> str:
 
 
 def honectl(instance: Instance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(instance.root), *arguments]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
     assert done.stderr == ""
     return done.stdout

@@ -9,8 +9,8 @@ import sys
 import pytest
 from harness import HERE, Instance, wait_for
 
-from honed.attempts import MAX_FAILED_STEPS
-from honed.job import State
+from honed.daemon.attempts import MAX_FAILED_STEPS
+from honed.job.job import State
 
 
 def test_a_job_that_succeeds_has_its_figures_in_the_database(instance: Instance) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from honed import jobunit
-from honed.layout import Layout
+from honed.run import jobunit
+from honed.system.layout import Layout
 
 if __name__ == "__main__":
     fakeworker = Path(__file__).parents[1] / "process/fakeworker.py"

@@ -300,9 +300,10 @@ class Subject:
     """honed's code that checks what a job names and opens it, as the unit of a check or of a job has it."""
 
     def __init__(self, kind: str, uid: int) -> None:
-        from honed import access, device, policy, preflight
-        from honed.config import Config
-        from honed.layout import Layout
+        from honed.check import policy, preflight
+        from honed.spec.config import Config
+        from honed.system import access, device
+        from honed.system.layout import Layout
 
         self.moments = Moments()
         self._uid, self._layout, self._config, self._device = uid, Layout(Path("/")), Config(), device.cpu()
@@ -313,7 +314,7 @@ class Subject:
                 self.moments.around(module, name)
 
     def _check(self, name: str, swap: str, path: Path) -> str:
-        from honed.error import HonedError
+        from honed.system.error import HonedError
 
         try:
             self._preflight.check(
@@ -326,8 +327,8 @@ class Subject:
 
     def _work(self, name: str, swap: str, path: Path) -> str:
         """What the worker does with each input: it holds the path against the grant, and libraries open it."""
-        from honed import spec
-        from honed.error import HonedError
+        from honed.spec import spec
+        from honed.system.error import HonedError
 
         job_spec = spec.of(spec.read(Path("spec.json"), json.dumps(job_of(name, swap, path)).encode(), max_bytes=2**18))
         model, adapter = Path(job_spec.base_model), None if job_spec.adapter is None else Path(job_spec.adapter)

@@ -209,7 +209,7 @@ def test_root_and_accounts_of_services_are_checked_by_honed_itself(honed: Machin
         drop(honed, user, f"of-{user}", datasets=[{"path": "/srv/service.jsonl"}])
         wait_job(honed, f"of-{user}")
         assert honed.property(unit_of(honed, user), "ActiveState") == "inactive"
-    owners = honed.sh("ps -eo user:20,args | grep '[h]oned.preflight' | cut -d' ' -f1").split()
+    owners = honed.sh("ps -eo user:20,args | grep '[h]oned.check.preflight' | cut -d' ' -f1").split()
     assert owners == ["honed"]
 
 
@@ -401,7 +401,7 @@ def test_where_no_unit_starts_people_wait_and_are_checked_once_it_does(honed: Ma
         wait_job(honed, f"{name}-root")
         assert name not in jobs(honed)
         assert not refusal(honed, name)
-        assert honed.sh("ps -eo user:20,args | grep '[h]oned.preflight' | cut -d' ' -f1").split() == ["honed"]
+        assert honed.sh("ps -eo user:20,args | grep '[h]oned.check.preflight' | cut -d' ' -f1").split() == ["honed"]
         if trouble is without_the_template:
             found = {each["check"]: each for each in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
             assert "not checked:" in found["honed.service"]["detail"]

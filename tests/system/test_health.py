@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 
-from honed import message
+from honed.system import message
 from zoo import plain
 
 pytestmark = pytest.mark.systemd

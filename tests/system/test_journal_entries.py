@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 
-from honed import message
+from honed.system import message
 
 pytestmark = pytest.mark.systemd
 
@@ -135,7 +135,7 @@ def test_who_dropped_a_job_reads_all_that_it_made_and_nobody_else_does(honed: Ma
 
 
 def test_an_entry_of_a_megabyte_arrives_whole(honed: Machine) -> None:
-    code = "from honed.journal import Journal; Journal().send({'MESSAGE': 'x' * 1_000_000, 'HONED_JOB': 4711})"
+    code = "from honed.system.journal import Journal; Journal().send({'MESSAGE': 'x' * 1_000_000, 'HONED_JOB': 4711})"
     packages = f"{CHECKOUT}/daemon:" + honed.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
     honed.run("python3", "-c", code, environment={"PYTHONPATH": packages})
     (entry,) = honed.journal("HONED_JOB=4711")

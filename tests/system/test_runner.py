@@ -22,7 +22,7 @@ PYTHONPATH = f"{CHECKOUT}/daemon:{CHECKOUT}/tests:{ENVIRONMENT}/lib/python3.11/s
 HONED_DROPIN = f"""\
 [Service]
 ExecStart=
-ExecStart={PYTHON} -m honed.daemon
+ExecStart={PYTHON} -m honed.daemon.loop
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 RestartSec=100ms
 WatchdogSec=4s
@@ -32,16 +32,16 @@ JOB_DROPIN = f"""\
 ExecStart=
 ExecStart={PYTHON} {CHECKOUT}/tests/system/jobstart.py %i
 ExecStopPost=
-ExecStopPost={PYTHON} -c "from honed.jobunit import end_main; raise SystemExit(end_main())" %i
+ExecStopPost={PYTHON} -c "from honed.run.jobunit import end_main; raise SystemExit(end_main())" %i
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 TimeoutStopSec=2s
 """
 VIEW_DROPIN = f"""\
 [Service]
 ExecStart=
-ExecStart={PYTHON} -c "from honed.jobview import main; raise SystemExit(main())" %i
+ExecStart={PYTHON} -c "from honed.run.jobview import main; raise SystemExit(main())" %i
 ExecStop=
-ExecStop={PYTHON} -c "from honed.jobview import main; raise SystemExit(main())" %i --remove
+ExecStop={PYTHON} -c "from honed.run.jobview import main; raise SystemExit(main())" %i --remove
 Environment=PYTHONPATH={PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 """
 CONFIG = "[jobs]\nstall_timeout_sec = 3.0\nretry_delay_sec = 0.0\npoll_interval_sec = 0.1\n"
@@ -72,7 +72,7 @@ class Honed:
         return self.machine.run(PYTHON, "-c", code, environment={"PYTHONPATH": PYTHONPATH})
 
     def honectl(self, *words: str) -> str:
-        return self.machine.run(PYTHON, "-m", "honed.honectl", *words, environment={"PYTHONPATH": PYTHONPATH})
+        return self.machine.run(PYTHON, "-m", "honed.cli.honectl", *words, environment={"PYTHONPATH": PYTHONPATH})
 
     def drop(self, name: str, **keys: Any) -> int:
         """Drop a job, and wait until it runs. Returns its number."""

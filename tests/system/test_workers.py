@@ -111,7 +111,7 @@ def test_roots_jobs_and_those_of_before_the_upgrade_run_as_honed_job(honed: Mach
     # An older version's: its submitter reads, the workers' group writes.
     uid = honed.run("id", "-u", "anna").strip()
     code = (
-        "from pathlib import Path; from honed.access import Acl, set_acl; "
+        "from pathlib import Path; from honed.system.access import Acl, set_acl; "
         f"set_acl(Path('{JOBS}/{before}'), Acl(7, 7, 0, {{{uid}: 5}}, {{}}), inherited=True)"
     )
     honed.run("/opt/honed/current/bin/python", "-c", code)

@@ -1,19 +1,20 @@
-"""The page that says where everything lives names every module, each once."""
+"""The page that says where everything lives names every package, each once."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
-from honed import doctor
+import honed
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_table_of_modules_names_each_of_the_daemons_side_once() -> None:
-    table = (DOCS / "architecture.md").read_text().partition("| module | what lives there |")[2].partition("\n\n")[0]
-    cells = [row.split("|")[1] for row in table.splitlines() if row.count("|") > 2]
-    named = Counter(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
-    there = {path.stem for path in Path(doctor.__file__).parent.glob("*.py")} - {"__init__"}
-    assert named == Counter(there)
+def test_the_table_of_packages_names_each_once_and_modules_that_are_there() -> None:
+    top = Path(honed.__file__).parent
+    table = (DOCS / "architecture.md").read_text().partition("| package |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", row) for row in table.splitlines()[2:]]
+    assert sorted(row[0] for row in rows) == sorted(path.parent.name for path in top.glob("*/__init__.py"))
+    missing = [f"{package}/{name}" for package, *names in rows for name in names
+               if not (top / package / f"{name}.py").exists() and not (top / package / name).is_dir()]  # fmt: skip
+    assert missing == []

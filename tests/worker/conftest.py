@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 
 import warm
-from honed import basemodel, event, installed, modality, plan
-from honed import spec as specs
-from honed.config import Config
-from honed.device import cpu
-from honed.event import Event
-from honed.worker import torchvision
+from honed.inputs import basemodel, modality
+from honed.job import event
+from honed.job.event import Event
+from honed.plan import plan
+from honed.spec import spec as specs
+from honed.spec.config import Config
+from honed.system import installed
+from honed.system.device import cpu
+from honed.worker.model import torchvision
 from honed.worker.run import run
 from honed.worker.stop import Stop
 from zoo.model import Format, build_checkpoint, write_facts

@@ -82,14 +82,14 @@ def work(job_dir: Path, attempt: int, cut: str | None = None, step: int = 0, num
 def main(answers: TextIO) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from honed.worker import load, torchvision
+    from honed.worker.model import load, torchvision
 
     torchvision.mend()
     load.choose(sys.argv[1]).import_libraries()
-    import honed.worker.callback
-    import honed.worker.data
-    import honed.worker.trainer
-    import honed.worker.usage  # noqa: F401
+    import honed.worker.rows.data
+    import honed.worker.train.callback
+    import honed.worker.train.trainer
+    import honed.worker.train.usage  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)

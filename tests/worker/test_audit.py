@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from honed.error import PrecisionError
-from honed.event import EventWriter
-from honed.precision import Precision
+from honed.job.event import EventWriter
+from honed.plan.precision import Precision
+from honed.system.error import PrecisionError
 from honed.worker import assignment as assignments
-from honed.worker import audit, load
+from honed.worker.model import audit, load
 from worker.conftest import Ended, MakeJob, WorkerJob, read_events
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
-from honed.chat import IGNORED, ChatFormat, Encoded, trained_share
-from honed.dataset import Example
-from honed.error import DatasetError, MaskError
-from honed.row import words
+from honed.inputs.dataset import Example
+from honed.inputs.row import words
+from honed.system.error import DatasetError, MaskError
+from honed.text.chat import IGNORED, ChatFormat, Encoded, trained_share
 from told import refused
 from zoo.template import TEMPLATES, Template
 from zoo.tokenizer import build_tokenizer

@@ -20,13 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from honed import preflight
-from honed import spec as specs
-from honed.config import Config
-from honed.device import cpu
-from honed.error import HonedError, ModelError
-from honed.layout import Layout
-from honed.worker import load
+from honed.check import preflight
+from honed.spec import spec as specs
+from honed.spec.config import Config
+from honed.system.device import cpu
+from honed.system.error import HonedError, ModelError
+from honed.system.layout import Layout
+from honed.worker.model import load
 from worker.conftest import Ended, WorkerJob
 from zoo.model import build_checkpoint, write_facts
 
@@ -423,7 +423,7 @@ def test_the_families_without_sdpa_are_those_that_transformers_has_none_for() ->
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    from honed.precision import NO_SDPA
+    from honed.plan.precision import NO_SDPA
 
     def has_sdpa(name: str | tuple[str, ...]) -> bool:
         return bool(getattr(getattr(transformers, name if isinstance(name, str) else name[0]), "_supports_sdpa", False))
@@ -435,7 +435,7 @@ def test_every_model_that_transformers_calls_stateful_is_refused() -> None:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    from honed.packing import RECURRENT
+    from honed.plan.packing import RECURRENT
 
     mappings = (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import transformers.utils.chat_template_utils as rendering
 
-from honed.chat import ChatFormat
-from honed.row import Example
+from honed.inputs.row import Example
+from honed.text.chat import ChatFormat
 from honed.worker import assignment as assignments
 from worker.conftest import MakeJob
 from zoo.shipped import build_shipped, source

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from honed.database import figures
-from honed.worker import budget
+from honed.job.database import figures
+from honed.worker.train import budget
 from worker.conftest import Ended, MakeJob, WorkerJob
 
 LORA = {"r": 8, "lora_dropout": 0.2}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from honed.error import DatasetError
+from honed.system.error import DatasetError
 from honed.worker.run import explain
 
 

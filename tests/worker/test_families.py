@@ -19,11 +19,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
-from honed import basemodel, modality, parameter, precision
-from honed import spec as specs
-from honed.device import cpu
-from honed.error import BackendError, ModelError
-from honed.worker import load, transformers_backend, unsloth_backend
+from honed.inputs import basemodel, modality
+from honed.plan import parameter, precision
+from honed.spec import spec as specs
+from honed.system.device import cpu
+from honed.system.error import BackendError, ModelError
+from honed.worker.model import load, transformers_backend, unsloth_backend
 from worker.conftest import MakeJob
 from zoo.vision import FAMILIES, SAMPLING_RATE, build_speaking_checkpoint, build_vision_checkpoint
 
@@ -328,7 +329,7 @@ def test_a_processor_that_wants_what_is_not_installed_says_so(base_of: Callable[
     code = (
         "import sys; sys.modules['torchvision'] = None\n"
         "from types import SimpleNamespace\n"
-        "from honed.error import EnvironmentInvalidError\n"
+        "from honed.system.error import EnvironmentInvalidError\n"
         "from honed.worker import processor\n"
         "job = SimpleNamespace(base_model_path=sys.argv[1], spec=SimpleNamespace(trust_remote_code=False))\n"
         "try: processor.load(job, None, None)\n"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel
-from honed.precision import Precision
+from honed.inputs import basemodel
+from honed.plan.precision import Precision
 from worker.conftest import Ended, MakeJob, WorkerJob
 
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -41,8 +41,8 @@ def bare_losses(base: Path, data_path: Path, output_dir: Path, **training: Any) 
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from honed.chat import ChatFormat
-    from honed.row import convert
+    from honed.inputs.row import convert
+    from honed.text.chat import ChatFormat
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     chat = ChatFormat(tokenizer)
@@ -115,7 +115,7 @@ def test_the_best_checkpoints_remainders_are_in_an_output_of_more_than_bfloat16(
     import torch
     from safetensors.torch import load_file
 
-    from honed.worker.optimizer import REMAINDER, join
+    from honed.worker.train.optimizer import REMAINDER, join
 
     training = {
         "max_steps": 9, "learning_rate": 0.05, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 11,
@@ -156,8 +156,8 @@ def test_a_job_that_was_planned_before_there_were_rungs_is_trained_as_it_was_pla
 def test_the_room_that_a_first_checkpoint_needs_is_that_of_all_that_it_holds(tmp_path: Path) -> None:
     import torch
 
-    from honed.worker import room
-    from honed.worker.optimizer import CompensatedAdamW
+    from honed.worker.train import disk_reserve
+    from honed.worker.train.optimizer import CompensatedAdamW
 
     model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Linear(400, 400)).bfloat16()
     model[0].requires_grad_(False)
@@ -168,8 +168,8 @@ def test_the_room_that_a_first_checkpoint_needs_is_that_of_all_that_it_holds(tmp
     for is_whole, number in ((True, 2), (False, 1)):
         weights = list(model[2 - number :].state_dict().values())
         torch.save(weights, tmp_path / "model.pt")
-        needed = room.written_bytes(model, optimizer, is_whole=is_whole)
-        assert needed * 0.95 < room.size_of(tmp_path) < needed * room.MARGIN
+        needed = disk_reserve.written_bytes(model, optimizer, is_whole=is_whole)
+        assert needed * 0.95 < disk_reserve.size_of(tmp_path) < needed * disk_reserve.MARGIN
 
 
 # --- As saved ---------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_what_is_asked_of_the_model_is_asked_of_the_numbers_that_are_saved(*, bf
     """Half precision where training computes in it; else the same numbers, computed with in float32."""
     import torch
 
-    from honed.worker import cast
+    from honed.worker.model import cast
 
     model = tiny(has_tie=True)
     own = {name: (each.data_ptr(), each.detach().clone()) for name, each in model.named_parameters()}
@@ -215,8 +215,8 @@ def test_what_is_asked_of_the_model_is_asked_of_the_numbers_that_are_saved(*, bf
 def test_compensated_weights_are_asked_and_saved_with_their_remainders_where_more_than_bfloat16_is_saved() -> None:
     import torch
 
-    from honed.worker import cast
-    from honed.worker.optimizer import CompensatedAdamW, master
+    from honed.worker.model import cast
+    from honed.worker.train.optimizer import CompensatedAdamW, master
 
     model = tiny(has_tie=True).bfloat16()
     optimizer = CompensatedAdamW(model.parameters(), lr=1e-4)
@@ -240,7 +240,7 @@ def test_plain_bfloat16_weights_are_asked_as_they_are_where_float32_is_saved() -
     """They were held in float32, as the same numbers in twice the memory, and computed with under autocast."""
     import torch
 
-    from honed.worker import cast
+    from honed.worker.model import cast
 
     model = tiny().bfloat16()
     plan = replace(precision("float32", load_dtype="bfloat16", bf16=True), master_weights="none")
@@ -252,7 +252,7 @@ def test_plain_bfloat16_weights_are_asked_as_they_are_where_float32_is_saved() -
 def test_weights_that_float16_has_no_numbers_for_are_saved_in_float32_and_that_is_said() -> None:
     import torch
 
-    from honed.worker import cast
+    from honed.worker.model import cast
 
     model = tiny()
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_the_configs_within_a_config_say_the_dtype_that_is_saved_too() -> None:
     import torch
     from transformers import Gemma3Config
 
-    from honed.worker import cast
+    from honed.worker.model import cast
 
     model: Any = torch.nn.Linear(2, 2)
     model.config = Gemma3Config(dtype="float32", text_config={"dtype": "float32"}, vision_config={"dtype": "float32"})
@@ -281,7 +281,7 @@ def test_the_configs_within_a_config_say_the_dtype_that_is_saved_too() -> None:
 def test_what_transformers_keeps_in_float32_is_saved_so() -> None:
     import torch
 
-    from honed.worker import cast
+    from honed.worker.model import cast
 
     model = tiny()
     model._keep_in_fp32_modules_strict = {"q_norm"}
@@ -296,7 +296,7 @@ def test_what_transformers_keeps_in_float32_is_saved_so() -> None:
 def test_a_weight_and_its_remainder_are_the_float32_master_bit_for_bit() -> None:
     import torch
 
-    from honed.worker.optimizer import join, part
+    from honed.worker.train.optimizer import join, part
 
     bits = torch.arange(-(2**31), 2**31, 65521, dtype=torch.int64)  # a prime: all kinds of ends
     ties = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x00000001, 0, -(2**31)])
@@ -312,7 +312,7 @@ def test_a_master_that_is_not_a_number_is_none_as_a_weight_either() -> None:
     """CUDA's NaN has every bit set: rounded up it was a zero, which the look at lost weights passes."""
     import torch
 
-    from honed.worker.optimizer import join, part
+    from honed.worker.train.optimizer import join, part
 
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, -0x400000], dtype=torch.int32)
     weight, remainder = part(bits.view(torch.float32))
@@ -326,7 +326,7 @@ def test_compensated_weights_are_stepped_as_float32_ones_are_and_a_checkpoint_gi
     import bitsandbytes
     import torch
 
-    from honed.worker.optimizer import REMAINDER, CompensatedAdamW, eight_bit, join, take_remainders
+    from honed.worker.train.optimizer import REMAINDER, CompensatedAdamW, eight_bit, join, take_remainders
 
     torch.manual_seed(0)
     start = torch.randn(80, 64).bfloat16()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from honed.event import EventWriter
-from honed.worker import checkpoint, room
+from honed.job.event import EventWriter
+from honed.worker.train import checkpoint, disk_reserve
 from worker.conftest import MakeJob, WorkerJob, read_events
 
 TRAINING = {"max_steps": 6, "save_steps": 1, "save_total_limit": 6, "learning_rate": 1e-3}
@@ -74,16 +74,16 @@ def test_without_room_for_one_the_run_stops_and_goes_on_as_the_same_run(
 ) -> None:
     undisturbed = make_job(training=TRAINING, **KEYS).run()
     job = make_job(training=TRAINING, **KEYS)
-    size = room.size_of(job.dir.parent / "job1/checkpoints/checkpoint-6")
+    size = disk_reserve.size_of(job.dir.parent / "job1/checkpoints/checkpoint-6")
     if is_foreseen:
-        mount(job.dir / "checkpoints", f"{(size * 3 // 2 + room.SPARE_BYTES) >> 10}k")
+        mount(job.dir / "checkpoints", f"{(size * 3 // 2 + disk_reserve.SPARE_BYTES) >> 10}k")
     else:  # somebody else fills it meanwhile: the look ahead finds enough, and the write does not
         mount(job.dir / "checkpoints", f"{(size * 3 // 2) >> 10}k")
-        monkeypatch.setattr(room, "needed_bytes", lambda *_: 0)
+        monkeypatch.setattr(disk_reserve, "needed_bytes", lambda *_: 0)
     first = job.run()
     assert first.status == 73
     assert first.result["error"]["code"] == "disk_insufficient"
-    assert first.result["needed_bytes"] > room.free_bytes(job.dir / "checkpoints")
+    assert first.result["needed_bytes"] > disk_reserve.free_bytes(job.dir / "checkpoints")
     assert names(job) == {"checkpoint-1"}
     monkeypatch.undo()
     mount(job.dir / "checkpoints", "64m")
@@ -96,7 +96,7 @@ def test_without_room_for_one_the_run_stops_and_goes_on_as_the_same_run(
 def test_the_word_on_an_attempts_end_has_room_kept_for_it(tmp_path: Path, mount: Any) -> None:
     place = tmp_path / "disk"
     mount(place, "256k")
-    reserve = room.Reserve(place)
+    reserve = disk_reserve.Reserve(place)
     fill(place / "filler")
     with pytest.raises(OSError, match="No space"):
         (place / "result.json").write_bytes(b"x" * 4096)

@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from honed.chat import ChatFormat
-from honed.worker import generation, prediction
+from honed.text.chat import ChatFormat
+from honed.worker.model import generation
+from honed.worker.train import prediction
 from worker.conftest import MakeJob
 from worker.test_prediction_state import predictor_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import pytest
 
-from honed import dataset
-from honed.row import Example
+from honed.inputs import dataset
+from honed.inputs.row import Example
 from worker.conftest import MakeJob
 
 LORA = {"r": 4}

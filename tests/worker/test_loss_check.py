@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import _patch_chunked_ce_lm_head
 
-from honed import loss
+from honed.plan import loss
 from worker.conftest import MakeJob
 from worker.test_families import rows_of
 from zoo.vision import build_vision_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from honed.worker import checkpoint, divergence
+from honed.worker.train import checkpoint, divergence
 from worker.conftest import MakeJob
 from worker.test_resume_state import cut, keys, resumed
 

@@ -75,8 +75,8 @@ def test_a_mask_that_is_spoilt_on_its_way_ends_the_job_before_its_first_step(
 
 def test_the_check_leaves_the_order_of_the_rows_as_it_was(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = make_job(lora={"r": 4, "lora_dropout": 0.1}).run()
-    monkeypatch.setattr("honed.worker.mask.NUM_BATCHES", 0)
-    monkeypatch.setattr("honed.worker.mask._hint", lambda *_: None)
+    monkeypatch.setattr("honed.worker.rows.mask.NUM_BATCHES", 0)
+    monkeypatch.setattr("honed.worker.rows.mask._hint", lambda *_: None)
     assert make_job(lora={"r": 4, "lora_dropout": 0.1}).run().losses == checked.losses
 
 

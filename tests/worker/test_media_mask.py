@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
-from honed.chat import IGNORED, ChatFormat, Encoded, MediaCutError
-from honed.error import DatasetError, MaskError, ModelError
-from honed.expansion import Place, carry
-from honed.maskcheck import placeholder_ids
-from honed.media import Kind, Media, MediaLimits
-from honed.row import Example
-from honed.worker.collator import merge
-from honed.worker.processor import Processor
-from honed.worker.transformers_backend import model_class
+from honed.inputs.media import Media
+from honed.inputs.row import Example
+from honed.spec.media import Kind, MediaLimits
+from honed.system.error import DatasetError, MaskError, ModelError
+from honed.text.chat import IGNORED, ChatFormat, Encoded, MediaCutError
+from honed.text.expansion import Place, carry
+from honed.text.maskcheck import placeholder_ids
+from honed.worker.model.transformers_backend import model_class
+from honed.worker.rows.collator import merge
+from honed.worker.rows.processor import Processor
 from zoo.vision import LLAVA_1_5, build_vision_checkpoint
 
 #: (width, height), some of which come out as more tokens than others, or in more pieces.

@@ -11,8 +11,9 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from honed.worker import load, preview
-from honed.worker.collator import Collator
+from honed.worker import preview
+from honed.worker.model import load
+from honed.worker.rows.collator import Collator
 from worker.conftest import MakeJob, read_events
 from zoo.vision import build_vision_checkpoint
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from honed import basemodel, parameter
-from honed import spec as specs
-from honed.parameter import EXPERT_NAMES
-from honed.precision import PART_KEYS
+from honed.inputs import basemodel
+from honed.plan import parameter
+from honed.plan.parameter import EXPERT_NAMES
+from honed.plan.precision import PART_KEYS
+from honed.spec import spec as specs
 from worker.conftest import MakeJob
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "mixtral")

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
 from conftest import INSTALLED, MakeJob, WorkerJob
-from honed import basemodel, plan
-from honed import spec as specs
-from honed.config import Config
-from honed.device import cpu
-from honed.error import ModelError, PrecisionError
-from honed.worker import merge
+from honed.inputs import basemodel
+from honed.plan import plan
+from honed.spec import spec as specs
+from honed.spec.config import Config
+from honed.system.device import cpu
+from honed.system.error import ModelError, PrecisionError
+from honed.worker.model import merge
 from honed.worker.stop import Stop
 from zoo.vision import FAMILIES, build_vision_checkpoint
 

@@ -12,11 +12,13 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from honed import basemodel, modality, parameter, target
-from honed import spec as specs
-from honed.error import ModelError, SpecError
+from honed.check import target
+from honed.inputs import basemodel, modality
+from honed.plan import parameter
+from honed.spec import spec as specs
+from honed.system.error import ModelError, SpecError
 from honed.worker import assignment as assignments
-from honed.worker import load
+from honed.worker.model import load
 from worker.conftest import MakeJob
 from zoo.vision import build_vision_checkpoint
 

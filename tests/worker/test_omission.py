@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from honed.asking import Mismatches
-from honed.chat import ChatFormat
-from honed.omission import SilencedError
-from honed.row import convert
+from honed.inputs.row import convert
+from honed.text.asking import Mismatches
+from honed.text.chat import ChatFormat
+from honed.text.omission import SilencedError
 from worker.conftest import MakeJob
 from zoo.shipped import SHIPPED, build_shipped
 from zoo.template import TEMPLATES

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from honed.chat import ChatFormat
-from honed.precision import Precision
-from honed.worker import prediction
-from honed.worker.prediction import Predictor
+from honed.plan.precision import Precision
+from honed.text.chat import ChatFormat
 from honed.worker.stop import Stop
+from honed.worker.train import prediction
+from honed.worker.train.prediction import Predictor
 from worker.test_prediction_state import predictor_of
 
 #: Of very different lengths, so that most are padded.

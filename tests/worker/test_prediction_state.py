@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from honed.chat import ChatFormat
-from honed.precision import Precision
-from honed.row import Example
-from honed.worker import prediction
-from honed.worker.prediction import Predictor
+from honed.inputs.row import Example
+from honed.plan.precision import Precision
+from honed.text.chat import ChatFormat
 from honed.worker.stop import Stop
+from honed.worker.train import prediction
+from honed.worker.train.prediction import Predictor
 from worker.conftest import MakeJob
 
 PRECISION = Precision(

@@ -82,7 +82,7 @@ def test_what_a_row_says_acts_on_no_terminal_and_forges_no_row(spec_path: Path) 
     (spec_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     change(spec_path, base_model=str(build_checkpoint(spec_path.parent / "whole")))  # which honectl checks first
     assert said in "".join(piece["text"] for piece in json.loads(run(spec_path, "--json").stdout)[0]["segments"])
-    command = [sys.executable, "-m", "honed.honectl", "--root", str(spec_path.parent), "preview", str(spec_path)]
+    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(spec_path.parent), "preview", str(spec_path)]
     plain = subprocess.run(command, capture_output=True, text=True, check=True)
     as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     for done in (run(spec_path), run(spec_path, "--json"), plain, as_json):

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from honed import spec as specs
-from honed.error import SpecError
+from honed.spec import spec as specs
+from honed.system.error import SpecError
 from worker.conftest import Ended, MakeJob, WorkerJob
 from zoo.model import FAMILIES
 

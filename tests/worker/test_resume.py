@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from honed.worker import checkpoint
+from honed.worker.train import checkpoint
 from worker.conftest import MakeJob, StopAtStep, WorkerJob
 from worker.test_resume_checkpoint import flip
 

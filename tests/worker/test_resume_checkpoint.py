@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from honed.error import InterruptedRunError
-from honed.worker import checkpoint, digest
-from honed.worker.checkpoint import Progress
+from honed.system.error import InterruptedRunError
+from honed.worker.train import checkpoint, digest
+from honed.worker.train.checkpoint import Progress
 
 #: Two pieces and a bit.
 LARGE_BYTES = 2 * digest.PIECE_BYTES + 5

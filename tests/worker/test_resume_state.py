@@ -226,7 +226,7 @@ def test_without_a_time_the_strategy_alone_counts(make_job: MakeJob) -> None:
 
 
 def test_ten_minutes_are_the_default() -> None:
-    from honed.spec import JobSpec
+    from honed.spec.spec import JobSpec
 
     assert JobSpec.model_fields["save_interval_sec"].default == 600
 

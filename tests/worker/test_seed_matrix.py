@@ -22,12 +22,14 @@ SCRIPT = Path(__file__).parents[2] / "scripts/gpu_matrix.py"
 sys.path.append(str(SCRIPT.parent))
 import gpu_matrix  # noqa: E402
 
-from honed import basemodel, installed, plan  # noqa: E402
-from honed import spec as specs  # noqa: E402
-from honed.config import Config  # noqa: E402
-from honed.device import Device, cpu  # noqa: E402
-from honed.error import HonedError  # noqa: E402
-from honed.installed import Installed  # noqa: E402
+from honed.inputs import basemodel  # noqa: E402
+from honed.plan import plan  # noqa: E402
+from honed.spec import spec as specs  # noqa: E402
+from honed.spec.config import Config  # noqa: E402
+from honed.system import installed  # noqa: E402
+from honed.system.device import Device, cpu  # noqa: E402
+from honed.system.error import HonedError  # noqa: E402
+from honed.system.installed import Installed  # noqa: E402
 from zoo.model import build_checkpoint, write_facts  # noqa: E402
 
 #: Seconds for two imports and sixteen cells.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from honed import ladder
-from honed.job import Adjustment
+from honed.job import out_of_memory
+from honed.job.job import Adjustment
 from worker.conftest import MakeJob, WorkerJob
 
 #: How far a loss may be from the undisturbed run's: sums of floats in another order.
@@ -29,7 +29,7 @@ def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
     """One step, as the daemon takes it."""
     path = job.dir / "adjustments.json"
     taken = tuple(Adjustment(**item) for item in json.loads(path.read_text())) if path.exists() else ()
-    step = ladder.next_step(ladder.adjusted(job.plan["spec"], taken), attempt=len(taken) + 1, phase=phase)
+    step = out_of_memory.next_step(out_of_memory.adjusted(job.plan["spec"], taken), attempt=len(taken) + 1, phase=phase)
     assert step is not None
     path.write_text(json.dumps([dataclasses.asdict(each) for each in (*taken, step)]))
     return step
@@ -38,7 +38,7 @@ def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     """The rows of each optimizer step, as they came to the model."""
-    from honed.worker.trainer import Trainer
+    from honed.worker.train.trainer import Trainer
 
     rows: list[list[tuple[int, ...]]] = []
     fetch = Trainer.get_batch_samples

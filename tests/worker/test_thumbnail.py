@@ -8,10 +8,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from honed.event import EventWriter, read
-from honed.media import Media
-from honed.worker import thumbnail
-from honed.worker.prediction import Question
+from honed.inputs.media import Media
+from honed.job.event import EventWriter, read
+from honed.worker.rows import thumbnail
+from honed.worker.train.prediction import Question
 
 
 def told(questions: list[Question], path: Path) -> list[dict[str, object]]:

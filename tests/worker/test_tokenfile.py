@@ -10,10 +10,11 @@ import pytest
 import transformers
 from transformers import AutoTokenizer
 
-from honed import basemodel, tokenfile
-from honed.chat import ChatFormat
-from honed.error import DatasetError
-from honed.row import Example
+from honed.inputs import basemodel
+from honed.inputs.row import Example
+from honed.system.error import DatasetError
+from honed.text import tokenfile
+from honed.text.chat import ChatFormat
 from zoo.template import TEMPLATES
 from zoo.tokenizer import Kind, build_tokenizer
 from zoo.vision import build_vision_checkpoint

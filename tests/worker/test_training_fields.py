@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from honed.field import choices, kinds
-from honed.synonym import NAMES
-from honed.training import OWNED, TrainingSpec
+from honed.spec.field import choices, kinds
+from honed.spec.synonym import NAMES
+from honed.spec.training import OWNED, TrainingSpec
 from worker.conftest import MakeJob
 
 trl = pytest.importorskip("trl")

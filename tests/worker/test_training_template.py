@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 from trl.chat_template_utils import get_training_chat_template
 
-from honed import variant
-from honed.chat import ChatFormat
-from honed.error import DatasetError
-from honed.row import convert
+from honed.inputs.row import convert
+from honed.spec import variant
+from honed.system.error import DatasetError
+from honed.text.chat import ChatFormat
 from worker.conftest import MakeJob
 from zoo.shipped import SHIPPED, SHIPPED_DIR, build_shipped, source
 

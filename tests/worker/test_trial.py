@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from honed import trial
-from honed.trial import Findings
+from honed.job import trial
+from honed.job.trial import Findings
 from worker.conftest import Ended, MakeJob, read_events
 from zoo.vision import build_vision_checkpoint, write_pictures
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from honed import quote
-from honed.chat import IGNORED, ChatFormat
-from honed.error import DatasetError, MaskError
-from honed.row import Example, fields
+from honed.inputs.row import Example, fields
+from honed.system import quote
+from honed.system.error import DatasetError, MaskError
+from honed.text.chat import IGNORED, ChatFormat
 from zoo import masks
 from zoo.tokenizer import build_marked_tokenizer
 

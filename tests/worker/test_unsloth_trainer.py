@@ -16,9 +16,9 @@ import pytest
 import torch
 import trl
 
-from honed.error import BackendError, OutOfMemoryError, SpecError
+from honed.system.error import BackendError, OutOfMemoryError, SpecError
 from honed.worker import assignment as assignments
-from honed.worker.unsloth_backend import UNCUT_LENGTH, UnslothBackend, max_seq_length
+from honed.worker.model.unsloth_backend import UNCUT_LENGTH, UnslothBackend, max_seq_length
 from worker.conftest import WORKER_TIMEOUT_SEC, Ended, MakeJob, WorkerJob, read_events
 
 needs_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")

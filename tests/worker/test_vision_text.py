@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from honed import modality
+from honed.inputs import modality
 from worker.conftest import MakeJob
 from zoo.vision import build_vision_checkpoint
 

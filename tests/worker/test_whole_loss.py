@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from honed import loss, position
-from honed.chat import ChatFormat
-from honed.row import convert
+from honed.inputs.row import convert
+from honed.plan import loss, position
+from honed.text.chat import ChatFormat
 from honed.worker import assignment as assignments
 from worker.conftest import MakeJob, WorkerJob
 

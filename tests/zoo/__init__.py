@@ -1,5 +1,5 @@
 """What tests feed honed with: templates, tokenizers, tiny models, data sets."""
 
-from honed.worker import torchvision
+from honed.worker.model import torchvision
 
 torchvision.mend()  # checkpoints are built before a worker mends it

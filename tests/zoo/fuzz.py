@@ -22,35 +22,25 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from honed import (
-    basemodel,
-    config,
-    database,
-    dataset,
-    document,
-    event,
-    honectl,
-    media,
-    outbox,
-    outcome,
-    preflight,
-    report,
-    row,
-    runner,
-    shim,
-    spec,
-    terminal,
-)
-from honed.config import Config
-from honed.control import Request, Server, _Connection
-from honed.device import cpu
-from honed.error import DatasetError, HonedError, ModelError, SpecError
-from honed.job import Attempt, Job, State
-from honed.layout import Layout
-from honed.row import RowError
-from honed.runner import Exit
-from honed.spec import DatasetSpec
-from honed.spool import Spool
+from honed.check import preflight
+from honed.cli import honectl, terminal
+from honed.inputs import basemodel, dataset, media, row
+from honed.inputs.row import RowError
+from honed.job import database, event
+from honed.job.job import Attempt, Job, State
+from honed.job.spool import Spool
+from honed.page import report
+from honed.run import outcome, runner, shim
+from honed.run.runner import Exit
+from honed.send import outbox
+from honed.spec import config, document, spec
+from honed.spec.config import Config
+from honed.spec.media import MediaLimits
+from honed.spec.spec import DatasetSpec
+from honed.system.control import Request, Server, _Connection
+from honed.system.device import cpu
+from honed.system.error import DatasetError, HonedError, ModelError, SpecError
+from honed.system.layout import Layout
 from zoo import plain
 
 #: Characters of a refusal; beyond that nobody reads it.
@@ -595,7 +585,7 @@ def _recordings() -> tuple[bytes, ...]:
     return sound.getvalue(), film.getvalue()
 
 
-_LIMITS = media.MediaLimits(max_pixels=10_000, num_frames=4)
+_LIMITS = MediaLimits(max_pixels=10_000, num_frames=4)
 
 
 def _run_picture(directory: Path, example: tuple[bytes, str]) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from honed.chat import ChatFormat
-from honed.error import DatasetError
-from honed.row import Example, fields
-from honed.template import TEMPLATE_ERRORS, CallForm, Conversation, as_parts
+from honed.inputs.row import Example, fields
+from honed.system.error import DatasetError
+from honed.text.chat import ChatFormat
+from honed.text.template import TEMPLATE_ERRORS, CallForm, Conversation, as_parts
 from zoo.tokenizer import build_marked_tokenizer
 
 #: What a letter in a cell means.

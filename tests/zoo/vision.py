@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from honed.worker import torchvision
+from honed.worker.model import torchvision
 from zoo.tokenizer import build_tokenizer
 
 #: Seconds that the families' ears take in at once; thirty in the real ones.

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from honed.layout import JobLayout
+from honed.system.layout import JobLayout
 from honed.worker import assignment, imports
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop

@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from honed import hubdata, ladder
-from honed.error import InternalError, said
-from honed.job import Adjustment
-from honed.layout import AttemptLayout, JobLayout
-from honed.policy import Grant, Named, inputs
-from honed.precision import Precision
-from honed.spec import JobSpec
+from honed.check.policy import Grant, Named, inputs
+from honed.inputs import hubdata
+from honed.job import out_of_memory
+from honed.job.job import Adjustment
+from honed.plan.precision import Precision
+from honed.spec.spec import JobSpec
+from honed.system.error import InternalError, said
+from honed.system.layout import AttemptLayout, JobLayout
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
     adjustments = _adjustments(layout)
     if adjustments:
         plan |= {
-            "spec": ladder.adjusted(plan["spec"], adjustments),
+            "spec": out_of_memory.adjusted(plan["spec"], adjustments),
             "adjustments": [asdict(each) for each in adjustments],
         }
     date = _date(plan, layout)

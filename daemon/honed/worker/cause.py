@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from honed.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, said
+from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, ModelError, said
 
 
 @dataclass(frozen=True)

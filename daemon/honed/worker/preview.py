@@ -27,14 +27,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from honed import asking, basemodel, dataset, hubdata, omission, quote, spec
-from honed.chat import ChatFormat, Encoded, MediaCutError
-from honed.error import DatasetError, HonedError, ModelError, SpecError, plain, said
-from honed.row import Example
-from honed.spec import DatasetSpec, JobSpec
-from honed.template import where
-from honed.worker import torchvision
+from honed.inputs import basemodel, dataset, hubdata
+from honed.inputs.row import Example
+from honed.spec import spec
+from honed.spec.spec import DatasetSpec, JobSpec
+from honed.system import quote
+from honed.system.error import DatasetError, HonedError, ModelError, SpecError, plain, said
+from honed.text import asking, omission
+from honed.text.chat import ChatFormat, Encoded, MediaCutError
+from honed.text.template import where
 from honed.worker.assignment import Assignment
+from honed.worker.model import torchvision
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ def _resolve(job_spec: JobSpec) -> Path:
 def _load_tokenizer(asked: _Asked) -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     torchvision.mend()
-    from honed.worker import load
+    from honed.worker.model import load
 
     try:
         return load.load_tokenizer(cast("Assignment", asked))
@@ -175,7 +178,7 @@ def _load_tokenizer(asked: _Asked) -> Any:
 
 
 def _load_processor(asked: _Asked, tokenizer: Any) -> Any:
-    from honed.worker import load
+    from honed.worker.model import load
 
     return load.load_processor(cast("Assignment", asked), tokenizer)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from honed.progress import progress_text
+from honed.job.progress import progress_text
 from honed.worker.patience import Patience
 
 #: Stages that are one long call, without a sign of life in it: how many times as long they may take.

@@ -16,9 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from honed import durable, installed, modality, pace, position, score, trial
-from honed.chat import ChatFormat
-from honed.error import (
+from honed.inputs import modality, score
+from honed.job import trial
+from honed.job.event import EventWriter
+from honed.plan import pace, position
+from honed.system import durable, installed
+from honed.system.error import (
     DatasetError,
     DiskShortError,
     EnvironmentInvalidError,
@@ -28,27 +31,16 @@ from honed.error import (
     TimeLimitError,
     said,
 )
-from honed.event import EventWriter
-from honed.layout import JobLayout
+from honed.system.layout import JobLayout
+from honed.text.chat import ChatFormat
 from honed.worker import assignment as assignments
-from honed.worker import (
-    audit,
-    cast,
-    cause,
-    checkpoint,
-    examiner,
-    imports,
-    load,
-    mask,
-    merge,
-    prediction,
-    room,
-    torchvision,
-    tracker,
-)
+from honed.worker import cause, imports
 from honed.worker import trial as trials
 from honed.worker.assignment import Assignment
+from honed.worker.model import audit, cast, load, merge, torchvision
+from honed.worker.rows import mask
 from honed.worker.stop import Stop
+from honed.worker.train import checkpoint, disk_reserve, examiner, prediction, tracker
 
 #: Seconds between words on how far a merge beside an adapter is.
 MERGE_TOLD_INTERVAL_SEC = 30.0
@@ -71,7 +63,7 @@ def run(
     durable.make_dir(layout.dir)
     events = EventWriter(layout.events_path, tell=tell)
     stop = stop or Stop()
-    reserve = room.Reserve(layout.dir)
+    reserve = disk_reserve.Reserve(layout.dir)
     story = _Story(events, stop)
     error: HonedError | None = None
     try:
@@ -129,7 +121,7 @@ def explain(problem: Exception, job: str = "ID") -> HonedError:
             return OutOfMemoryError(f"{type(problem).__name__}: {problem}".splitlines()[0], hint=_MEMORY_HINT)
         case ImportError():
             return EnvironmentInvalidError(text, hint="see `honectl doctor`")
-        case _ if room.is_no_room(problem):
+        case _ if disk_reserve.is_no_room(problem):
             return DiskShortError(text, hint="make room; honectl requeue goes on from the last checkpoint")
         case PermissionError():
             return EnvironmentInvalidError(text, hint="let the worker's user read or write there")
@@ -188,10 +180,10 @@ class _Story:
         tracker.prepare(job)
         with imports.quick():
             backend.import_libraries()
-            from honed.worker import losscheck, usage
-            from honed.worker import trainer as trainers  # after the backend's own, which may have to be the first
-            from honed.worker.callback import RunCallback
-            from honed.worker.watched import WatchedTrainer
+            from honed.worker.train import losscheck, usage
+            from honed.worker.train import trainer as trainers
+            from honed.worker.train.callback import RunCallback
+            from honed.worker.train.watched import WatchedTrainer
         for name in examiner.named_metrics(spec):
             score.find(name)  # the administrator's may not load
 
@@ -205,7 +197,7 @@ class _Story:
         self._log("info", audit.describe(auditor.model(loaded.model, "adapted"), precision))
 
         self._stage("data")
-        from honed.worker import data as datas
+        from honed.worker.rows import data as datas
 
         chat = ChatFormat.of(spec, loaded.tokenizer, date=job.date)
         data = datas.build(job, chat, stop, lambda: load.load_processor(job, loaded.tokenizer))
@@ -306,7 +298,7 @@ class _Story:
             self._log("warning", why)
         elif precision.save_dtype is not None:
             auditor.saved(trainer.model)
-        from honed.worker import export
+        from honed.worker.model import export
 
         facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics,
                  "data": data.hashes}  # fmt: skip

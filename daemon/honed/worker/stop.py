@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from honed.error import InterruptedRunError
+from honed.system.error import InterruptedRunError
 
 
 class Stop:

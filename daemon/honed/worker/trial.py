@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from honed import durable, event, trial
-from honed.error import KilledError, from_dict
-from honed.layout import JobLayout
-from honed.trial import Findings
+from honed.job import event, trial
+from honed.job.trial import Findings
+from honed.system import durable
+from honed.system.error import KilledError, from_dict
+from honed.system.layout import JobLayout
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 

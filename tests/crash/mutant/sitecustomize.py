@@ -36,7 +36,7 @@ def _fsync_but(pattern: re.Pattern[str], fd: int) -> None:
 
 
 def _move_after_removal(self: Any, job: Any, to: Any, **changes: Any) -> Any:
-    from honed import durable
+    from honed.system import durable
 
     with self._changed(job, to, changes) as moved:
         old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
@@ -51,7 +51,8 @@ def _move_after_removal(self: Any, job: Any, to: Any, **changes: Any) -> Any:
 
 def plant(name: str) -> None:
     """One bug."""
-    from honed import durable, spool
+    from honed.job import spool
+    from honed.system import durable
 
     kind, _, pattern = name.partition(":")
     match kind:

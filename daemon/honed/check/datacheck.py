@@ -1,0 +1,357 @@
+"""The data sets that a job names: their first rows, what is attached to them, and what is wrong with some."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from honed.check.policy import Named, Policy
+from honed.inputs import datadir, dataset
+from honed.inputs.basemodel import BaseModelInfo
+from honed.inputs.datadir import files_of
+from honed.inputs.media import PLURAL
+from honed.inputs.row import told_unread
+from honed.plan import activation
+from honed.plan.activation import Row
+from honed.spec.media import Kind
+from honed.spec.spec import DatasetSpec, JobSpec
+from honed.system import quote
+from honed.system.error import DatasetError
+
+#: Rows of a data set that are looked at.
+NUM_ROWS = 200
+#: Bytes of text that a token stands for, and tokens of the chat template around a turn; both on the small side of what
+#: tokenizers give, since a job is not to be refused for tokens that it has not.
+BYTES_PER_TOKEN = 4
+TOKENS_PER_TURN = 4
+#: Data sets that are remembered, and nanoseconds for which a file must have been left alone for that: a change within
+#: one tick of its file system's clock leaves no trace, nor for some seconds does one through a mapping. What is missed
+#: here the worker finds, which reads every row.
+MAX_REMEMBERED = 256
+#: Characters of the names of columns that are not read, of a data set that is remembered.
+MAX_TOLD = 1000
+SETTLED_NS = 2_000_000_000
+#: What a model must have for each kind of media, in words.
+_SENSES: Mapping[Kind, str] = {"image": "does not see", "video": "does not see", "audio": "does not hear"}
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the first rows of a job's data sets say."""
+
+    warnings: list[str]  #: what is wrong with some of them
+    num_row_tokens: int | None  #: about how many tokens the longest without media has
+    num_rows: int | None  #: in all, where all were looked at
+    attached: list[Row]  #: those with images, videos or sounds
+    num_train_rows: int | None = None  #: of those to train on, where all were looked at
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One data set's first rows."""
+
+    found: dataset.Inspection
+    num_row_tokens: int | None  #: as Looked has it
+    has_conversations: bool  #: so that a chat template must render them
+
+
+class Cache:
+    """What was found in data sets whose files have not changed since: each job of a sweep names the same one.
+
+    Only where there is nothing to tell of, and no media, whose files lie elsewhere: what is kept is a digest and a few
+    numbers, however many the files.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, _Seen] = {}
+        self._rendered: dict[bytes, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def rendered(self, key: bytes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """What rowcheck found in the same rows, rendered by the same template."""
+        return self._rendered.get(key)
+
+    def remember(self, key: bytes, told: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+        if sum(map(len, [*told[0], *told[1]])) <= MAX_TOLD:
+            self._rendered[key] = told
+        while len(self._rendered) > MAX_REMEMBERED:
+            del self._rendered[next(iter(self._rendered))]
+
+    def look(self, each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> _Seen:
+        """Raises DatasetError. Whether the files may be read was asked before."""
+        key, is_settled = identity(each, paths, rights)
+        if (seen := self._seen.pop(key, None)) is None:
+            seen = _look(each, rights)
+            found = seen.found
+            is_clean = not (
+                found.num_attached or found.bad or found.overlooked or found.absent or found.num_untrained
+                or sum(map(len, found.unread)) > MAX_TOLD or found.census.orders or found.num_unpaired
+            )  # fmt: skip
+            if not is_settled or not is_clean or identity(each, paths, rights)[0] != key:
+                return seen
+            seen = replace(seen, found=replace(found, rows=[], columns=(), examples=()))
+        self._seen[key] = seen
+        while len(self._seen) > MAX_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        return seen
+
+
+def identity(each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> tuple[bytes, bool]:
+    """A digest of the submitter, the data set as their job names it and its files as they are; and whether these were
+    left alone. What one submitter's check has found is never told to another."""
+    digest, changed_ns = hashlib.sha256(each.model_dump_json().encode()), 0
+    digest.update(repr(rights.dropper).encode())
+    for path in paths:
+        info = path.stat()
+        changed_ns = max(changed_ns, info.st_ctime_ns)
+        facts = (path, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        digest.update(repr(facts).encode(errors="surrogateescape"))
+    return digest.digest(), time.time_ns() - changed_ns > SETTLED_NS
+
+
+def check(
+    job_spec: JobSpec,
+    model: BaseModelInfo | None,
+    rights: Policy,
+    *,
+    has_chat_template: bool,
+    cache: Cache | None = None,
+) -> Looked:
+    """Raises DatasetError, which names the key of the data set."""
+    cache = cache or Cache()
+    warnings: list[str] = []
+    lengths: list[int] = []
+    attached: list[Row] = []
+    num_rows: int | None = 0
+    num_train_rows: int | None = None
+    inspected: dict[str, tuple[DatasetSpec, dataset.Inspection]] = {}
+    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        for number, each in enumerate(datasets):
+            if each.is_missing:
+                num_rows = None
+                continue
+            name = f"{key}.{number}"
+            try:
+                warnings += [f"{name}: {told}" for told in _check_names(key, each)]
+                seen = _check_dataset(each, rights, cache, has_chat_template=has_chat_template)
+                found = seen.found
+                warnings += [f"{name}: {told}" for told in [*_overlooked(model, found), *_untrained(each, found)]]
+                warnings += [f"{name}: {told}" for told in _told_together(found)]
+                warnings += _check_attached(job_spec, model, each, found)
+            except DatasetError as error:
+                fix = {_within(name, key): value for key, value in error.fix.items()}
+                raise DatasetError(f"{name}: {error.said}", hint=error.hint, fix=fix) from error
+            warnings += [f"{name}: {bad}" for bad in found.bad]
+            lengths += [] if seen.num_row_tokens is None else [seen.num_row_tokens]
+            attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
+            num_rows = num_rows + found.num_rows if num_rows is not None and found.is_whole else None
+            inspected[name] = (each, found)
+        num_train_rows = num_rows if key == "datasets" else num_train_rows
+    warnings += _check_held_out(job_spec, inspected)
+    return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows)
+
+
+def _within(name: str, key: str) -> str:
+    """A key that a data set's fix sets: the data set's own, or one of another section."""
+    return f"{name}.{key}" if key.partition(".")[0] in DatasetSpec.model_fields else key
+
+
+def _num_tokens(row: Any) -> int:
+    """The estimated tokens of a row, without its tokenizer: few have fewer bytes a token."""
+    match row:
+        case str():
+            return math.ceil(len(row.encode(errors="replace")) / BYTES_PER_TOKEN)
+        case dict():
+            return sum(_num_tokens(value) for value in row.values())
+        case list():
+            return sum(_num_tokens(value) + TOKENS_PER_TURN for value in row)
+        case _:
+            return 0
+
+
+def _check_names(key: str, each: DatasetSpec) -> list[str]:
+    """What the names of a data set's files say of their splits, as warnings. Raises DatasetError where more than one is
+    there and the job says of none that it is meant."""
+    path, paths = each.place, files_of(each)
+    told = [
+        f"{each.path}: {name}/ in it has data files, too, and is not read: name it as a data set of its own if it "
+        "should be"
+        for name in datadir.unread(path, paths)
+        if each.split is None
+    ]
+    if key == "datasets" and each.split is None and (word := datadir.held_out_word(path, paths)) is not None:
+        told.append(f"{each.path}: is trained on, and its name says `{word}`: is it held-out data?")
+    if each.split is not None or (found := datadir.mixed(path, paths)) is None:
+        return told
+    if not found.is_certain:
+        what = "trained on" if key == "datasets" else "evaluated on"
+        told.append(f"{each.path}: {found.example} is {what}, too, and its name may mean held-out data")
+        return told
+    meant, others = (found.train, found.held_out) if key == "datasets" else (found.held_out, found.train)
+    lines = " or ".join(f"`split: {split}`" for split in meant)
+    beside = f"; `eval_datasets: [{{path: {each.path}, split: {others[0]}}}]` holds the other out"
+    raise DatasetError(
+        f"{each.path}: some of its files are named as held-out data ({found.example}), and `split` does not say which "
+        "are meant",
+        hint=f"write {lines} below its path{beside if key == 'datasets' else ''}; to read all, name each file as a "
+        "data set of its own",
+        fix={"split": meant[0]} if len(meant) == 1 else None,
+    )
+
+
+def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
+    paths = files_of(each)
+    for path in paths:  # one of them may be a link to elsewhere
+        rights.check_read(Named("path", path, DatasetError))
+    seen = cache.look(each, paths, rights)
+    if not has_chat_template and seen.has_conversations:
+        raise DatasetError(
+            f"{each.path}: rows of {seen.found.format} are rendered by a chat template, and the base model has none",
+            hint="name a file with one as chat_template:, or use rows of prompt and completion, or of text",
+        )
+    return seen
+
+
+def _look(each: DatasetSpec, rights: Policy) -> _Seen:
+    found = dataset.inspect(
+        each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
+    )
+    longest = max(map(_num_tokens, found.rows), default=None)
+    return _Seen(found, longest, _needs_template(found, each))
+
+
+def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:
+    """What is in the rows, or should be, and is not read. A model for text passes over images with good reason."""
+    told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
+    return told + [
+        f"`columns` names `{quote.name(each)}`, and none of the {found.num_rows} rows has it" for each in found.absent
+    ]
+
+
+def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
+    """What is in the rows, and changes nothing of what is trained on; rows with nothing to train on."""
+    told = [told_unread(found.unread, found.format)] if found.unread else []
+    if not found.num_untrained:
+        return told
+    said = f"{found.num_untrained} of the first {found.num_rows} rows have weight 0 on each turn of the assistant"
+    if found.num_untrained == found.num_rows and found.is_whole:
+        raise DatasetError(f"{each.path}: {said}: nothing is left to train on", hint="leave `weight` out of some turns")
+    return [*told, f"{said}, and are left out"]
+
+
+def _told_together(found: dataset.Inspection) -> list[str]:
+    """What rows are beside one another, as warnings."""
+    told, seen = found.census.told_orders(), "" if found.is_whole else "the first "
+    if found.census.has_many_twice:
+        told.append(f"{found.census.num_twice} of {seen}{found.num_rows} rows repeat an earlier row")
+    if found.num_unpaired:
+        told.append(
+            f"{found.num_unpaired} rows have a `label` that is true or false, as preference data (KTO) has, which is "
+            "not supported yet: it is not read, and completions that are labelled false are learned as well"
+        )
+    return told
+
+
+def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec, dataset.Inspection]]) -> list[str]:
+    """Whether anything can be held out, and whether what is held out is trained on, as warnings."""
+    trained = {name: found for name, (_, found) in inspected.items() if name.startswith("datasets.")}
+    is_all = not any(each.is_missing for each in job_spec.datasets)
+    if job_spec.eval_split is not None and is_all and all(found.is_whole for found in trained.values()):
+        num_rows = sum(found.census.num_rows for found in trained.values())
+        said = {each for found in trained.values() for each in found.census.digests}
+        if len(said) < 2:
+            what = "there is one row" if num_rows == 1 else f"all {num_rows} rows have the same content"
+            raise DatasetError(
+                f"eval_split: {what}, of which none can be held out", hint="leave out eval_split, or add rows",
+                fix={"eval_split": None},
+            )  # fmt: skip
+    warnings = []
+    for name, (each, found) in inspected.items():
+        for other, theirs in trained.items() if name.startswith("eval_datasets.") else ():
+            if shared := _shared(each, inspected[other][0]):
+                warnings.append(f"{name}: {shared} is also trained on ({other}): it measures memorization")
+            elif num_shared := found.census.num_in(theirs.census):
+                seen = "" if found.is_whole and theirs.is_whole else "the first "
+                warnings.append(
+                    f"{name}: {num_shared} of {seen}{found.census.num_rows} rows are also trained on ({other}): "
+                    "they measure memorization"
+                )
+    return warnings
+
+
+def _shared(held_out: DatasetSpec, trained: DatasetSpec) -> str:
+    """The first file that two data sets have in common; empty where there is none."""
+    places = {_place(file) for file in files_of(trained)}
+    files = files_of(held_out)
+    return str(next((file for file in files if _place(file) in places), ""))
+
+
+def _place(file: Path) -> tuple[int, int]:
+    info = file.stat()
+    return info.st_dev, info.st_ino
+
+
+def _check_attached(
+    job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
+) -> list[str]:
+    """Warnings about the images, videos and sounds in a data set's first rows."""
+    if not found.num_attached:
+        return []
+    kinds = {facts.kind for seen in found.attached for facts in seen.media}
+    for kind in sorted(kinds):
+        if model is not None and not (model.has_audio if kind == "audio" else model.has_vision):
+            raise DatasetError(
+                f"{each.path}: rows with {PLURAL[kind]}, and {model.path} is a model that {_SENSES[kind]}",
+                hint="take a vision or audio model as base_model, or rows of text",
+            )
+    if job_spec.training.packing or job_spec.training.padding_free:
+        key = "packing" if job_spec.training.packing else "padding_free"
+        raise DatasetError(
+            f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'} and "
+            f"training.{key}: they are not put into one row with others",
+            hint=f"leave {key} out",
+            fix={f"training.{key}": None},
+        )
+    warnings = _too_long(job_spec, model, each, found)
+    if not found.num_broken:
+        return warnings
+    told = f"{found.num_broken} of the first {found.num_attached} rows with media have a file that cannot be used"
+    named = "; ".join(found.broken)
+    if job_spec.media.broken == "refuse" or found.num_broken == found.num_attached:
+        hint = "paths start from the data file's directory, or from the data set's `media_dir`"
+        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
+    return [*warnings, f"{each.path}: {told}, and will be left out: {named}"]
+
+
+def _too_long(
+    job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
+) -> list[str]:
+    """That rows seem to be too long for their media. They are counted for good once the model is loaded."""
+    cut_at = job_spec.training.cut_at
+    if model is None or cut_at is None or not found.attached:
+        return []
+    tokens = [activation.media_cost(Row(0, seen.media), job_spec, model).tokens for seen in found.attached]
+    too_long = [number for number in tokens if number > cut_at]
+    if not too_long:
+        return []
+    what = "will be left out" if job_spec.media.too_long == "drop" else "end the job"
+    return [
+        f"{each.path}: {len(too_long)} of {len(tokens)} rows with media seem to be longer than max_length ({cut_at}) "
+        f"by their media alone (up to {max(too_long)} tokens), and {what}: a longer training.max_length, or fewer "
+        "pixels and frames (`media:`), keeps them"
+    ]
+
+
+def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
+    if found.num_attached:
+        return True
+    for row in found.rows:
+        with contextlib.suppress(DatasetError):
+            example = dataset.convert(row, found.format, columns=each.columns, has_chat_template=False)
+            return example.kind == "messages"
+    return found.format in ("messages", "sharegpt")

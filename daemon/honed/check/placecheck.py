@@ -1,0 +1,144 @@
+"""Checks of a job's output directory: whether it may be written there, and whether it has room."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+from honed.check.policy import Policy, nearest_existing
+from honed.inputs.basemodel import BITS, BaseModelInfo
+from honed.job.progress import gib
+from honed.plan import precision
+from honed.plan.plan import Plan
+from honed.spec.spec import JobSpec
+from honed.system.error import DiskShortError, SpecError
+from honed.system.layout import Layout
+
+#: Checkpoints that are kept where save_total_limit says nothing.
+NUM_CHECKPOINTS = 2
+#: Tokenizer files that go with each checkpoint.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt")
+#: The file in an output directory that says whose it is.
+MANIFEST_NAME = "honed.json"
+
+
+def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Policy) -> Path:
+    if job_spec.output_dir is None:
+        return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
+    # Where it really lies: a rename onto a symbolic link would fail when all is done.
+    path = Path(job_spec.output_dir).resolve()
+    if path.is_mount():
+        inner = _free(path / "output")
+        raise SpecError(
+            f"output_dir: {path} is a mount point", hint=f"name a directory in it: write output_dir: {inner}",
+            fix={"output_dir": str(inner)},
+        )  # fmt: skip
+    if any(
+        path == ours or path in ours.parents or ours in path.parents for ours in (layout.spool_dir, layout.state_dir)
+    ):
+        raise SpecError(
+            f"output_dir: {path} is honed's own",
+            hint="leave it out: a job has a directory there by itself",
+            fix={"output_dir": None},
+        )
+    try:
+        _check_output_dir(path, layout, job_id, rights)
+    except OSError as error:
+        raise SpecError(f"output_dir: {path}: {error.strerror}", hint="name a directory that can be made") from error
+    return path
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first of `path-2`, `path-3`, … where nothing is yet."""
+    return next(
+        each for number in itertools.count(1)
+        if not os.path.lexists(each := path if number == 1 else path.with_name(f"{path.name}-{number}"))
+    )  # fmt: skip
+
+
+def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Policy) -> None:
+    existing = nearest_existing(path)
+    if not existing.is_dir():
+        raise SpecError(f"output_dir: {existing} is a file, not a directory", hint="name a directory that can be made")
+    rights.check_write(path)
+    if existing != path:
+        return
+    found = next((entry.name for entry in sorted(path.iterdir())), None)
+    if found is not None and not _is_own_output(path, layout, job_id):
+        raise SpecError(
+            f"output_dir: {path} is not empty (there is {found}), and nothing is overwritten",
+            hint=f"name a new directory: write output_dir: {_free(path)}; or empty this one",
+            fix={"output_dir": str(_free(path))},
+        )
+
+
+def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
+    """Whether the manifest in an output directory is this very job's, of this very instance."""
+    try:
+        manifest = json.loads((path / MANIFEST_NAME).read_bytes())
+        owner = (manifest["job"]["id"], manifest["job"]["instance"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return job_id is not None and owner == (job_id, str(layout.root))
+
+
+def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None) -> list[str]:
+    """What to tell of an output directory within what the job starts from. Raises SpecError for one among its data,
+    where the next job would read it as rows."""
+    if job_spec.output_dir is None:
+        return []
+    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        for number, each in enumerate(datasets):
+            if each.is_missing:
+                continue
+            data = each.place.resolve()
+            if output_dir == data or (data.is_dir() and data in output_dir.parents):
+                raise SpecError(
+                    f"output_dir: {output_dir} is in {data}, which {key}.{number} reads",
+                    hint="name a directory beside the data, or leave output_dir out",
+                    fix={"output_dir": None},
+                )
+            if output_dir in data.parents:
+                raise SpecError(
+                    f"output_dir: {key}.{number} reads {data}, which is in it",
+                    hint="name a directory of its own, or leave output_dir out",
+                    fix={"output_dir": None},
+                )
+    named = [("base_model", model.path)] if model is not None else []
+    named += [("adapter", Path(job_spec.adapter))] if job_spec.adapter and job_spec.adapter.startswith("/") else []
+    return [
+        f"output_dir: {output_dir} lies in {key}, {source}: who copies or removes the one takes the other along"
+        for key, path in named
+        if (source := path.resolve()) in output_dir.parents
+    ]
+
+
+def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
+    """Hold what the job will write against the free disk. Raises DiskShortError."""
+    written = made.memory.weights_bytes if precision.is_full(job_spec) else made.memory.adapter_bytes
+    beside = sum(path.stat().st_size for name in TOKENIZER_FILES if (path := made.model.path / name).is_file())
+    # The newest is whole before an older one goes, and the best one may be older still.
+    num_kept = (job_spec.training.save_total_limit or NUM_CHECKPOINTS) + int(job_spec.training.load_best_model_at_end)
+    checkpoints = (num_kept + 1) * (written + made.memory.optimizer_bytes + beside)
+    output = written + beside
+    if (saved := made.precision.save_dtype) is not None:
+        output = written * BITS[saved] // BITS[made.precision.load_dtype] + beside
+    if job_spec.kind == "merge":
+        checkpoints, output = 0, made.model.num_parameters * BITS[made.precision.load_dtype] // 8
+    if job_spec.save_merged != "none":
+        output += made.model.num_parameters * 2 + beside
+    needs: dict[int, tuple[Path, int]] = {}
+    for path, num_bytes in ((layout.jobs_dir, checkpoints), (output_dir, output)):
+        existing = nearest_existing(path)
+        number = existing.stat().st_dev
+        needs[number] = (existing, num_bytes + needs.get(number, (existing, 0))[1])
+    for existing, num_bytes in needs.values():
+        free = shutil.disk_usage(existing).free
+        if num_bytes > free:
+            raise DiskShortError(
+                f"{existing}: checkpoints and output take about {gib(num_bytes)}, and {gib(free)} are free",
+                hint="free some, set training.save_total_limit, or write elsewhere with output_dir",
+            )

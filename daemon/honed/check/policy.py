@@ -1,0 +1,303 @@
+"""Files that a job may read and write here: what the configuration allows, and what its submitter can read and
+its worker can reach.
+
+    allowed_paths ── inside? ──► honed's own places ── the dropper's? ──► modes, ACLs ── the dropper? the workers' user?
+
+Looked at before a file is opened: the check runs with honed's rights, and what a job names is another person's word.
+Links are followed first, so that what counts is where a path really lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.spec import variant
+from honed.spec.config import Config
+from honed.spec.spec import JobSpec, MediaDirSpec
+from honed.system import access, quote
+from honed.system.access import READ, WRITE, Person
+from honed.system.error import DatasetError, HonedError, ModelError, SpecError
+from honed.system.layout import Layout
+
+_NOT_THEIRS, _JOB_NAME = "is honed's or another user's", "job:NAME is what a job makes"
+#: Entries of a directory that are looked at; its links are, however many there are.
+MAX_ENTRIES = 2000
+#: The one directory in a model's that is read, too.
+TEMPLATE_DIR = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A path that a job names, and by which key."""
+
+    key: str
+    path: Path
+    error: type[HonedError] = SpecError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy of one instance, for one dropper. `workers` is None where they are honed's own user, who reads what
+    we read."""
+
+    layout: Layout
+    allowed: tuple[Path, ...] | None  #: None: everything
+    dropper: Person | None
+    workers: Person | None
+
+    @classmethod
+    def of(cls, layout: Layout, config: Config, uid: int | None) -> Policy:
+        named = config.policy.allowed_paths
+        allowed = None if named is None else tuple(Path(path).resolve() for path in named)
+        uid = os.getuid() if uid is None else uid
+        return cls(layout, allowed, access.person(uid), access.worker_of(layout.root, uid, layout.jobs_dir))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def check_read(self, named: Named) -> None:
+        """Raises the error of the path's kind: it is not to be read, or the workers cannot. What is missing passes."""
+        for path in itertools.chain([named.path], _entries(named.path)):
+            self._check_allowed(named, path)
+            self._check_own_places(named, path)
+            if self.workers is not None:
+                self._check_home(named, path)
+                self._check_dropper(named, path)
+                self._check_reach(named, path, self.workers)
+                # Whoever checks, honed or the submitter's own program, opens it, too.
+                self._check_reach(named, path, access.person(os.geteuid()) or self.workers)
+
+    def _check_allowed(self, named: Named, path: Path) -> None:
+        real = _real(path)
+        if self.allowed is None or _is_below(real, *self.allowed, *self._always_allowed()):
+            return
+        raise named.error(
+            f"{named.key}: {_shown(path, real)} lies outside of what jobs may read here",
+            hint=f"policy.allowed_paths has: {_listed(self.allowed)}; honectl submit --stage copies it in",
+        )
+
+    def _always_allowed(self) -> tuple[Path, ...]:
+        layout = self.layout
+        return tuple(path.resolve() for path in (layout.cache_dir, layout.staged_dir, layout.jobs_dir))
+
+    def _check_own_places(self, named: Named, path: Path) -> None:
+        """Check files of honed's own: the dropper may read those that their modes and ACLs allow, what their jobs
+        made."""
+        self._check_own_place(named, path, _real(path))
+
+    def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
+        if self.workers is None or self.dropper is None:
+            return
+        if _is_below(real, *self._own_places()) and access.obstacle(real, self.dropper) is not None:
+            raise named.error(f"{named.key}: {_shown(path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
+
+    def _own_places(self) -> tuple[Path, ...]:
+        layout = self.layout
+        ours = (layout.spool_dir, layout.state_dir, layout.config_path.parent, layout.runtime_dir)
+        return tuple(place.resolve() for place in ours)
+
+    def _check_dropper(self, named: Named, path: Path) -> None:
+        """Refuse what the submitter cannot read without honed: its rights, and the workers', are lent to nobody."""
+        if self.dropper is None or _is_below(_real(path), self._shared()):
+            return
+        if (found := access.obstacle(path, self.dropper)) is not None:
+            raise named.error(
+                f"{named.key}: {path}: {found}, who submits the job",
+                hint=f"its owner lets you read it: setfacl -m u:{self.dropper.name}:"
+                f"{'rx' if found.path.is_dir() else 'r'} {shlex.quote(str(found.path))}",
+            )
+
+    def _shared(self) -> Path:
+        """The cache of models and data sets, which is everybody's."""
+        return self.layout.cache_dir.resolve()
+
+    def _check_home(self, named: Named, path: Path) -> None:
+        """Refuse what the services' sandbox hides: nobody's modes can be seen there."""
+        home = access.home_above(path)
+        if home is not None and not (self.allowed and _is_below(_real(path), *self.allowed)):
+            raise named.error(
+                f"{named.key}: {path} lies below {home}, which is closed to honed's services",
+                hint="honectl submit --stage copies it in; or put it elsewhere, such as below /srv",
+            )
+
+    def _check_reach(self, named: Named, path: Path, workers: Person) -> None:
+        if (found := access.obstacle(path, workers)) is not None:
+            raise named.error(
+                f"{named.key}: {path}: {found}",
+                hint=f"setfacl -m u:{workers.name}:{'rx' if found.path.is_dir() else 'r'} "
+                f"{shlex.quote(str(found.path))}; or honectl submit --stage, which copies it in",
+            )
+
+    def is_reachable(self, named: Named) -> bool:
+        try:
+            self.check_read(named)
+        except HonedError:
+            return False
+        return True
+
+    def grant(self, inputs: Iterable[Named]) -> Grant:
+        """For the worker of a job that was checked. Raises the error of a path's kind where the path leads to another's
+        by now: what is granted is what is looked at here."""
+        closed = () if self.workers is None else self._own_places()
+        allowed = None if self.allowed is None else (*self.allowed, *self._always_allowed())
+        places = []
+        for named in inputs:
+            real = _real(named.path)
+            self._check_own_place(named, named.path, real)
+            places.append(self._whole(real))
+        return Grant(closed, allowed, tuple(dict.fromkeys(places)))
+
+    def _whole(self, real: Path) -> Path:
+        """All that was staged, or that a job made: a row names images that lie beside it."""
+        for place in (self.layout.staged_dir.resolve(), self.layout.jobs_dir.resolve()):
+            if real.is_relative_to(place) and real != place:
+                return place / real.relative_to(place).parts[0]
+        return real
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def check_write(self, path: Path) -> None:
+        """Check an output directory, there or not. Raises SpecError where it is not allowed, or cannot be made."""
+        places = self.allowed
+        if places is None and self.workers is not None:
+            places = ()  # the workers' sandbox is read-only but for what it is opened to
+        if places is not None and not _is_below(path, *places):
+            raise SpecError(
+                f"output_dir: {path} lies outside of what jobs may write here",
+                hint="leave output_dir out: a job has a directory of its own; or the administrator adds it to "
+                f"policy.allowed_paths, which has: {_listed(places)}",
+                fix={"output_dir": None},
+            )
+        # The output is made whole beside the directory and renamed, so its parent has to let us write, too.
+        for place in (nearest_existing(path.parent), nearest_existing(path)):
+            self._check_writable(place)
+
+    def _check_writable(self, place: Path) -> None:
+        if self.workers is None:
+            if os.access(place, os.W_OK | os.X_OK):
+                return
+            why, who = f"{place} cannot be written by user {os.geteuid()}", "honed's user"
+        else:
+            found = access.obstacle(place, self.workers, READ | WRITE)
+            if found is None:
+                return
+            why, who = str(found), f"the user {self.workers.name}"
+        raise SpecError(
+            f"output_dir: {why}", hint=f"let {who} write it, or leave output_dir out", fix={"output_dir": None}
+        )
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a job's worker may read, as it was settled when the job was planned.
+
+    A link that lay in order then may lead elsewhere by the time the worker starts; a data set's first rows are looked
+    at before, the others by the worker. Its user can read what every job made; a job must not.
+    """
+
+    closed: tuple[Path, ...]  #: honed's own places
+    allowed: tuple[Path, ...] | None  #: None: everything else
+    inputs: tuple[Path, ...]  #: what the job names, where it really lay
+
+    def check(self, named: Named, *own: Path) -> None:
+        """Raises the error of the path's kind; `own` are the job's own directories."""
+        real = _real(named.path)
+        if os.path.lexists(named.path) and not os.access(named.path, os.R_OK):
+            raise named.error(
+                f"{named.key}: {_shown(named.path, real)} cannot be read by the user {access.user_name(os.geteuid())}, "
+                "as it could when the job was accepted",
+                hint="open it again, or lead the link back; then honectl requeue",
+            )
+        if _is_below(real, *self.inputs, *own):
+            return
+        if _is_below(real, *self.closed):
+            raise named.error(f"{named.key}: {_shown(named.path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
+        if self.allowed is not None and not _is_below(real, *self.allowed):
+            raise named.error(
+                f"{named.key}: {_shown(named.path, real)} lies outside of what jobs may read here",
+                hint=f"policy.allowed_paths has: {_listed(self.allowed)}",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        allowed = None if self.allowed is None else list(map(str, self.allowed))
+        return {"closed": list(map(str, self.closed)), "allowed": allowed, "inputs": list(map(str, self.inputs))}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Grant:
+        allowed = None if data["allowed"] is None else tuple(map(Path, data["allowed"]))
+        return cls(tuple(map(Path, data["closed"])), allowed, tuple(map(Path, data["inputs"])))
+
+
+def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Iterator[Named]:
+    """Every path that a job reads; `model` and `adapter` as they were resolved, where they are there yet."""
+    if model is not None:
+        yield Named("base_model", model, ModelError)
+    if adapter is not None:
+        yield Named("adapter", adapter, ModelError)
+    if job_spec.chat_template is not None:
+        yield Named("chat_template", Path(job_spec.chat_template))
+    if (rows_template := job_spec.training_chat_template) not in (None, variant.ASKED):
+        yield Named("training_chat_template", Path(rows_template))
+    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        for number, each in enumerate(datasets):
+            if not each.is_missing:
+                yield Named(f"{key}.{number}.path", each.place, DatasetError)
+            match each.media_dir:
+                case MediaDirSpec() as places:
+                    for kind, place in places:
+                        if place is not None:
+                            yield Named(f"{key}.{number}.media_dir.{kind}", Path(place), DatasetError)
+                case str() as place:
+                    yield Named(f"{key}.{number}.media_dir", Path(place), DatasetError)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the first above it that is there."""
+    while not _exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
+
+
+def _entries(path: Path) -> Iterator[Path]:
+    """What lies right in a directory: one of its files may be a link to elsewhere, or closed."""
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(
+                entry.name for number, entry in enumerate(entries) if number < MAX_ENTRIES or entry.is_symlink()
+            )
+    except OSError:
+        return
+    for name in names:
+        if not name.startswith("."):
+            yield path / name
+        if name == TEMPLATE_DIR:
+            yield from _entries(path / name)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _is_below(path: Path, *places: Path) -> bool:
+    return any(path.is_relative_to(place) for place in places)
+
+
+def _shown(path: Path, real: Path) -> str:
+    told = quote.place(str(path))
+    return told if real == path else f"{told} (really {quote.place(str(real))})"
+
+
+def _listed(places: tuple[Path, ...]) -> str:
+    return ", ".join(map(str, places)) or "nothing"

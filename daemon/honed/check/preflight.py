@@ -1,0 +1,467 @@
+"""Everything about a job that can be known before its model is loaded, checked without torch.
+
+    spec ── permissions ── base model ── adapter ── chat template ── data sets ── first rows ── packages ── plan ──
+    memory ── output dir ── disk
+
+The order is here; what is looked at lies by subject: modelcheck, target, templatecheck, datacheck,
+rowcheck, packagecheck, placecheck.
+
+`check` does it, in honectl's own process or in the helper: a small process (`python -m honed.check.preflight --root
+DIR`) that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of
+terabytes, can stall or bloat the daemon. It is a child of the daemon's (run/helper.py) or, with the rights of one
+submitter, the unit honed-check@UID.service (run/systemd_check.py). The daemon's end of it is daemon/checker.py. One
+line of JSON a request, one an answer; the stage that it is in stands in a file, for whom it takes too long:
+
+    < {"ready": true}
+    > {"id": 7, "spec_name": "spec.yaml", "spec": "…, in base 64", "config": {…}, "device": {…} | null}
+    < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
+       "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
+    < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
+
+The answer's `warnings` are for the log; those in `plan`, with what they quote, for those who may read the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from honed.check import datacheck, modelcheck, packagecheck, placecheck, rowcheck, target, templatecheck
+from honed.check.policy import Policy, inputs
+from honed.inputs import basemodel, hubdata, modality
+from honed.inputs.basemodel import UncachedError
+from honed.plan import loss, pace, plan, position, remedy, rung
+from honed.plan.plan import Plan
+from honed.run.helper import READY, STAGE_BYTES
+from honed.run.snapshot import Missing
+from honed.spec import problem, recipient, spec
+from honed.spec.config import Config
+from honed.spec.spec import JobSpec
+from honed.system import device, installed, niceness, quote
+from honed.system import layout as layouts
+from honed.system.device import Device
+from honed.system.error import (
+    DatasetError,
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    MemoryShortError,
+    SpecError,
+    said,
+    unreadable,
+)
+from honed.system.layout import Layout
+from honed.system.log import trace
+
+#: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
+MAX_HELPER_BYTES = 4 * 1024**3
+
+#: Called with the name of each stage as it is entered.
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A job that may run, or one whose plan has to wait for what another job makes or for a model to be fetched."""
+
+    spec: JobSpec
+    plan: Plan | None  #: None while it waits
+    output_dir: Path
+    warnings: list[str]  #: what they quote is marked
+    adapter_path: Path | None = None
+    waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
+    needs_fetch: Missing | None = None  #: the base model or a data set, not in the cache, that may be fetched
+    commit: str | None = None  #: the one that the base model's hub id means; a branch may mean another one tomorrow
+    lines: Mapping[str, int] = field(default_factory=dict)  #: of the keys at the job file's top level
+    hub_datasets: Mapping[str, hubdata.Place] = field(default_factory=dict)  #: where data sets of the hub lie, by key
+
+    def places(self) -> dict[str, Any]:
+        """`hub_datasets`, as it stands in the plan."""
+        sets = {"datasets": self.spec.datasets, "eval_datasets": self.spec.eval_datasets}
+        made = {}
+        for key, place in self.hub_datasets.items():
+            section, _, number = key.partition(".")
+            made[key] = place.as_dict(sets[section][int(number)].path)
+        return made
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `check` was asked, beside the job file."""
+
+    layout: Layout
+    config: Config
+    device: Device | None
+    job_id: int | None
+    jobs: Mapping[str, Path]
+    commit: str | None
+    dataset_commits: Mapping[str, str]
+    pinned: Mapping[str, Any] | None
+    uid: int | None
+    progress: Progress
+    cache: datacheck.Cache | None
+
+    @property
+    def rights(self) -> Policy:
+        return Policy.of(self.layout, self.config, self.uid)
+
+
+def check(
+    spec_path: Path,
+    *,
+    layout: Layout,
+    config: Config,
+    device: Device | None = None,
+    job_id: int | None = None,
+    jobs: Mapping[str, Path] | None = None,
+    data: bytes | None = None,
+    commit: str | None = None,
+    dataset_commits: Mapping[str, str] | None = None,
+    pinned: Mapping[str, Any] | None = None,
+    uid: int | None = None,
+    progress: Progress = lambda _stage: None,
+    cache: datacheck.Cache | None = None,
+) -> Verdict:
+    """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
+
+    `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
+    directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
+    as where the base model or a data set has yet to be fetched. `data` is the file's content, where it was read before;
+    its name says the format. `commit` is what a hub id's branch meant when the job
+    was accepted, `dataset_commits` the same of data sets, by key, and `pinned` the precision of the plan that the job
+    has had.
+    `uid` is who dropped it, by default whoever asks. `cache` is for who checks many: data sets are looked at once.
+    An exception that nobody foresaw is an InternalError, its traceback on stderr.
+    """
+    try:
+        asked = _Asked(
+            layout, config, device, job_id, jobs or {}, commit, dataset_commits or {}, pinned, uid, progress, cache
+        )
+        progress("spec")
+        parsed = spec.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
+        try:
+            job_spec = spec.of(parsed)
+            with modality.naming(job_spec.parts.patterns):
+                job_spec, places, missing = hubdata.located(
+                    job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits
+                )
+                verdict = replace(_check(job_spec, asked, missing), hub_datasets=places)
+        except HonedError as error:
+            problem.locate(error, parsed.data, parsed.lines)
+            raise
+        lines = {str(path[0]): line for path, line in parsed.lines.items() if len(path) == 1}
+        return replace(verdict, lines=lines)
+    except HonedError:
+        raise
+    except MemoryError as error:
+        raise DatasetError(
+            "a file that the job names needs more memory to be looked at than the check may have",
+            hint="rows on lines of their own (.jsonl) and .parquet are read piece by piece",
+        ) from error
+    except OSError as error:
+        raise unreadable(EnvironmentInvalidError, error.filename or spec_path, error) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise unforeseen(error) from error
+
+
+def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict:
+    layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
+    if asked.commit is not None:
+        job_spec = job_spec.model_copy(update={"revision": asked.commit})
+    _check_policy(job_spec, config)
+    progress("permissions")
+    _check_rights(job_spec, rights, config, jobs)
+    waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in jobs}
+    if waits_for or missing is not None:
+        return _check_the_rest(job_spec, asked, waits_for, missing)
+    progress("base model")
+    try:
+        model = modelcheck.inspect(job_spec, layout, config, jobs)
+    except UncachedError:
+        return _check_the_rest(job_spec, asked, {}, None)
+    progress("adapter")
+    adapter = modelcheck.inspect_adapter(job_spec, jobs)
+    if adapter is not None:
+        basemodel.check_fits(adapter, model)
+        target.check_adapter(adapter, model)
+    modelcheck.check_merge(job_spec, model, adapter)
+    loss.check(job_spec, model, adapter)
+    named = [*_of_itself(job_spec), *modelcheck.warnings(model), *target.check(job_spec, model)]
+    progress("chat template")
+    has_chat_template = templatecheck.check(job_spec, model)
+    progress("datasets")
+    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
+    warnings = named + looked.warnings + position.check(job_spec, model, looked.num_row_tokens)
+    warnings += pace.warnings(job_spec, looked.num_train_rows)
+    progress("rows in the chat template")
+    warnings += [*templatecheck.unused(job_spec, model), *rowcheck.check(job_spec, model, rights, cache=asked.cache)]
+    progress("packages")
+    here = installed.look()
+    candidates = _devices(job_spec, config, asked.device)
+    packagecheck.check(job_spec, model, candidates[0], here)
+    warnings += packagecheck.outside_window(here) + packagecheck.lacking(looked.attached, here)
+    warnings += packagecheck.unpaged(job_spec, candidates[0])
+    progress("plan")
+
+    earlier = asked.pinned or {}
+    pinned = rung.pinned(earlier)
+
+    def planned(changed: JobSpec, target: Device) -> Plan:
+        return plan.make(
+            changed, model, target, config=config, installed=here, adapter=adapter,
+            num_row_tokens=looked.num_row_tokens, num_rows=looked.num_rows, rows=looked.attached, pinned=pinned,
+            adapter_dtype=earlier.get("adapter_dtype"),
+        )  # fmt: skip
+
+    def fitting(target: Device) -> Plan:
+        made = planned(job_spec, target)
+        progress("memory")
+        remedy.check(job_spec, made.memory, target, lambda changed: planned(changed, target).memory)
+        return made
+
+    made = replace(_first_that_fits(candidates, fitting), rows_template=templatecheck.for_rows(job_spec, model))
+    progress("output directory")
+    output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
+    progress("disk")
+    warnings += placecheck.check_apart(job_spec, output_dir, model)
+    placecheck.check_disk(job_spec, made, layout, output_dir)
+    adapter_path = adapter.path if adapter else None
+    return Verdict(
+        job_spec, made, output_dir, [*made.warnings, *warnings], adapter_path, commit=modelcheck.commit(job_spec, model)
+    )
+
+
+def _check_the_rest(
+    job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, str], missing_data: Missing | None
+) -> Verdict:
+    """Checks of a job that waits for another's files, or for what has to be fetched, all that stands without them."""
+    layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
+    model, missing = None, None
+    warnings = _of_itself(job_spec)
+    if "base_model" not in waits_for:
+        progress("base model")
+        try:
+            model = modelcheck.inspect(job_spec, layout, config, jobs)
+            modelcheck.check_merge(job_spec, model, None)
+            warnings += [*modelcheck.warnings(model), *target.check(job_spec, model)]
+        except UncachedError as error:
+            missing = error.missing
+    if "adapter" not in waits_for:
+        progress("adapter")
+        adapter = modelcheck.inspect_adapter(job_spec, jobs)
+        if adapter is not None and model is not None:
+            basemodel.check_fits(adapter, model)
+            target.check_adapter(adapter, model)
+        elif adapter is not None:
+            basemodel.check_whole(adapter)
+    progress("chat template")
+    has_chat_template = templatecheck.check(job_spec, model)
+    progress("datasets")
+    looked = datacheck.check(job_spec, model, rights, has_chat_template=has_chat_template, cache=asked.cache)
+    warnings += looked.warnings + pace.warnings(job_spec, looked.num_train_rows)
+    progress("rows in the chat template")
+    warnings += [*templatecheck.unused(job_spec, model), *rowcheck.check(job_spec, model, rights, cache=asked.cache)]
+    progress("packages")
+    here = installed.look()
+    packagecheck.check(job_spec, model, _devices(job_spec, config, asked.device)[0], here)
+    warnings += packagecheck.outside_window(here)
+    progress("output directory")
+    output_dir = placecheck.output_dir(job_spec, layout, asked.job_id, rights)
+    warnings += placecheck.check_apart(job_spec, output_dir, model)
+    warnings += [
+        f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
+        for key, name in waits_for.items()
+    ]
+    # Data sets first: they are small, and what is wrong with them shows early.
+    for each in filter(None, (missing_data, missing)):
+        where = f"{each.repo_id} at {each.revision} is not, or not wholly, in the local cache"
+        warnings.append(
+            f"{each.key}: {where}: it is fetched from the hub first, and the job is checked and planned then"
+        )
+    commit = modelcheck.commit(job_spec, model) if model is not None else None
+    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing_data or missing,
+                   commit=commit)  # fmt: skip
+
+
+def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
+    """Those that the job may run on; it is planned for the first that it fits on."""
+    if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
+        return [device.cpu()]
+    return [given] if given else device.probe(config.device.gpus)
+
+
+def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
+    """The plan for the first device on which the job fits, on the best rung that any of them has for it. Raises what
+    the largest one says where there is none."""
+    refusals, lower = [], []
+    for candidate in candidates:
+        try:
+            made = fitting(candidate)
+        except MemoryShortError as error:
+            refusals.append((candidate.total_bytes, error))
+        else:
+            if not made.num_passed:
+                return made
+            lower.append(made)
+    if lower:
+        return min(lower, key=lambda made: made.num_passed)
+    raise max(refusals, key=lambda refusal: refusal[0])[1]
+
+
+def _check_policy(job_spec: JobSpec, config: Config) -> None:
+    if job_spec.trust_remote_code and not config.policy.trust_remote_code:
+        raise SpecError(
+            "trust_remote_code: code that comes with a model may not run here",
+            hint="leave it out, or the administrator sets policy.trust_remote_code in honed.toml",
+            fix={"trust_remote_code": None},
+        )
+    recipient.check(job_spec.notify, config.notify)
+
+
+def _of_itself(job_spec: JobSpec) -> list[str]:
+    """A job that names its own name means an earlier one of that name, if there is one."""
+    if job_spec.name is None:
+        return []
+    named = [key for key, name in spec.references(job_spec).items() if name == job_spec.name]
+    named += ["depends_on"] if job_spec.name in job_spec.depends_on else []
+    return [
+        f"{key}: {job_spec.name} is this job's own name: an earlier job of that name is meant, and where there is none "
+        "this one is refused"
+        for key in named
+    ]
+
+
+def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
+    """Before anything that a job names is opened. What jobs make is theirs to name by then (acceptance.py)."""
+    named = spec.references(job_spec)
+    model = None
+    with contextlib.suppress(UncachedError):  # it is fetched into honed's own cache
+        model = None if "base_model" in named else modelcheck.resolve(job_spec, rights.layout, config, jobs)
+    adapter = None if job_spec.adapter is None or "adapter" in named else Path(job_spec.adapter)
+    for each in inputs(job_spec, model, adapter):
+        rights.check_read(each)
+
+
+# --- The helper -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer requests, one a line, until stdin ends. Only answers go to stdout; a bad request costs itself alone.
+
+    Our stderr is the journal: what libraries print may quote rows and goes nowhere, and of a traceback the places alone
+    are told.
+    """
+    parser = argparse.ArgumentParser(prog="honed.check.preflight")
+    parser.add_argument("--root", type=Path, default=Path("/"))
+    parser.add_argument("--max-bytes", type=int, default=MAX_HELPER_BYTES)
+    options = parser.parse_args()
+    layout = layouts.of(options.root)
+    niceness.step_back()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (options.max_bytes, options.max_bytes))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us by closing stdin
+    stage_fd = _stage_fd()
+    answers, journal = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(2), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    cache = datacheck.Cache()
+
+    def progress(stage: str) -> None:
+        if stage_fd is not None:
+            os.pwrite(stage_fd, stage.ljust(STAGE_BYTES).encode(), 0)
+
+    with contextlib.suppress(ConnectionError):  # the daemon is gone
+        answers.write(READY + b"\n")
+        for line in sys.stdin.buffer:
+            answers.write(json.dumps(_answer(line, layout, cache, progress, journal)).encode() + b"\n")
+
+
+def _stage_fd() -> int | None:
+    """The file for the stage: the first byte from the daemon, at the other end of a socket, brings it along."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        return None
+    with socket.socket(fileno=os.dup(0)) as daemon:
+        _, fds, _, _ = socket.recv_fds(daemon, 1, 1)
+    return fds[0] if fds else None  # none: the daemon is gone, and so is the next line
+
+
+def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> dict[str, Any]:
+    request_id = None
+    try:
+        request = json.loads(line)
+        request_id = request["id"]
+        config = Config.model_validate(request["config"])
+        verdict = check(
+            Path(request["spec_name"]),
+            data=base64.b64decode(request["spec"]),
+            layout=layout,
+            config=config,
+            device=Device.from_dict(request["device"]) if request.get("device") else None,
+            job_id=request_id,
+            jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
+            commit=request.get("commit"),
+            dataset_commits=request.get("dataset_commits"),
+            pinned=request.get("pinned"),
+            uid=request.get("uid"),
+            progress=progress,
+            cache=cache,
+        )
+    except HonedError as error:
+        if isinstance(error, InternalError) and error.__cause__ is not None:
+            print(trace(error.__cause__), file=journal)
+        return {"id": request_id, "ok": False, "error": error.as_dict()}
+    except Exception as error:  # noqa: BLE001  (the helper's main loop: this job file fails, the helper lives)
+        print(trace(error), file=journal)
+        return {"id": request_id, "ok": False, "error": unforeseen(error).as_dict()}
+    return {
+        "id": request_id,
+        "ok": True,
+        "spec": verdict.spec.model_dump(mode="json"),
+        "plan": (verdict.plan.as_dict() if verdict.plan else {})
+        | {
+            "warnings": list(map(quote.show, verdict.warnings)),
+            "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None,
+            "base_model_commit": verdict.commit,
+            "hub_datasets": verdict.places(),
+            "may_read": _grant(verdict, Policy.of(layout, config, request.get("uid"))) if verdict.plan else None,
+        },
+        "output_dir": str(verdict.output_dir),
+        "warnings": list(map(quote.hide, verdict.warnings)),
+        "lines": dict(verdict.lines),
+        "references": spec.references(verdict.spec),
+        "waits_for": dict(verdict.waits_for),
+        "needs_fetch": asdict(verdict.needs_fetch) if verdict.needs_fetch else None,
+    }
+
+
+def _grant(verdict: Verdict, rights: Policy) -> dict[str, Any]:
+    """What the worker may read; it asks again, since files and links change."""
+    assert verdict.plan is not None
+    return rights.grant(inputs(verdict.spec, verdict.plan.model.path, verdict.adapter_path)).as_dict()
+
+
+def unforeseen(error: Exception) -> InternalError:
+    """An exception that is no HonedError, as one."""
+    return InternalError(
+        f"the check failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}",
+        hint="the log has the traceback: journalctl -u honed -u 'honed-check@*'",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A job's first rows, rendered by the chat template and counted as the worker will, before any model is loaded.
+
+    template, tokenizer.json ──► tokenfile ──► chat.ChatFormat.encode ──► what is refused, left out, cut off
+
+Nothing of the checkpoint is run but its template, in a sandbox. Where its files leave open what they mean, nothing is
+looked at, and nothing refused: the worker encodes every row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from honed.check import datacheck, templatecheck
+from honed.check.policy import Named, Policy
+from honed.inputs import dataset, modality
+from honed.inputs.basemodel import BaseModelInfo
+from honed.inputs.datadir import files_of
+from honed.inputs.media import PLURAL
+from honed.inputs.row import Example
+from honed.plan import parameter
+from honed.spec.media import Kind
+from honed.spec.spec import DatasetSpec, JobSpec
+from honed.system import quote
+from honed.system.error import DatasetError, ModelError
+from honed.text.asking import Mismatches
+from honed.text.omission import MAX_SILENCED_SHARE, SILENCED_HINT, SilencedError, Tally
+
+if TYPE_CHECKING:
+    from honed.text.chat import ChatFormat, Encoded
+
+#: Rows of a data set that are rendered, at most.
+NUM_ROWS = 48
+#: Characters of a row that is rendered, and of all together, each counted as often as the assistant speaks in its row,
+#: since a row is rendered again for each turn: this many take about half a second.
+MAX_CHARS, MAX_WORK = 200_000, 250_000
+
+
+@dataclass
+class _Looked:
+    """What becomes of one data set's first rows."""
+
+    encoded: list[Encoded] = field(default_factory=list)
+    refused: list[DatasetError] = field(default_factory=list)
+    lost: Tally = field(default_factory=Tally)  #: what the template leaves out
+    mismatches: Mismatches = field(default_factory=Mismatches)  #: turns that are asked for otherwise than trained
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.encoded) + len(self.refused)
+
+
+def check(
+    job_spec: JobSpec, model: BaseModelInfo | None, rights: Policy, *, cache: datacheck.Cache | None = None
+) -> list[str]:
+    """What to warn of. Raises DatasetError, which names the data set, where none of its first rows can be trained on,
+    and ModelError for a template or a tokenizer with which none can."""
+    if model is None or job_spec.kind != "sft" or job_spec.trust_remote_code:
+        return []
+    try:
+        from honed.text.chat import ChatFormat  # noqa: PLC0415  (jinja2 belongs to the worker's packages)
+        from honed.text.tokenfile import read  # noqa: PLC0415
+    except ImportError:
+        return []
+    tokenizer = read(model.path, templatecheck.source(job_spec, model))
+    if tokenizer is None:
+        return []
+    try:
+        return list(_check(job_spec, model, rights, ChatFormat.of(job_spec, tokenizer), cache))
+    except (MemoryError, RecursionError) as error:
+        short = "memory" if isinstance(error, MemoryError) else "depth"
+        raise ModelError(
+            f"{_template(job_spec, model)}: it takes more {short} to render the first rows than a check may have",
+            hint="name another one with chat_template:",
+        ) from error
+
+
+def _template(job_spec: JobSpec, model: BaseModelInfo) -> str:
+    if job_spec.training_chat_template is not None:
+        return f"training_chat_template: {job_spec.training_chat_template}"
+    return f"chat_template: {job_spec.chat_template}" if job_spec.chat_template else f"{model.path}: the chat template"
+
+
+def _check(
+    job_spec: JobSpec, model: BaseModelInfo, rights: Policy, chat: ChatFormat, cache: datacheck.Cache | None
+) -> Iterator[str]:
+    notes: dict[str, None] = {}
+    for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        for number, each in enumerate(datasets):
+            if each.is_missing:
+                continue
+            paths = files_of(each)
+            done = _key(job_spec, model, chat, datacheck.identity(each, paths, rights)[0])
+            if cache is None or (told := cache.rendered(done)) is None:
+                try:
+                    told = _look(job_spec, model, chat, each, rights)
+                except DatasetError as error:
+                    raise DatasetError(f"{key}.{number}: {error.said}", hint=error.hint, fix=error.fix) from error
+                if cache is not None and datacheck.identity(each, paths, rights)[1]:
+                    cache.remember(done, told)
+            yield from (f"{key}.{number}: {text}" for text in told[0])
+            notes |= dict.fromkeys(told[1])
+    yield from (f"{_template(job_spec, model)}: {text}" for text in notes)
+
+
+def _look(
+    job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, each: DatasetSpec, rights: Policy
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What to tell of a data set's first rows, and of the template that renders them."""
+    found = dataset.inspect(
+        each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
+    )
+    _check_places(chat, each, {facts.kind for row in found.attached for facts in row.media})
+    examples = _examples(found)
+    seen = _encoded(chat, examples)
+    told = list(_told(job_spec, chat, each, seen))
+    _check_ids(model, chat, seen)
+    is_rendered = any(example.kind == "messages" for example in examples)
+    notes = [f"{text}" for level, text in chat.notes(examples) if level == "warning"] if is_rendered else []
+    return tuple(told), tuple(notes)
+
+
+def _check_places(chat: ChatFormat, each: DatasetSpec, kinds: set[Kind]) -> None:
+    """Raises DatasetError for images, videos or sounds that the template has no place for."""
+    if not kinds or not chat.tokenizer.counts:
+        return
+    if lacking := sorted(kinds - chat.placeholders.keys()):
+        raise DatasetError(
+            f"{each.path}: rows with {PLURAL[lacking[0]]}, and the chat template has no place for them",
+            hint="the base model, or its template, does not take them: name another one with chat_template:",
+        )
+
+
+def _examples(found: dataset.Inspection) -> list[Example]:
+    """The first rows, without those with images, videos or sounds: what these become, a processor decides."""
+    taken: list[Example] = []
+    work = 0
+    for example in found.examples:
+        num_chars = _num_chars(example)
+        work += num_chars * max(1, len(example.trained_turns))
+        if taken and work > MAX_WORK:
+            break
+        taken += [example] if num_chars <= MAX_CHARS else []
+    return taken
+
+
+def _num_chars(example: Example) -> int:
+    said = [str(message.get("content") or "") for message in example.messages or ()]
+    return sum(map(len, [example.prompt or "", example.completion or "", example.text or "", *said]))
+
+
+def _encoded(chat: ChatFormat, examples: Sequence[Example]) -> _Looked:
+    from honed.text.template import where  # noqa: PLC0415
+
+    seen = _Looked()
+    for example in examples:
+        if example.kind == "messages":
+            chat.require_template()
+        try:
+            row = chat.encode(example)
+        except DatasetError as error:
+            seen.refused.append(error)
+            continue
+        seen.encoded.append(row)
+        seen.lost.add(where(example), row.omitted, example)
+        seen.mismatches.add(where(example), row.mismatch, example)
+    return seen
+
+
+def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked) -> Iterator[str]:
+    """Raises DatasetError where nothing of the rows can be trained on."""
+    if not seen.num_rows:
+        return
+    first = f"the first {seen.num_rows} rows" if seen.num_rows > 1 else "the first row"
+    if seen.refused and not seen.encoded:
+        raise DatasetError(
+            f"{each.path}: none of {first} can be trained on: {seen.refused[0].said}", hint=seen.refused[0].hint
+        )
+    if seen.refused:
+        yield (
+            f"{each.path}: {len(seen.refused)} of {first} cannot be trained on, and such rows are left out; the "
+            f"first: {seen.refused[0].said}"
+        )
+    if sum(isinstance(error, SilencedError) for error in seen.refused) > MAX_SILENCED_SHARE * seen.num_rows:
+        yield f"{each.path}: where that goes for more than a tenth of all rows, the job is refused: {SILENCED_HINT}"
+    if lost := seen.lost.told(len(seen.encoded)):
+        yield f"{each.path}: {lost}; {chat.advice_on(seen.lost)}"
+    if asked := seen.mismatches.told(len(seen.encoded), chat.advice_on_asking(seen.mismatches)):
+        yield f"{each.path}: {asked}"
+    cut_at = job_spec.training.cut_at
+    if cut_at is None or not chat.tokenizer.counts:
+        return
+    cut_off = [row for row in seen.encoded if not any(row.trained[1:cut_at])]
+    cut = [row for row in seen.encoded if len(row.input_ids) > cut_at]
+    longest = max((len(row.input_ids) for row in seen.encoded), default=0)
+    if len(cut_off) == len(seen.encoded):
+        raise DatasetError(
+            f"{each.path}: nothing of {first} is trained on: what the assistant says begins after token {cut_at}, "
+            "where training.max_length cuts",
+            hint=f"a longer training.max_length: the longest of these rows has {longest} tokens",
+            fix={"training.max_length": longest},
+        )
+    if cut_off:
+        yield (
+            f"{each.path}: {len(cut_off)} of {first} are left out: all that would be trained on lies after token "
+            f"{cut_at}, where training.max_length cuts; the longest has {longest}"
+        )
+    elif 2 * len(cut) > len(seen.encoded):
+        yield (
+            f"{each.path}: {len(cut)} of {first} are cut after training.max_length tokens ({cut_at}), and what lies "
+            f"behind is not learned; the longest has {longest}"
+        )
+
+
+def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
+    """Raises ModelError where a token that rows have has no row in the embeddings."""
+    tokenizer, limit = chat.tokenizer, _num_embeddings(model)
+    if limit is None or not tokenizer.counts:
+        return
+    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
+    used |= {max(row.input_ids) for row in seen.encoded if row.input_ids}
+    if used and max(used) >= limit:
+        token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
+        raise ModelError(
+            f"{model.path}: token {token} has the number {max(used)}, the embeddings only {limit} rows",
+            hint="the tokenizer is another model's, or tokens were added to it without resizing the model",
+        )
+
+
+def _num_embeddings(model: BaseModelInfo) -> int | None:
+    """Rows of the language model's embeddings, where the header tells for sure."""
+    found = {
+        each.shape[0]
+        for each in parameter.parameters(model)
+        if each.role == "embedding" and modality.part(each.module) == "language" and len(each.shape) == 2
+        and each.module.rpartition(".")[2] in ("embed_tokens", "wte", "embed_in", "word_embeddings")
+    }  # fmt: skip
+    return found.pop() if len(found) == 1 and not model.is_quantized else None
+
+
+def _key(job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, rows: bytes) -> bytes:
+    """A digest of all that the outcome hangs on."""
+    facts = (
+        rows, str(model.path), chat.tokenizer.chat_template, chat.template, job_spec.chat_template_kwargs,
+        job_spec.training.cut_at, _num_embeddings(model), chat.tokenizer.identity,
+    )  # fmt: skip
+    return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).digest()

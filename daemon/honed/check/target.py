@@ -1,0 +1,458 @@
+"""Module names in a `lora:` section, held against the names of a checkpoint's modules: peft takes a name that matches
+nothing in silence, or says so once the model is loaded.
+
+    header of the weights ──► modules ─┐
+    source of transformers ──► leaves ─┴─► target_modules, exclude_modules, modules_to_save, patterns, layers
+
+A checkpoint may store a module under another name than it is loaded with, so a name is only called unknown where
+neither the header nor the source of the model's class has it. Where that cannot be told nothing is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from honed.inputs import modality
+from honed.inputs.basemodel import QUANTIZATION_STATE, AdapterInfo, BaseModelInfo
+from honed.plan import precision
+from honed.spec.media import Part
+from honed.spec.problem import shown
+from honed.spec.spec import JobSpec, LoraSpec
+from honed.system import installed, quote
+from honed.system.error import ModelError, SpecError
+
+#: Names that are listed in a hint.
+MAX_NAMED = 12
+#: What other tools write for peft's all-linear.
+_ALL = frozenset({"all", "all_linear", "all-linear", "all-linear-layers", "linear", "auto"})
+#: What a module's name may begin with once loaded, where a checkpoint's begins with something else.
+_PREFIXES = (
+    "", "model.", "transformer.", "language_model.", "language_model.model.", "model.language_model.",
+    "model.language_model.model.", "model.model.", "thinker.", "thinker.model.", "base_model.", "gpt_neox.",
+)  # fmt: skip
+#: Attention's inputs apart, and as one matrix.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "qkv")),
+    (("query", "key", "value"), ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "qkv")),
+)
+#: As peft finds the layer that a module is in; a checkpoint of the bare model lacks the first part of the name.
+_LAYER = re.compile(r"(?:.*?\.)?[^.]*\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of a base model, as far as its files and transformers' source tell."""
+
+    layers: frozenset[str]  #: those with a matrix of their own, beside which an adapter can stand
+    flat: frozenset[str]  #: those with nothing but a vector: norms
+    packed: frozenset[str]  #: modules that hold several matrices as one parameter: nn.MultiheadAttention, experts
+    source: frozenset[str] | None  #: attributes in the source of the model's class; None where it cannot be read
+    is_plain: bool  #: a model of text alone, whose modules keep their names when they are loaded
+
+    @cached_property
+    def containers(self) -> frozenset[str]:
+        """Modules that only hold others."""
+        found = {
+            ".".join(parts[:n])
+            for parts in (name.split(".") for name in self.layers | self.flat | self.packed)
+            for n in range(1, len(parts))
+        }
+        return frozenset(found - self.layers - self.flat - self.packed)
+
+    @cached_property
+    def all(self) -> frozenset[str]:
+        return self.layers | self.flat | self.packed | self.containers
+
+    def leaves(self, parts: frozenset[Part]) -> list[str]:
+        """The last names of the layers in these parts, the most frequent first, without the head and the embeddings."""
+        counts: dict[str, int] = {}
+        for name in sorted(self.layers):
+            leaf = name.rpartition(".")[2]
+            if modality.part(name) in parts and _LAYER.match(name) and not leaf.isdecimal():
+                counts[leaf] = counts.get(leaf, 0) + 1
+        return sorted(counts, key=lambda leaf: -counts[leaf])
+
+    def may_have(self, leaf: str) -> bool:
+        """Whether a module of that last name may be there although the header names none."""
+        return self.source is None or leaf.isdecimal() or leaf in self.source
+
+
+def look(model: BaseModelInfo) -> Modules | None:
+    """None where the weights' names are not known."""
+    layers: set[str] = set()
+    flat: set[str] = set()
+    packed: set[str] = set()
+    for tensor in model.tensors:
+        if QUANTIZATION_STATE.search(tensor.name):
+            continue
+        module, _, leaf = tensor.name.rpartition(".")
+        is_matrix = len(tensor.shape) > 1 or leaf in ("qweight", "weight_packed")
+        if leaf in ("weight", "bias", "qweight", "weight_packed"):
+            (layers if is_matrix else flat).add(module)
+        elif is_matrix:
+            packed |= {module, tensor.name}
+    if not layers:
+        return None
+    senses = model.has_vision or model.has_audio or model.speaks
+    has_experts = any(".experts." in name for name in layers | packed)
+    return Modules(
+        frozenset(layers), frozenset(flat - layers), frozenset(packed - layers), _source(model),
+        is_plain=not (senses or has_experts or "auto_map" in model.config),
+    )  # fmt: skip
+
+
+def _source(model: BaseModelInfo) -> frozenset[str] | None:
+    """The attributes of all classes that the model may be built of."""
+    types = {model.model_type, *_nested_types(model.config)}
+    if "auto_map" in model.config and model.model_type not in installed.known_model_types()[0]:
+        return None
+    found: set[str] = set()
+    for model_type in types:
+        names = installed.attribute_names(installed.MODEL_TYPE_ALIASES.get(model_type, model_type))
+        if names is None:
+            return None
+        found |= names
+    return frozenset(found)
+
+
+def _nested_types(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, dict) and key.endswith("config") and not key.startswith("quantization"):
+            yield str(value.get("model_type") or config.get("model_type"))
+            yield from _nested_types(value)
+
+
+# --- The check --------------------------------------------------------------------------------------------------------
+
+
+def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
+    """What to warn of. Raises SpecError, with the key, for names that match nothing of the model."""
+    if (modules := look(model)) is None:
+        return []
+    _check_parts(job_spec, modules, str(model.path))
+    if job_spec.lora is None:
+        return []
+    lora, parts, where = job_spec.lora, precision.trained_parts(job_spec), str(model.path)
+    return [
+        *_check_targets(lora, modules, parts, where),
+        *_check_excluded(lora, modules, where),
+        *([] if job_spec.parts.patterns else _check_left(lora, modules, parts, where)),
+        *_check_saved(lora, modules, where),
+        *_check_patterns(lora, modules, where),
+        *_check_layers(lora, modules, model, parts),
+    ]
+
+
+def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
+    """Each expression of `parts` names a module, and each part that full fine-tuning trains is there."""
+    for kind, text in job_spec.parts.patterns.items():
+        pattern = re.compile(text)
+        if not any(modality.is_within(name, pattern) for name in modules.all):
+            words = {word for name in modules.all for word in name.split(".") if not word.isdecimal()}
+            near = [each for asked in re.findall(r"\w+", text) for each in get_close_matches(asked, sorted(words))]
+            named = list(dict.fromkeys(near)) or sorted(name for name in modules.containers if name.count(".") < 2)
+            raise SpecError(
+                f"parts.{kind}: no module of {where} has a name in which {shown(text)} is found",
+                hint=f"{'near it' if near else 'there'}: {', '.join(named[:MAX_NAMED])}",
+            )
+    if not precision.is_full(job_spec) or job_spec.kind != "sft":
+        return
+    there = {modality.part(name) for name in modules.layers | modules.flat | modules.packed}
+    for kind in job_spec.train_parts:
+        if kind not in there:
+            raise SpecError(
+                f"train_parts: {where} has no modules that are known as its {kind} part",
+                hint=f"parts: {{{kind}: …}} names them; without it there are {', '.join(sorted(there))}",
+            )
+
+
+def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
+    """Raises ModelError for an adapter none of whose modules the base model has."""
+    changed = {
+        found[1] for tensor in adapter.tensors if (found := re.search(r"(\w+)\.lora_[AB]\.weight$", tensor.name))
+    }
+    if not changed or (modules := look(model)) is None or any(_is_known(name, modules) for name in changed):
+        return
+    raise ModelError(
+        f"{adapter.path / 'adapter_model.safetensors'}: made for another base model: it changes "
+        f"{', '.join(sorted(changed)[:MAX_NAMED])}, and {model.path} has none of these",
+        hint="name the base_model that the adapter was trained on: see base_model_name_or_path in its "
+        "adapter_config.json",
+    )
+
+
+def _check_targets(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where: str) -> Iterator[str]:
+    key, wanted = "lora.target_modules", lora.target_modules
+    if wanted == "all-linear":
+        return
+    if isinstance(wanted, str):
+        yield from _check_expression(key, wanted, modules, parts, where)
+        return
+    unknown = [name for name in wanted if not _is_known(name, modules)]
+    for name in wanted:
+        if name not in unknown:
+            _check_kind(lora, wanted, name, modules, parts, where)
+    if len(unknown) == len(wanted):
+        what = f"no module of {where} is called {_listed(unknown)}"
+        near = _near(unknown, modules, parts)
+        fix: dict[str, Any] | None = (
+            {key: list(dict.fromkeys(near))} if all(_near([name], modules, parts) for name in unknown) else None
+        )
+        if any(name.lower() in _ALL for name in unknown):
+            fix = {key: "all-linear"}
+        raise SpecError(f"{key}.0: {what}", hint=_meant(unknown, modules, parts), fix=fix)
+    for name in unknown:
+        yield (
+            f"{key}.{wanted.index(name)}: no module of {where} is called {shown(name)}: it gets no adapter "
+            f"({_meant([name], modules, parts)})"
+        )
+
+
+def _check_expression(key: str, wanted: str, modules: Modules, parts: frozenset[Part], where: str) -> Iterator[str]:
+    if _fits_any(wanted, modules, modules.layers | modules.packed):
+        return
+    is_name = re.fullmatch(r"[\w.-]+", wanted) is not None
+    if wanted.lower() in _ALL:
+        raise SpecError(
+            f"{key}: {shown(wanted)} is a regular expression here, and no module of {where} has that name",
+            hint="write all-linear, which takes all linear layers but the head",
+            fix={key: "all-linear"},
+        )
+    if is_name and _is_known(wanted, modules):
+        raise SpecError(
+            f"{key}: {shown(wanted)} is a regular expression for a module's whole name, and no module has that one",
+            hint=f"write a list: [{wanted}]",
+            fix={key: [wanted]},
+        )
+    what = f"{key}: {shown(wanted)} fits the whole name of no layer of {where}"
+    example = next((name for name in sorted(modules.layers) if _LAYER.match(name)), "")
+    hint = f"their names are like {example}: begin the expression with .*" if example else "take all-linear"
+    if is_name:
+        hint = _meant([wanted], modules, parts)
+    if is_name or modules.is_plain:
+        near = _near([wanted], modules, parts) if is_name else []
+        raise SpecError(what, hint=hint, fix={key: near} if near else {})
+    yield f"{what}, as they are stored ({hint})"
+
+
+def _check_kind(
+    lora: LoraSpec, wanted: Sequence[str], name: str, modules: Modules, parts: frozenset[Part], where: str
+) -> None:
+    """Raises SpecError for a name of `lora.target_modules` that means modules beside which no adapter can stand."""
+    key, others = f"lora.target_modules.{wanted.index(name)}", [each for each in wanted if each != name]
+    if _matching(name, modules.layers | modules.packed) or not (found := _matching(name, modules.all)):
+        return
+    below = {other.removeprefix(f"{each}.") for each in found for other in modules.all if other.startswith(f"{each}.")}
+    if any(other in modules.packed for each in found for other in modules.all if other.startswith(f"{each}.")):
+        return
+    held = [leaf for leaf in modules.leaves(parts) if leaf in {other.rpartition(".")[2] for other in below}]
+    if held:
+        raise SpecError(
+            f"{key}: {shown(name)} is no layer in {where}: it only holds others, and an adapter stands beside a layer",
+            hint=f"name those in it: [{', '.join(held[:MAX_NAMED])}]",
+            fix={"lora.target_modules": [*others, *(each for each in held if each not in others)]},
+        )
+    raise SpecError(
+        f"{key}: {shown(name)} has no matrix in {where}, which an adapter could stand beside",
+        hint=f"leave it out here, and modules_to_save: [{name}] trains it whole",
+        fix={"lora.target_modules": others, "lora.modules_to_save": [*(lora.modules_to_save or ()), name]}
+        if others
+        else {},
+    )
+
+
+def _check_excluded(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
+    key, excluded = "lora.exclude_modules", lora.exclude_modules
+    if isinstance(excluded, str):
+        if not _fits_any(excluded, modules, modules.all):
+            yield f"{key}: {shown(excluded)} fits the whole name of no module of {where}: nothing is left out"
+        return
+    for number, name in enumerate(excluded or ()):
+        if not _is_known(name, modules):
+            near = get_close_matches(name, _last_names(modules), n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            yield f"{key}.{number}: no module of {where} is called {shown(name)}: nothing is left out{meant}"
+
+
+def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where: str) -> Iterator[str]:
+    """Raises SpecError where no layer is left that gets an adapter: all are excluded, or lie in parts that are not
+    trained. Nothing is refused for names that the header does not show."""
+    yield from ()
+    wanted, among = lora.target_modules, modules.layers | modules.packed
+    if wanted == "all-linear":
+        chosen = {name for name in modules.layers if name.rpartition(".")[2] in modules.leaves(parts)}
+    elif isinstance(wanted, str):
+        chosen = _fitting(wanted, among) if modules.is_plain else set()
+    else:
+        found = [set(_matching(name, among)) for name in wanted]
+        if any(
+            not names and modules.may_have(name.rpartition(".")[2]) for name, names in zip(wanted, found, strict=True)
+        ):
+            return
+        chosen = set().union(*found)
+    trained = {name for name in chosen if modality.part(name) in parts}
+    if chosen and not trained:
+        elsewhere = sorted({modality.part(name) for name in chosen})
+        switches = {f"lora.{key}": part in elsewhere for part, key in precision.PART_KEYS.items()
+                    if (part in elsewhere) != (part in parts)}  # fmt: skip
+        raise SpecError(
+            f"lora.target_modules: in {where} these are layers of the {' and '.join(elsewhere)} part alone, which gets "
+            "no adapter here",
+            hint=f"write {', '.join(f'{key}: {str(value).lower()}' for key, value in switches.items())}; or name "
+            "layers of each part that is trained",
+            fix=switches,
+        )
+    excluded = lora.exclude_modules
+    if not trained or not excluded:
+        return
+    left = trained - (
+        {name for name in trained if re.fullmatch(excluded, name)} if isinstance(excluded, str)
+        else {name for each in excluded for name in _matching(each, frozenset(trained))}
+    )  # fmt: skip
+    if not left:
+        raise SpecError(
+            f"lora.exclude_modules: takes out all that target_modules names in {where}: nothing would be trained",
+            hint="leave exclude_modules out, or name fewer in it",
+            fix={"lora.exclude_modules": None},
+        )
+
+
+def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
+    """peft looks whether a module's name ends so, and says nothing where none does."""
+    yield from ()
+    for number, name in enumerate(lora.modules_to_save or ()):
+        leaf = name.rpartition(".")[2]
+        if modules.may_have(leaf):
+            continue
+        if any(module.endswith(name) for module in modules.all):
+            yield (
+                f"lora.modules_to_save.{number}: {shown(name)} is what {where} calls it, and not transformers "
+                f"{installed.version('transformers')} once it is loaded: it may not be trained"
+            )
+            continue
+        near = get_close_matches(leaf, {*_last_names(modules), "lm_head"}, n=1)
+        raise SpecError(
+            f"lora.modules_to_save.{number}: no module of {where} is called {shown(name)}: it would not be trained",
+            hint=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(_tops(modules)))}",
+            fix={"lora.modules_to_save": [near[0] if each == name else each for each in lora.modules_to_save or ()]}
+            if near
+            else None,
+        )
+
+
+def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key) or {}:
+            full = f"lora.{key}.{pattern}" if re.fullmatch(r"\w+", pattern) else f"lora.{key}"
+            try:
+                fits = any(_fits_pattern(pattern, name) for name in modules.all)
+            except re.error as error:
+                raise SpecError(
+                    f"{full}: {shown(pattern)} is no regular expression: {quote.mark(str(error))}",
+                    hint="the end of a module's name",
+                ) from error
+            if fits:
+                continue
+            leaf = re.findall(r"\w+", pattern)[-1:] or [pattern]
+            what = f"{full}: {shown(pattern)} fits no module of {where}"
+            if modules.may_have(leaf[0]) or not modules.is_plain:
+                yield f"{what}, as they are stored"
+            else:
+                near = _near(leaf, modules, frozenset(("language",))) if full != f"lora.{key}" else []
+                value = getattr(lora, key)[pattern]
+                fix = {full: None, **{f"lora.{key}.{each}": value for each in near}} if near else {}
+                raise SpecError(what, hint=_meant(leaf, modules, frozenset(("language",))), fix=fix)
+
+
+def _fits_pattern(pattern: str, name: str) -> bool:
+    return any(re.match(rf"(.*\.)?({pattern})$", prefix + name) for prefix in _PREFIXES)
+
+
+def _check_layers(lora: LoraSpec, modules: Modules, model: BaseModelInfo, parts: frozenset[Part]) -> Iterator[str]:
+    yield from ()
+    wanted = lora.layers_to_transform or []
+    there = {
+        int(match[1]) for name in modules.all if modality.part(name) in parts and (match := _LAYER.match(f"{name}."))
+    }
+    beyond = sorted(number for number in wanted if there and number > max(there))
+    if beyond:
+        raise SpecError(
+            f"lora.layers_to_transform.{wanted.index(beyond[0])}: {model.path} has no layer {beyond[0]}: the last of "
+            f"its {max(there) + 1} is {max(there)}",
+            hint=f"layers are counted from 0: name those up to {max(there)}",
+            fix={"lora.layers_to_transform": kept} if (kept := [each for each in wanted if each not in beyond]) else {},
+        )
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def _is_known(name: str, modules: Modules) -> bool:
+    """Whether a module may have this name, or end in it."""
+    return bool(_matching(name, modules.all)) or modules.may_have(name.rpartition(".")[2])
+
+
+def _matching(name: str, among: frozenset[str]) -> list[str]:
+    return [module for module in among if module == name or module.endswith(f".{name}")]
+
+
+def _fits_any(expression: str, modules: Modules, among: frozenset[str]) -> bool:
+    """Whether an expression fits a whole name, as it is stored or may be once loaded."""
+    names = among if modules.is_plain else _unprefixed(among)
+    return any(re.fullmatch(expression, prefix + name) for name in names for prefix in _PREFIXES)
+
+
+def _fitting(expression: str, among: frozenset[str]) -> set[str]:
+    return {name for name in among if any(re.fullmatch(expression, prefix + name) for prefix in _PREFIXES)}
+
+
+def _unprefixed(among: frozenset[str]) -> set[str]:
+    """The names, and what is left of them without any of the beginnings that a loaded model's may lack."""
+    longest = sorted(filter(None, _PREFIXES), key=len, reverse=True)
+    return {*among, *(name.removeprefix(prefix) for name in among for prefix in longest if name.startswith(prefix))}
+
+
+def _last_names(modules: Modules) -> set[str]:
+    return {name.rpartition(".")[2] for name in modules.all}
+
+
+def _tops(modules: Modules) -> set[str]:
+    """Modules outside of the layers: embeddings, head, final norm."""
+    return {
+        name.rpartition(".")[2] for name in modules.layers | modules.flat if not re.search(r"\.\d+(\.|$)", name)
+    } or {"no module outside of its layers"}
+
+
+def _meant(names: Sequence[str], modules: Modules, parts: frozenset[Part]) -> str:
+    if any(name.lower() in _ALL for name in names):
+        return "write target_modules: all-linear, which takes all linear layers but the head"
+    leaves = modules.leaves(parts)
+    near = _near(names, modules, parts)
+    meant = f"did you mean {', '.join(dict.fromkeys(near))}? " if near else ""
+    if not leaves:
+        return f"{meant}take all-linear"
+    return f"{meant}its linear layers are {', '.join(leaves[:MAX_NAMED])}; all-linear takes all of them"
+
+
+def _near(names: Sequence[str], modules: Modules, parts: frozenset[Part]) -> list[str]:
+    leaves = modules.leaves(parts)
+    return [near for name in names for near in _near_one(name.rpartition(".")[2], leaves)]
+
+
+def _near_one(name: str, leaves: Sequence[str]) -> list[str]:
+    """What a name means here: attention's inputs have other names in each family, of which none is like the other."""
+    for one, whole in _ATTENTION:
+        if name in whole and name not in leaves and (there := [each for each in one if each in leaves]):
+            return there
+        if name in one and (there := [each for each in whole if each in leaves]):
+            return there
+    return get_close_matches(name, leaves, n=1)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(map(shown, names[:MAX_NAMED]))

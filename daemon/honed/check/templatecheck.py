@@ -1,0 +1,139 @@
+"""The chat template that a job's rows are rendered by: whether there is one, and whether it is Jinja."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from honed.inputs.basemodel import BaseModelInfo
+from honed.inputs.row import RESERVED_KWARGS
+from honed.spec import variant
+from honed.spec.spec import JobSpec
+from honed.system import quote
+from honed.system.error import HonedError, ModelError, SpecError, said
+
+#: Bytes of a chat template that is read.
+MAX_TEMPLATE_BYTES = 1024 * 1024
+#: Characters of one that is remembered.
+MAX_REMEMBERED = 64 * 1024
+
+
+def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
+    """Whether there is a template; a model that is not there yet may have one.
+
+    Raises SpecError or ModelError for one that does not compile.
+    """
+    if reserved := sorted(RESERVED_KWARGS & job_spec.chat_template_kwargs.keys()):
+        raise SpecError(
+            f"chat_template_kwargs: `{reserved[0]}` is no argument of a chat template",
+            hint="leave it out",
+            fix={f"chat_template_kwargs.{reserved[0]}": None},
+        )
+    if (asked := job_spec.training_chat_template) not in (None, variant.ASKED):
+        _compile(_read(Path(asked), "training_chat_template"), f"training_chat_template: {asked}", SpecError)
+    if job_spec.chat_template is not None:
+        text = _read(Path(job_spec.chat_template))
+        _compile(text, f"chat_template: {job_spec.chat_template}", SpecError)
+    for_rows(job_spec, model)
+    if job_spec.chat_template is not None or model is None:
+        return True
+    if model.chat_template is not None:
+        _compile(model.chat_template, f"{model.path}: the chat template", ModelError)
+    return model.has_chat_template
+
+
+def for_rows(job_spec: JobSpec, model: BaseModelInfo | None) -> Path | None:
+    """The template that rows alone are rendered by. Raises SpecError where there is none, or none to go with it."""
+    if job_spec.training_chat_template is None or (job_spec.chat_template is None and model is None):
+        return None
+    if job_spec.chat_template is not None:
+        template: str | None = _read(Path(job_spec.chat_template))
+    else:
+        template = model.chat_template if model else None
+    if template is None:
+        raise SpecError(
+            "training_chat_template: the base model has no chat template, by which predictions would be asked",
+            hint="name the file as chat_template: it serves rows and predictions",
+        )
+    return variant.locate(job_spec.training_chat_template, template)
+
+
+def unused(job_spec: JobSpec, model: BaseModelInfo | None) -> list[str]:
+    """What to warn of: names of chat_template_kwargs that occur in none of the job's templates."""
+    if not job_spec.chat_template_kwargs or model is None or (own := source(job_spec, model)) is None:
+        return []
+    other = for_rows(job_spec, model)
+    words = set(re.findall(r"\w+", own + (_read(other, "training_chat_template") if other is not None else "")))
+    warnings = []
+    for name in sorted(job_spec.chat_template_kwargs.keys() - words):
+        near = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
+        meant = quote.aside(f" (did you mean {near[0]}?)") if near else ""
+        warnings.append(
+            f"chat_template_kwargs.{quote.name(name)}: the chat template does not use it: it changes nothing{meant}"
+        )
+    return warnings
+
+
+def source(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
+    """The template that renders the job's rows, as it was checked."""
+    return model.chat_template if job_spec.chat_template is None else _read(Path(job_spec.chat_template))
+
+
+def _read(path: Path, key: str = "chat_template") -> str:
+    if not path.is_file():  # nor a pipe, on which reading would wait for ever
+        raise SpecError(f"{key}: no such file: {path}", hint="name a file with a Jinja chat template")
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE_BYTES)
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"{key}: {path}: {said(error)}", hint="it is UTF-8, and the job's submitter can read it"
+        ) from error
+    if not text.strip():
+        raise SpecError(f"{key}: {path} is empty", hint="name a file with a Jinja chat template")
+    if "{{" not in text and "{%" not in text:
+        raise SpecError(
+            f"{key}: {path} is no Jinja template: it has neither {{{{ nor {{%, and renders each row the same",
+            hint="name a file with a Jinja chat template",
+        )
+    return text
+
+
+def _compile(text: str, where: str, kind: type[HonedError]) -> None:
+    """Where jinja2 is missing, the packages' check tells."""
+    try:
+        import jinja2  # noqa: F401, PLC0415  (it belongs to the worker's packages)
+    except ImportError:
+        return
+    look = _fault if len(text) <= MAX_REMEMBERED else _fault.__wrapped__
+    if fault := look(text):
+        raise kind(f"{where}{fault}", hint="correct it, or name another as chat_template:")
+
+
+@functools.lru_cache(maxsize=16)  # compiling takes milliseconds, and many jobs have the same base model
+def _fault(text: str) -> str | None:
+    """What is wrong with a template, parsed with transformers' own `{% generation %}`."""
+    import jinja2.ext  # noqa: PLC0415
+    import jinja2.nodes  # noqa: PLC0415
+    import jinja2.sandbox  # noqa: PLC0415
+
+    class Generation(jinja2.ext.Extension):  # type: ignore[misc]
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own form)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(
+                line
+            )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[Generation, jinja2.ext.loopcontrols])
+    try:
+        environment.compile(text)
+    except (jinja2.TemplateError, ValueError, RecursionError) as error:  # a number with thousands of digits
+        line = getattr(error, "lineno", None)
+        at = f", line {line}" if line else ""
+        return f"{at}: not a Jinja template: {quote.mark(str(error))}"
+    return None

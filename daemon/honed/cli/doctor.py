@@ -1,0 +1,569 @@
+"""Check whether this machine can train: versions that fit together, GPU, compiled libraries that load, disk,
+permissions.
+
+What needs torch is asked in child processes with a deadline, since a broken installation may hang or crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from honed.check.policy import nearest_existing
+from honed.cli import sandbox
+from honed.job.progress import gib
+from honed.send import notification, outbox
+from honed.spec import config as configs
+from honed.spec.config import Config
+from honed.system import access, device, installed, message
+from honed.system.error import EnvironmentInvalidError, HonedError
+from honed.system.layout import Layout
+
+Status = Literal["ok", "warning", "error"]
+
+#: Seconds that a child has; `import torch` from a cold disk has been seen to take 30.
+CHILD_TIMEOUT_SEC = 120.0
+#: Seconds that a notice may wait before somebody should look why.
+NOTICE_PATIENCE_SEC = 600.0
+#: Bytes of free disk below which one job's checkpoints may not fit.
+LOW_DISK_BYTES = 20 * 2**30
+#: Bytes of free disk below which not even honed's own files are safe.
+NO_DISK_BYTES = 1 * 2**30
+
+_TORCH = """
+import json, torch
+print(json.dumps({"version": torch.__version__, "built_for": torch.version.cuda,
+                  "num_gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0}))
+"""
+_TORCHVISION = """
+import json, torch, torchvision
+kept = torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
+print(json.dumps({"version": torchvision.__version__, "kept": len(kept)}))
+"""
+_TORCHVISION_MENDED = """
+import json
+from honed.worker import torchvision as mended
+mended.mend()
+import torch, torchvision.transforms.v2.functional as functional
+print(json.dumps({"size": list(functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape)}))
+"""
+_BITSANDBYTES = """
+import json, bitsandbytes, bitsandbytes.cextension as native
+print(json.dumps({"version": bitsandbytes.__version__, "library": type(native.lib).__name__}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    status: Status
+    detail: str
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
+    """Everything, in the order in which a person would mend it. Takes as long as importing torch, some seconds."""
+    try:
+        config, configured = config or configs.load(layout), [Finding("configuration", "ok", f"{layout.config_path}")]
+    except HonedError as error:
+        config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
+    with ThreadPoolExecutor() as pool:
+        # Children in threads: each is only waited for.
+        compiled = [pool.submit(look) for look in (_torch, _torchvision, _bitsandbytes)]
+        found = [_python(), *_packages(), *_beside_unsloth(), _gpu(config)]
+        return [
+            *configured,
+            *found,
+            *(answer.result() for answer in compiled),
+            *_instance(layout, config),
+            *_reporting(layout, config),
+            *_notices(layout),
+        ]
+
+
+def _instance(layout: Layout, config: Config) -> list[Finding]:
+    places = {"state": layout.state_dir, "spool": layout.spool_dir, "cache": layout.cache_dir}
+    return [
+        *(_disk(name, path) for name, path in places.items()),
+        _permissions(layout),
+        _acls(layout),
+        _systemd(),
+        *(_machine(config) if layout.root == Path("/") and Path("/run/systemd/system").is_dir() else ()),
+        _daemon(layout),
+    ]
+
+
+def _python() -> Finding:
+    """Our own metadata keeps older ones out; what is newer than torch's wheels is told by torch's absence."""
+    return Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
+
+
+# --- Packages ---------------------------------------------------------------------------------------------------------
+
+
+def _packages() -> list[Finding]:
+    needed = [_package(name, window, is_needed=True) for name, window in installed.WINDOWS.items()]
+    return needed + [_package(name, window, is_needed=False) for name, window in installed.OPTIONAL_WINDOWS.items()]
+
+
+#: What an optional package is for.
+_USES = {
+    "bitsandbytes": "quantization: 4bit and 8bit",
+    "huggingface_hub": "policy.hub: models and data sets that honed fetches",
+    "unsloth": "backend: unsloth",
+    "unsloth_zoo": "backend: unsloth",
+    "pillow": "rows with images",
+    "av": "rows with videos and sound",
+    "torchvision": "the processors of vision models",
+}
+
+
+def _package(name: str, window: str, *, is_needed: bool) -> Finding:
+    found = installed.version(name)
+    install = f"pip install '{name}{window}'"
+    if found is None and is_needed:
+        return Finding(name, "error", "not installed: no job can be trained", install)
+    if found is None:
+        return Finding(name, "warning", f"not installed; it is needed for {_USES[name]}", install)
+    for broken, versions, why in installed.BROKEN:
+        if broken == name and installed.fits(found, versions):
+            return Finding(name, "error", f"{found} {why}", install)
+    if not installed.fits(found, window):
+        return Finding(name, "warning", f"{found} is outside what honed was tried with ({window})", install)
+    return Finding(name, "ok", found)
+
+
+def _beside_unsloth() -> list[Finding]:
+    unsloth, zoo = installed.version("unsloth"), installed.version("unsloth_zoo")
+    if unsloth is None:
+        return []
+    trouble = [
+        f"{name} {found} {why}"
+        for name, versions, why in installed.BROKEN_BESIDE_UNSLOTH
+        if (found := installed.version(name)) is not None and installed.fits(found, versions)
+    ]
+    if zoo != unsloth:
+        trouble.append(f"unsloth_zoo {zoo or 'is missing, and'} should be of the same version, {unsloth}")
+    if trouble:
+        hint = "pip install 'honed[unsloth]' again; until then write backend: transformers"
+        return [Finding("unsloth fits", "error", "; ".join(trouble), hint)]
+    return [Finding("unsloth fits", "ok", f"{unsloth} beside the versions above")]
+
+
+# --- What only a process that imports it can tell ---------------------------------------------------------------------
+
+
+def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
+    """What a child process prints as its last line, JSON. Raises EnvironmentInvalidError with its last words."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_sec, check=False, encoding="utf-8",
+            errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentInvalidError(f"no answer within {timeout_sec:g} s") from error
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"status {done.returncode}")
+        raise EnvironmentInvalidError(last.strip()[:300])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def _torch() -> Finding:
+    """Whether torch loads, and sees as many GPUs as the driver."""
+    if installed.version("torch") is None:
+        return Finding("torch loads", "error", "not installed", "pip install 'honed[train]'")
+    try:
+        answer = ask(_TORCH)
+    except EnvironmentInvalidError as error:
+        return Finding("torch loads", "error", f"import torch: {error.message}", "install torch again")
+    num_gpus = len(device.cuda_devices())
+    detail = f"{answer['version']}, built for {'CUDA ' + answer['built_for'] if answer['built_for'] else 'the CPU'}"
+    if num_gpus > answer["num_gpus"]:
+        hint = (
+            "install torch from the ordinary index"
+            if answer["built_for"] is None
+            else "is the driver as new as that CUDA?"
+        )
+        return Finding("torch loads", "error", f"{detail}; it sees {answer['num_gpus']} of {num_gpus} GPUs", hint)
+    seen = {0: "no GPU", 1: "1 GPU"}.get(answer["num_gpus"], f"{answer['num_gpus']} GPUs")
+    return Finding("torch loads", "ok", f"{detail}; it sees {seen}")
+
+
+def _torchvision() -> Finding:
+    """One built for another torch breaks imports that never name it, with messages that do not either."""
+    if installed.version("torchvision") is None:
+        return Finding("torchvision loads", "ok", "not installed; text models do without")
+    try:
+        return Finding("torchvision loads", "ok", ask(_TORCHVISION)["version"])
+    except EnvironmentInvalidError as error:
+        hint = "install the torchvision that belongs to this torch, from the same index, or uninstall it"
+        # torchvision's own message goes on to talk of everything that may be the matter.
+        detail = f"{installed.version('torchvision')} does not load: {error.message.split('. ')[0]}"
+    try:
+        ask(_TORCHVISION_MENDED)
+    except EnvironmentInvalidError:
+        return Finding("torchvision loads", "error", detail, hint)
+    return Finding(
+        "torchvision loads", "warning", f"{detail}; workers go round that, and use what of it they need", hint
+    )
+
+
+def _bitsandbytes() -> Finding:
+    if installed.version("bitsandbytes") is None:
+        return Finding(
+            "bitsandbytes loads", "warning", "not installed; 4bit and 8bit need it", "pip install bitsandbytes"
+        )
+    try:
+        answer = ask(_BITSANDBYTES)
+    except EnvironmentInvalidError as error:
+        return Finding("bitsandbytes loads", "error", f"import bitsandbytes: {error.message}", "install it again")
+    if "Mock" in answer["library"] and device.cuda_devices():
+        detail = f"{answer['version']}: no native library for this GPU"
+        return Finding("bitsandbytes loads", "error", detail, "python -m bitsandbytes says more")
+    return Finding("bitsandbytes loads", "ok", answer["version"])
+
+
+def _gpu(config: Config) -> Finding:
+    found = device.cuda_devices()
+    if not found:
+        return _no_gpu()
+    indices = [each.index for each in found]
+    if missing := [index for index in config.device.gpus or [] if index not in indices]:
+        detail = f"device.gpus names {missing}, and the machine has {indices}"
+        return Finding("gpu", "error", detail, "correct it in honed.toml")
+    names = ", ".join(f"{each.index}: {each.name}, {gib(each.total_bytes)}" for each in found)
+    return Finding("gpu", "ok", f"{names}; driver {device.driver_version()}")
+
+
+def _no_gpu() -> Finding:
+    try:
+        device.driver_version()
+    except EnvironmentInvalidError as error:
+        has_hardware = any(Path("/proc/driver/nvidia/gpus").glob("*"))
+        status: Status = "error" if has_hardware else "warning"
+        cpu = device.probe([])[0]
+        detail = f"no NVIDIA GPU ({error.message}): jobs train on {cpu.name}, {gib(cpu.total_bytes)}"
+        return Finding("gpu", status, detail, error.hint if has_hardware else "small models only")
+    return Finding("gpu", "error", "the driver is there, and no GPU answers", "see nvidia-smi and the kernel's log")
+
+
+# --- This instance ----------------------------------------------------------------------------------------------------
+
+
+_FREE_SOME = "free some; du -sh jobs/* in honed's state directory tells which jobs are large"
+
+
+def _disk(name: str, path: Path) -> Finding:
+    existing = nearest_existing(path)
+    free = shutil.disk_usage(existing).free
+    detail = f"{gib(free)} free for {path}"
+    if free < NO_DISK_BYTES:
+        return Finding(f"disk: {name}", "error", detail, _FREE_SOME)
+    if free < LOW_DISK_BYTES and name != "spool":
+        return Finding(f"disk: {name}", "warning", detail, f"checkpoints of a large model will not fit: {_FREE_SOME}")
+    return Finding(f"disk: {name}", "ok", detail)
+
+
+def _permissions(layout: Layout) -> Finding:
+    """Check the files that honed writes; before its first start there is nothing yet."""
+    if not layout.spool_dir.is_dir():
+        return Finding(
+            "permissions", "warning", f"{layout.spool_dir} is not there yet", "honed makes it at its first start"
+        )
+    places = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
+    missing = [str(path) for path in places if not path.is_dir()]
+    if missing:
+        return Finding("permissions", "error", f"missing: {', '.join(missing)}", "start honed, which makes them")
+    if layout.spool_dir.stat().st_mode & 0o002:
+        return Finding(
+            "permissions", "error", f"{layout.spool_dir} can be written by everyone", f"chmod o-w {layout.spool_dir}"
+        )
+    devices = {path.stat().st_dev for path in (layout.spool_dir, layout.spool_dir / "incoming")}
+    if len(devices) > 1:
+        detail = f"{layout.spool_dir}/incoming is on another file system: arrivals cannot be claimed by a rename"
+        return Finding("permissions", "error", detail, "put both on one")
+    mode = (layout.spool_dir / "incoming").stat().st_mode
+    if mode & 0o002 and not mode & stat.S_ISVTX:
+        detail = (
+            f"{layout.spool_dir}/incoming: everyone may remove and replace what others drop (mode {mode & 0o7777:o})"
+        )
+        return Finding("permissions", "error", detail, f"chmod 1730 {layout.spool_dir}/incoming")
+    if not os.access(layout.spool_dir / "incoming", os.W_OK | os.X_OK):
+        return Finding("permissions", "warning", "you may not drop jobs", "join the group honed-submit")
+    return Finding("permissions", "ok", f"{layout.spool_dir} and {layout.state_dir} are as they should be")
+
+
+def _systemd() -> Finding:
+    if not Path("/run/systemd/system").is_dir():
+        return Finding("systemd", "ok", "not running here: honed runs in the foreground, workers are its children")
+    try:
+        import sdnotify  # noqa: F401, PLC0415
+    except ImportError:
+        return Finding(
+            "systemd", "error", "the package sdnotify is missing: honed could not say READY", "pip install sdnotify"
+        )
+    return Finding("systemd", "ok", "running; honed reports to it")
+
+
+def _acls(layout: Layout) -> Finding:
+    place = nearest_existing(layout.jobs_dir)
+    try:
+        os.getxattr(place, access.ACCESS_XATTR)
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            hint = "mount it with ACLs, or let people read their results with honectl"
+            return Finding("ACLs", "warning", f"the file system of {place} has none", hint)
+    return Finding("ACLs", "ok", "who dropped a job can read its directory")
+
+
+# --- The system's own instance ----------------------------------------------------------------------------------------
+
+
+def _machine(config: Config) -> list[Finding]:
+    """Check the units and what they depend on."""
+    service, job, check = (_unit(name) for name in ("honed.service", "honed-job@0.service", "honed-check@1000.service"))
+    has_templates = all(unit.get("LoadState") == "loaded" for unit in (job, check))
+    return [_service(service), _job_unit(job), *_check_unit(config, job, check), *_fetch_unit(config, job),
+            _polkit(has_templates=has_templates), _users(), _user_database(),
+            _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
+
+
+UNIT_PROPERTIES = ("LoadState", "LoadError", "ActiveState", "Result", "UnitFileState", "NeedDaemonReload", "NRestarts",
+                   "StatusText", "ReadWritePaths", "BindPaths")  # fmt: skip
+INSTALL = "scripts/install, as root"
+OPEN = "honectl sandbox, as root,"
+
+
+def _unit(name: str) -> dict[str, str]:
+    """A unit's properties, as systemd has them; none where it does not answer."""
+    command = ["systemctl", "show", name, f"--property={','.join(UNIT_PROPERTIES)}"]
+    return dict(line.split("=", 1) for line in _lines(command) if "=" in line)
+
+
+def _lines(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines()
+
+
+def _service(unit: dict[str, str]) -> Finding:
+    """honed.service: is it there, as it is on disk, up, and well."""
+    check = "honed.service"
+    if unit.get("LoadState") != "loaded":
+        return Finding(check, "warning", f"{unit.get('LoadState', 'systemd does not answer')}", INSTALL)
+    if unit["NeedDaemonReload"] == "yes":
+        return Finding(check, "warning", "its file was changed since systemd read it", "systemctl daemon-reload")
+    if unit["ActiveState"] == "failed":
+        detail = f"failed ({unit['Result']}){': ' if unit['StatusText'] else ''}{unit['StatusText']}"
+        return Finding(check, "error", detail, "journalctl -xeu honed; then systemctl start honed")
+    if any(word in unit["StatusText"] for word in ("degraded:", "NOT reloaded", "not checked:")):
+        return Finding(check, "error", unit["StatusText"], "journalctl -xeu honed")
+    if int(unit.get("NRestarts") or 0) > 3:
+        return Finding(check, "warning", f"restarted {unit['NRestarts']} times by systemd", "journalctl -xeu honed")
+    if unit["UnitFileState"] == "disabled":
+        return Finding(check, "warning", f"{unit['ActiveState']}; it does not start with the machine",
+                       "systemctl enable --now honed")  # fmt: skip
+    return Finding(check, "ok", f"{unit['ActiveState']}: {unit['StatusText']}")
+
+
+def _job_unit(unit: dict[str, str]) -> Finding:
+    if unit.get("LoadState") == "loaded":
+        if unit["NeedDaemonReload"] == "yes":
+            return Finding("honed-job@.service", "warning", "changed since systemd read it", "systemctl daemon-reload")
+        return Finding("honed-job@.service", "ok", "each job has a unit of its own")
+    return Finding("honed-job@.service", "warning", "not there: jobs run as honed's children, without limits", INSTALL)
+
+
+def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> list[Finding]:
+    """Check honed-check@.service, without which no job file of a person is accepted where jobs are units."""
+    if config.jobs.runner == "process" or job.get("LoadState") != "loaded":
+        return []
+    check = "honed-check@.service"
+    if unit.get("LoadState") != "loaded":
+        return [Finding(check, "error", f"{unit.get('LoadState') or 'not known'}: people's job files wait", INSTALL)]
+    if unit.get("NeedDaemonReload") == "yes":
+        return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
+    return [Finding(check, "ok", "job files are checked with the rights of those who drop them")]
+
+
+def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
+    """Check honed-fetch@.service, where policy.hub needs it: where jobs are units, honed itself has no network."""
+    if not config.policy.hub or job.get("LoadState") != "loaded":
+        return []
+    check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
+    if unit.get("LoadState") != "loaded":
+        detail = f"policy.hub is on, and the unit is {unit.get('LoadState') or 'not known'}: nothing is fetched"
+        return [Finding(check, "error", detail, INSTALL)]
+    if unit.get("NeedDaemonReload") == "yes":
+        return [Finding(check, "warning", "changed since systemd read it", "systemctl daemon-reload")]
+    return [Finding(check, "ok", "models and data sets of the hub are fetched")]
+
+
+def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
+    """Whether the jobs' unit is open to what the configuration lets jobs write, and to nothing that others choose."""
+    binds = unit.get("BindPaths", "")
+    # systemctl quotes what has spaces in the one, and nothing in the other.
+    writable = shlex.split(unit.get("ReadWritePaths", ""))
+    # `-`, which the units' own do not have, is honectl's and administrators'.
+    added = [path[1:] for path in writable if path.startswith("-")] + re.findall(r"-(/.+?):\1:", binds)
+    if dangers := [danger for path in sorted(added) if (danger := sandbox.danger_of(Path(path)))]:
+        return Finding(
+            "sandbox", "error", f"jobs' unit is open to {'; '.join(dangers)}", f"{sandbox.MEND}; then {OPEN}"
+        )
+    shown = [*writable, *binds.replace(":", " ").split()]
+    opened = [Path(each.lstrip("-+")) for each in shown]
+    named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
+    asked = [path for path in named or () if f"{path}:{path}:" not in binds]
+    closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
+    if closed:
+        detail = f"jobs may write to {', '.join(closed)}, and their unit is closed to it: their output would be lost"
+        return Finding("sandbox", "error", detail, f"{OPEN} opens it")
+    return Finding("sandbox", "ok", "open to what policy.allowed_paths names")
+
+
+def _polkit(*, has_templates: bool) -> Finding:
+    """The rule must never be without the templates: a transient unit of such a name could then be anything, as root."""
+    places = [Path(place, "polkit-1/rules.d") for place in ("/usr/share", "/etc", "/usr/local/share", "/run")]
+    rules = [path for place in places for path in place.glob("*honed*.rules")]
+    if rules and not has_templates:
+        detail = f"{rules[0]} lets honed start units that are not installed: on systemd 257 it could run anything"
+        return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
+    hidden = [place for place in places if place.is_dir() and not os.access(place, os.R_OK)]
+    if not rules and has_templates and hidden:
+        return Finding("polkit", "ok", f"not known: {hidden[0]} is closed to you", "sudo honectl doctor tells")
+    if not rules and has_templates:
+        return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
+    if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
+        return Finding("polkit", "warning", "polkitd is not installed: honed may not start its job units",
+                       "apt install polkitd")  # fmt: skip
+    return Finding("polkit", "ok", "honed may start its own job units" if rules else "no rule, and none needed")
+
+
+def _users() -> Finding:
+    found = {name: access.person(name) for name in (access.DAEMON_USER, access.WORKERS_USER)}
+    missing = [name for name, person in found.items() if person is None]
+    missing += [] if access.group_id(access.DROPPERS_GROUP) is not None else [access.DROPPERS_GROUP]
+    if missing:
+        return Finding("users", "warning", f"missing: {', '.join(missing)}", "systemd-sysusers, or " + INSTALL)
+    daemon, workers = found[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
+    if daemon is not None and workers not in daemon.gids:
+        return Finding("users", "error", "honed is no member of honed-job: it cannot hand jobs their directories",
+                       "usermod -aG honed-job honed; systemctl restart honed")  # fmt: skip
+    return Finding("users", "ok", "honed, honed-job and the group honed-submit")
+
+
+def _user_database() -> Finding:
+    """Jobs' units run as users that honed-view@ registers in /run/userdb, and systemd finds by nss-systemd."""
+    try:
+        text = Path("/etc/nsswitch.conf").read_text(encoding="utf-8")
+    except OSError as error:
+        return Finding("user database", "error", f"/etc/nsswitch.conf: {error.strerror}", "apt install libnss-systemd")
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#"))
+    missing = [name for name in ("passwd", "group") if "systemd" not in lines.get(name, "").split()]
+    if missing:
+        return Finding("user database", "error",
+                       f"no `systemd` in /etc/nsswitch.conf: {', '.join(missing)}; jobs cannot run as their submitters",
+                       "apt install libnss-systemd, or add the word to the lines")  # fmt: skip
+    return Finding("user database", "ok", "jobs run as their submitters")
+
+
+def _catalog() -> Finding:
+    if any(message.READY.id in line for line in _lines(["journalctl", "--list-catalog"])):
+        return Finding("journal catalog", "ok", "journalctl -x explains honed's entries")
+    return Finding("journal catalog", "warning", "journalctl -x has no explanations", "journalctl --update-catalog")
+
+
+def _kept_journal() -> Finding:
+    if Path("/var/log/journal").is_dir():
+        return Finding("journal", "ok", "kept over a restart of the machine")
+    return Finding("journal", "warning", "forgotten when the machine restarts", "mkdir /var/log/journal")
+
+
+def _limits() -> Finding:
+    try:
+        controllers = Path("/sys/fs/cgroup/cgroup.controllers").read_text(encoding="ascii").split()
+    except OSError:
+        controllers = []
+    if "memory" in controllers:
+        return Finding("memory limits", "ok", "MemoryMax= of jobs is enforced")
+    return Finding("memory limits", "warning", "MemoryMax= is not enforced: cgroup2 has no memory controller here",
+                   "boot with systemd.unified_cgroup_hierarchy=1")  # fmt: skip
+
+
+# --- The daemon -------------------------------------------------------------------------------------------------------
+
+
+def _reporting(layout: Layout, config: Config) -> list[Finding]:
+    """Check the way to the metrics API, where one is configured."""
+    path, check = layout.outbox_dir, "metrics API"
+    address = config.reporting.metrics_api_url
+    if address is None or not path.is_dir():
+        return [] if address is None else [Finding(check, "ok", f"{address}; nothing was sent yet")]
+    if not os.access(path, os.R_OK | os.X_OK):
+        return [Finding(check, "ok", f"{address}; what waits is honed's to see")]
+    waiting = f"{outbox.num_waiting_bytes(path)} bytes wait"
+    if (trouble := outbox.read_trouble(path)) is not None:
+        return [Finding(check, "warning", f"{waiting}: {trouble}", "they are tried again by themselves")]
+    if num_refused := len(list(outbox.refused_dir(path).glob("*.json"))):
+        detail = f"{waiting}; {num_refused} rows were refused, and lie in {outbox.refused_dir(path)}"
+        return [Finding(check, "warning", detail, "systemctl reload honed-send sends them again; or remove them")]
+    if num_lost := outbox.num_lost(path):
+        detail = f"{waiting}; {num_lost} rows found no room, and were not sent"
+        return [Finding(check, "warning", detail, f"raise reporting.max_outbox_bytes; then rm {path}/lost.json")]
+    return [Finding(check, "ok", f"{address}; {waiting}")]
+
+
+def _notices(layout: Layout) -> list[Finding]:
+    """Check the notices of jobs' ends, where any are stuck or refused."""
+    check, directory = "notices", notification.notices_dir(layout)
+    if not os.access(directory, os.R_OK | os.X_OK):
+        return []
+    waiting, refused = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
+    old = [path for path in waiting if time.time() - _changed_at(path) > NOTICE_PATIENCE_SEC]
+    if old:
+        return [Finding(check, "warning", f"{len(old)} are not delivered", "journalctl -u honed-send says why")]
+    if refused:
+        detail = f"{len(refused)} were refused, and lie in {notification.refused_dir(layout)}"
+        return [Finding(check, "warning", detail, "systemctl reload honed-send sends them again; or remove them")]
+    return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # delivered
+        return time.time()
+
+
+def _daemon(layout: Layout) -> Finding:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(2.0)
+        try:
+            connection.connect(str(layout.control_path))
+        except OSError as error:
+            detail = f"does not answer at {layout.control_path}: {error.strerror or error}"
+            return Finding("honed", "warning", detail, "systemctl start honed")
+    return Finding("honed", "ok", "running")

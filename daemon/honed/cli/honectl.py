@@ -1,0 +1,323 @@
+"""honectl: hands jobs to honed, and tells what became of them.
+
+Here are the command line and the short verbs; the others lie by subject: draft and submission have those for job
+files, listing, following and joblog those that show jobs. A new verb is a function of an Instance and the options, and
+a line in its group below. Each module is imported when its verb runs: `honectl --version` and a TAB take a fraction of
+what all of them would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from honed import __version__
+from honed.job.job import State
+from honed.system import layout as layouts
+from honed.system.error import HonedError, NotPermittedError, UsageError
+
+if TYPE_CHECKING:
+    from honed.cli.instance import Instance
+
+#: One verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
+Run = Callable[["Instance", argparse.Namespace], int]
+Place = str
+
+
+def find(place: Place) -> Any:
+    """The function that lies at `module:function`, a module of honed.cli; imported now."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"honed.cli.{module}"), name)
+
+
+def later(place: Place) -> Callable[[str], Any]:
+    """The conversion of an option that lies at `module:function`, imported when the option is given."""
+
+    def convert(text: str) -> Any:
+        return find(place)(text)
+
+    return convert
+
+
+class Add(Protocol):
+    """Adds a verb with the options that all have."""
+
+    def __call__(self, name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
+
+
+def change(instance: Instance, options: argparse.Namespace) -> int:
+    from honed.cli import terminal
+
+    arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
+    changed: list[dict[str, Any]] = []
+    status = 0
+    for reference in options.ids:
+        try:
+            job = instance.change(options.verb, reference, **arguments)
+        except HonedError as error:
+            if len(options.ids) == 1:
+                raise
+            # One that refuses keeps the others from nothing, and each of them is answered for.
+            status = status or _status(error)
+            changed.append({"id": reference, "error": error.as_dict()})
+            if not options.json:
+                terminal.complain(error, prefix="honectl: ")
+        else:
+            changed.append(job)
+            if not options.json:
+                terminal.say(f"job {job['id']} ({job['name']}): {_became(options.verb, job)}")
+    if options.json:
+        terminal.console.print_json(json.dumps(changed))
+    return status
+
+
+def _became(verb: str, job: dict[str, Any]) -> str:
+    if verb in {"pin", "unpin"}:
+        return "pinned: neither prune nor retention removes it" if job["is_pinned"] else "not pinned"
+    more = f", from {where}" if (where := job.get("goes_on_from")) else ""
+    return "asked to stop" if job["state"] == State.RUNNING else job["state"] + more
+
+
+def pause(instance: Instance, options: argparse.Namespace) -> int:
+    from honed.cli import terminal
+
+    instance.pause(options.verb == "pause")
+    terminal.say(
+        "no more jobs are started; running ones go on" if options.verb == "pause" else "jobs are started again"
+    )
+    return 0
+
+
+def doctor(instance: Instance, options: argparse.Namespace) -> int:
+    from honed.cli import terminal
+    from honed.cli.doctor import examine
+
+    found = [finding.as_dict() for finding in examine(instance.layout)]
+    if options.json:
+        terminal.console.print_json(json.dumps(found))
+    else:
+        terminal.table(["check", "status", "detail", "hint"],
+                       [[item["check"], item["status"], item["detail"], item["hint"]] for item in found])  # fmt: skip
+    return int(any(item["status"] == "error" for item in found))
+
+
+def sandbox(instance: Instance, options: argparse.Namespace) -> int:
+    from honed.cli import sandbox as sandboxes
+    from honed.cli import terminal
+    from honed.spec import config
+
+    configuration = config.load(instance.layout)
+    if options.dry_run:
+        for unit, text in sandboxes.dropins(configuration).items():
+            terminal.say(f"{unit}: {'nothing to open' if not text else ''}")
+            print(text, end="")
+        return 0
+    if instance.layout.root != Path("/"):
+        raise UsageError("only the instance at / runs in a sandbox", hint="leave --root and --user out")
+    changed = sandboxes.open_up(configuration)
+    for path in changed:
+        terminal.say(str(path))
+    if not changed:
+        terminal.say("the sandbox is as policy.allowed_paths says")
+    else:
+        sandboxes.restart()
+        terminal.say("honed runs in its new sandbox, and so does every job that starts from now on")
+    return 0
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; the man page and the completions are made from it."""
+    made = argparse.ArgumentParser(
+        prog="honectl",
+        description="Hand jobs to honed, and see what becomes of them.",
+        epilog="ID is a job's number, or its name where that is unambiguous: of several, the one that is not over. "
+        "Exit status: 0, 1 for the answer no, 2 for usage, sysexits for the rest.",
+    )
+    root = layouts.default_root()
+    made.add_argument(
+        "--root", type=Path, default=root, help="the instance below this directory (default: $HONED_ROOT or /)"
+    )
+    own = layouts.user_root()
+    made.add_argument("--user", action="store_const", dest="root", const=own, help="one's own instance")
+    made.add_argument("--version", action="version", version=f"honectl {__version__}")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
+        verb = verbs.add_parser(name, help=words, description=words)
+        verb.set_defaults(run=run)
+        verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        verb.add_argument(
+            "--user", action="store_const", dest="root", const=own, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+        if as_json:
+            verb.add_argument("--json", action="store_true", help="print JSON")
+        return verb
+
+    for group in (_add_files, _add_jobs, _add_changes, _add_results, _add_machine):
+        group(add)
+    return made
+
+
+def _add_files(add: Add) -> None:
+    """What is done with job files."""
+    verb = add(
+        "submit",
+        "submission:submit",
+        "check job files and drop them into the spool; relative paths become absolute",
+    )
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    verb.add_argument("--hold", action="store_true", help="accept it, and start it only when it is released")
+    verb.add_argument(
+        "--stage", action="store_true", help="copy models and data that its worker could not read to where it can"
+    )
+    verb.add_argument(
+        "--wait", action="store_true", help="show its progress until it is over; exit 1 unless it succeeded"
+    )
+    verb = add("check", "draft:check", "check job files as honed would before it accepts them")
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    add("plan", "draft:plan", "what would be done and why; no model is loaded").add_argument(
+        "file", type=Path, metavar="FILE"
+    )
+    verb = add(
+        "preview", "draft:preview", "rows exactly as they will be trained on, masked and trained text told apart"
+    )
+    verb.add_argument("file", type=Path, metavar="FILE")
+    verb.add_argument("--rows", type=int, default=3, help="how many (default: %(default)s)")
+    verb = add(
+        "trial",
+        "submission:try_out",
+        "try a job on eight rows, before all others: does it learn, how long, how much memory",
+    )
+    verb.add_argument("file", type=Path, metavar="FILE")
+
+
+def _add_jobs(add: Add) -> None:
+    """What is told of jobs."""
+    verb = add("list", "listing:list_jobs", "jobs and their progress: the first of each kind, or with --json all")
+    verb.add_argument("ids", metavar="ID", nargs="*", help="only these")
+    verb.add_argument(
+        "--state", action="append", choices=[state.value for state in State], help="only these; may be repeated"
+    )
+    verb.add_argument("--all", action="store_true", help="each and every one, however many there are")
+    verb.add_argument("--limit", type=int, metavar="N", help="at most so many of all")
+    verb.add_argument("--after", type=int, metavar="ID", help="those that stand behind this job in the list of all")
+    add("show", "listing:show", "all that is known of one job").add_argument("id", metavar="ID")
+    verb = add("logs", "joblog:logs", "what a job's attempts told; with --json a line of JSON for each event")
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
+    verb.add_argument("--raw", action="store_true", help="the worker's own output, its libraries' chatter included")
+    verb.add_argument("-x", "--explain", action="store_true", help="with the journal's explanations of what happened")
+    verb = add(
+        "watch", "following:watch", "live progress of all jobs, or of one; with --json a line of JSON for each change"
+    )
+    verb.add_argument("id", metavar="ID", nargs="?")
+
+
+def _add_changes(add: Add) -> None:
+    """What changes jobs and the queue."""
+    for name, words in (
+        ("cancel", "end a job for good"),
+        ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
+        ("release", "let a held job go on"),
+        ("requeue", "queue a finished job again, from its last checkpoint if it has one"),
+    ):
+        verb = add(name, "honectl:change", words)
+        verb.add_argument("ids", nargs="+", metavar="ID")
+        if name == "requeue":
+            verb.add_argument("--from-start", action="store_true", help="forget its checkpoints")
+    for name, words in (
+        ("pin", "keep a job: neither prune nor retention removes it"),
+        ("unpin", "keep a job no longer"),
+    ):
+        add(name, "honectl:change", words).add_argument("ids", nargs="+", metavar="ID")
+    verb = add("prune", "pruning:prune", "remove finished jobs, or their checkpoints, or refused files; says what")
+    verb.add_argument("ids", nargs="*", metavar="ID", help="these; without one, those beyond a limit")
+    verb.add_argument(
+        "--older-than", type=later("pruning:span"), metavar="AGE", help="finished so long ago: 30d, 12h, 2w"
+    )
+    verb.add_argument("--keep", type=int, metavar="N", help="all but the newest N")
+    verb.add_argument(
+        "--max-size",
+        type=later("pruning:size"),
+        metavar="SIZE",
+        help="the oldest, until the rest takes less: 200G, 500M",
+    )
+    verb.add_argument(
+        "--state", action="append", choices=[state.value for state in State if state.is_final],
+        help="only jobs that ended so; may be repeated",
+    )  # fmt: skip
+    verb.add_argument(
+        "--checkpoints", action="store_true", help="their checkpoints alone; of succeeded jobs, unless told otherwise"
+    )
+    verb.add_argument("--rejected", action="store_true", help="refused files, and no jobs")
+    verb.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    add("pause", "honectl:pause", "start no more jobs; running ones go on", as_json=False)
+    add("resume", "honectl:pause", "start jobs again", as_json=False)
+
+
+def _add_results(add: Add) -> None:
+    """What a job has made."""
+    verb = add(
+        "predictions",
+        "listing:predictions",
+        "what the model wrote for held-out examples, step by step, beside the truth",
+    )
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument("--sample", type=int, metavar="N", help="only this example")
+    verb.add_argument("--step", type=int, metavar="N", help="only this step; -1 is the last")
+    forms = verb.add_mutually_exclusive_group()
+    forms.add_argument("--jsonl", action="store_true", help="a line of JSON for each row")
+    forms.add_argument("--csv", action="store_true", help="CSV, with a line of names")
+    verb = add("report", "listing:report", "the path of a job's page, or of the index over all jobs")
+    verb.add_argument("id", metavar="ID", nargs="?")
+    verb.add_argument("--open", action="store_true", help="open it in a browser, too")
+
+
+def _add_machine(add: Add) -> None:
+    """What concerns the machine."""
+    verb = add("sandbox", "honectl:sandbox", "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
+    verb.add_argument("--dry-run", action="store_true", help="show the drop-ins, and write nothing")
+    add("doctor", "honectl:doctor", "is this machine fit: versions, GPU, disk, permissions")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `honectl` command."""
+    options = parser().parse_args(arguments)
+    from honed.cli import terminal
+    from honed.cli.instance import Instance
+
+    try:
+        status: int = find(options.run)(Instance(layouts.of(options.root)), options)
+    except HonedError as error:
+        if getattr(options, "json", False):
+            terminal.console.print_json(json.dumps({"error": error.as_dict()}))
+        else:
+            terminal.complain(error, prefix="honectl: ")
+        return _status(error)
+    except PermissionError as error:
+        print(terminal.plain(f"honectl: {error.filename}: {error.strerror}"), file=sys.stderr)
+        return 77  # EX_NOPERM
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 130
+    return status
+
+
+def _status(error: HonedError) -> int:
+    """A job file that is refused is the answer no."""
+    if isinstance(error, UsageError):
+        return 2
+    if error.code == NotPermittedError.code:
+        return NotPermittedError.exit_status
+    return 1 if error.is_refusal or error.exit_status in {65, 66, 73, 78, 80, 82} else 69  # EX_UNAVAILABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

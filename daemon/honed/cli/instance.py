@@ -1,0 +1,128 @@
+"""One honed as honectl meets it: through the control socket, and from the files when honed is down; changes go through
+the socket, or, when honed is down, to the spool itself under its lock."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from honed.job import query
+from honed.job.spool import Spool
+from honed.system.control import Client
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import Layout
+
+
+class Instance:
+    """One honed, running or not."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._client = Client(layout.control_path)
+
+    @property
+    def is_up(self) -> bool:
+        return self._client.is_up
+
+    def _spool(self, *, lock: bool = False) -> Spool:
+        if not self.layout.spool_dir.is_dir():
+            raise EnvironmentInvalidError(
+                f"{self.layout.spool_dir}: there is no spool", hint="start honed once, or give its --root DIR"
+            )
+        return Spool(self.layout, lock=lock)
+
+    def read(self, verb: str, reference: str = "") -> Any:
+        """Ask the daemon, or read the files where it is down."""
+        if self.is_up:
+            return self._client.ask(verb, id=reference)
+        return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
+
+    def jobs(self, **choice: Any) -> list[dict[str, Any]]:
+        """The jobs that are chosen; see query.Choice."""
+        if self.is_up:
+            return list(self._client.ask("list", **choice))
+        return [*query.rows(self._spool(), self.layout, query.Choice.of(choice))]
+
+    def overview(self, **choice: Any) -> dict[str, Any]:
+        """The first jobs of each kind, and how many there are."""
+        if self.is_up:
+            return dict(self._client.ask("overview", **choice))
+        return query.overview(self._spool(), self.layout, query.Choice.of(choice))
+
+    @property
+    def takes_drops(self) -> bool:
+        """Whether job files are dropped into incoming/; else honed takes them over its socket alone."""
+        if self.is_up:
+            return bool(self._client.ask("status")["takes_drops"])
+        from honed.spec import config
+
+        return config.load(self.layout).policy.arrivals == "spool"
+
+    def submit(self, path: Path, *, hold: bool) -> dict[str, Any]:
+        """Hand a job file over the socket. Returns the number and the name that it got."""
+        data = base64.b64encode(path.read_bytes()).decode()
+        try:
+            return dict(self._client.ask("submit", name=path.name, data=data, hold=hold))
+        except EnvironmentInvalidError as error:
+            error.hint += f"; honectl list says whether {path.name} was taken"
+            raise
+
+    def accepted(self, source: str, *, since: str, number: int | None = None) -> dict[str, Any] | None:
+        """The job that was made of a file since then, or of the arrival of that number, if one was."""
+        found = (
+            self._client.ask("accepted", id=source, since=since, number=number)
+            if self.is_up
+            else query.accepted(self._spool(), self.layout, source, query.ANYBODY, since, number=number)
+        )
+        return dict(found) if found is not None else None
+
+    def refusal(self, source: str, *, number: int | None = None) -> dict[str, Any] | None:
+        """Why a file was refused, if it was."""
+        found = (
+            self._client.ask("refusal", id=source, number=number)
+            if self.is_up
+            else query.refusal(self._spool(), source, number=number)
+        )
+        return dict(found) if found is not None else None
+
+    def change(self, verb: str, reference: str, **arguments: Any) -> Any:
+        """Change a job, through the daemon or, where it is down, in the spool itself."""
+        if self.is_up:
+            return self._client.ask(verb, id=reference, **arguments)
+        from honed.daemon.verbs import change, goes_on_from
+
+        spool = self._spool(lock=True)
+        try:
+            job, more = query.find(spool, reference), {}
+            if verb == "requeue":
+                more = {"goes_on_from": goes_on_from(self.layout, job, from_start=arguments.get("from_start", False))}
+            return {**query.summary(change(spool, self.layout, verb, job, **arguments), {}), **more}
+        finally:
+            spool.close()
+
+    @contextlib.contextmanager
+    def pruner(self) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
+        """What answers `prune` and `pruned`: the daemon, or we ourselves where it is down."""
+        if self.is_up:
+            yield lambda verb, arguments: self._client.ask(verb, **arguments)
+            return
+        from honed.cli.pruning import Down
+
+        spool = self._spool(lock=True)
+        try:
+            yield Down(spool, self.layout).ask
+        finally:
+            spool.close()
+
+    def arrivals(self) -> list[dict[str, Any]]:
+        """What waits for its base model to be fetched; only a running daemon fetches."""
+        return list(self._client.ask("status")["arrivals"]) if self.is_up else []
+
+    def pause(self, paused: bool) -> None:
+        if self.is_up:
+            self._client.ask("pause" if paused else "resume")
+        else:
+            self._spool().pause(paused)

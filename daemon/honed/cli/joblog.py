@@ -1,0 +1,173 @@
+"""The log of a job's attempts: the journal's entries, or the words in its attempts' own files.
+
+The journal's readers need not be those who may read the job, so what a sentence quotes of its files is not there: that
+comes from the attempts' events, and what the worker printed from its worker.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from honed.cli import terminal
+from honed.cli.following import FINAL_STATES, INTERVAL_SEC
+from honed.cli.instance import Instance
+from honed.job import event
+from honed.job.narration import example_text
+from honed.system import untrusted
+from honed.system.error import EnvironmentInvalidError, UsageError
+
+
+def logs(instance: Instance, options: argparse.Namespace) -> int:
+    """The journal's entries of a job, where there is a journal and we may read it; else its attempts' own words."""
+    if options.json and (options.raw or options.explain):
+        raise UsageError("--json prints what the attempts told, and takes neither --raw nor --explain")
+    job = instance.read("show", options.id)
+    if not options.json and not options.raw and _has_journal(instance):
+        return _follow_journal(instance, job, options)
+    if options.explain:
+        raise EnvironmentInvalidError(
+            "there is no journal that you may read", hint="join the group systemd-journal, or leave --explain out"
+        )
+    files = instance.layout.job(job["id"])
+    offsets: dict[int, int] = {}
+    while True:
+        for attempt in job["attempts"]:
+            number = attempt["number"]
+            if number not in offsets and not options.json:
+                print(terminal.plain(f"-- attempt {number}, {attempt['backend']}, {attempt['started_at']}"))
+            read = partial(_read_json, number) if options.json else _read_raw if options.raw else _read_told
+            offsets[number] = read(files.attempt(number), offsets.get(number, 0))
+        sys.stdout.flush()
+        if not job["attempts"] and not options.follow:
+            why = (job.get("waiting_for") or {}).get("detail")
+            words = f"job {job['id']} ({job['name']}) has not started yet" + (f": {why}" if why else "")
+            print(terminal.plain(f"honectl: {words}"), file=sys.stderr)
+        if not options.follow or job["state"] in FINAL_STATES:
+            return 0
+        time.sleep(INTERVAL_SEC)
+        job = instance.read("show", options.id)
+
+
+def _has_journal(instance: Instance) -> bool:
+    """Whether the system's own instance writes to a journal that we may read."""
+    if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
+        return False
+    files = [
+        path for place in ("/var/log/journal", "/run/log/journal") for path in Path(place).glob("*/system.journal")
+    ]
+    return shutil.which("journalctl") is not None and any(os.access(path, os.R_OK) for path in files)
+
+
+def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
+    """The call of journalctl for a job."""
+    command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info"]
+    # What systemd itself says of the unit bears the unit's name in a field of its own.
+    command += ["+", f"UNIT=honed-job@{job_id}.service"]
+    command += ["--catalog"] if explain else []
+    return command + (["--follow", "--lines=all"] if follow else [])
+
+
+def _follow_journal(instance: Instance, job: dict[str, Any], options: argparse.Namespace) -> int:
+    is_over = job["state"] in FINAL_STATES
+    command = journal_command(job["id"], explain=options.explain, follow=options.follow and not is_over)
+    if "--follow" not in command:
+        status = subprocess.run(command, check=False).returncode
+        _say_quotes(instance, job)
+        return status
+    with subprocess.Popen(command) as process:
+        while not is_over and process.poll() is None:
+            time.sleep(INTERVAL_SEC)
+            is_over = instance.read("show", options.id)["state"] in FINAL_STATES
+        time.sleep(INTERVAL_SEC)  # its last words are on their way
+        process.terminate()
+    _say_quotes(instance, instance.read("show", options.id))
+    return 0
+
+
+def _say_quotes(instance: Instance, job: dict[str, Any]) -> None:
+    """The sentences that quote the job's files, whole: the journal has them without."""
+    files = instance.layout.job(job["id"])
+    for attempt in job["attempts"]:
+        told = [item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence")]
+        if told:
+            print(f"-- attempt {attempt['number']}: what the journal does not quote")
+        for item in told:
+            _say(item)
+
+
+def _read_raw(attempt: Any, offset: int) -> int:
+    try:
+        with os.fdopen(untrusted.open_plain(attempt.log_path), "rb") as file:
+            file.seek(offset)
+            data: bytes = file.read()
+    except FileNotFoundError:
+        return offset
+    end = data.rfind(b"\n") + 1
+    for line in data[:end].decode(errors="replace").splitlines():
+        print(terminal.plain(line))
+    return offset + end
+
+
+def _read_told(attempt: Any, offset: int) -> int:
+    reading = event.read(attempt.events_path, offset)
+    while reading.offset != offset:
+        for item in reading.events:
+            _say(item)
+        offset = reading.offset
+        reading = event.read(attempt.events_path, offset)
+    return offset
+
+
+def _say(item: event.Event) -> None:
+    when = time.strftime("%H:%M:%S", time.localtime(item.time))
+    told = terminal.plain(_told(item)).replace("\n", "\n         ")  # none of its lines passes for another event
+    print(f"{when} {told}")
+
+
+def _read_json(number: int, attempt: Any, offset: int) -> int:
+    """Each event on a line, as the attempt told it, with the attempt's number."""
+    reading = event.read(attempt.events_path, offset)
+    while reading.offset != offset:
+        for item in reading.events:
+            print(json.dumps({"event": item.kind, "time": item.time} | item.data | {"attempt": number}))
+        offset = reading.offset
+        reading = event.read(attempt.events_path, offset)
+    return offset
+
+
+def _events(attempt: Any) -> Iterator[event.Event]:
+    """All that an attempt has told; nothing where we may not read it."""
+    offset = 0
+    with contextlib.suppress(PermissionError):
+        while (reading := event.read(attempt.events_path, offset)).offset != offset:
+            yield from reading.events
+            offset = reading.offset
+
+
+def _told(item: event.Event) -> str:
+    match item.kind:
+        case "log":
+            return f"{item.data.get('level')}: {item.data.get('evidence') or item.data.get('message')}"
+        case "predictions":
+            return f"predictions: step {item.data.get('step')}, {item.data.get('num_failed', 0)} failed"
+        case "example":
+            return f"example: {example_text(item.data)}"
+        case "stage":
+            return f"stage: {item.data.get('stage')}"
+        case _:
+            return f"{item.kind}: " + ", ".join(f"{key} {_short(value)}" for key, value in item.data.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

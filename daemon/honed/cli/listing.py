@@ -1,0 +1,261 @@
+"""Displays of jobs in honectl: all of them, one of them, what its model wrote, and where its page lies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from honed.cli import terminal
+from honed.cli.instance import Instance
+from honed.job import comparison, event
+from honed.job.trial import MAX_PRIORITY
+from honed.system.error import EnvironmentInvalidError, NotPermittedError
+
+#: Characters of an outcome and its remark in a line of the list.
+MAX_OUTCOME = 60
+#: Jobs up to which JSON is drawn in colours; more of it is for a script.
+MAX_PRETTY = 500
+COLUMNS = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
+RIGHT = ("id", "priority", "step", "loss", "ETA")
+MAYBE_EMPTY = ("outcome", "priority", "step", "loss", "ETA")
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
+    """A person sees the first of each kind unless they ask for more; a script all of them unless it asks for fewer."""
+    choice: dict[str, Any] = {"states": options.state, "names": options.ids}
+    is_whole = options.all or options.json or options.limit is not None or options.after is not None
+    if is_whole:
+        jobs = instance.jobs(**choice, limit=options.limit, after=options.after)
+        counts: dict[str, int] = {}
+    else:
+        found = instance.overview(**choice)
+        jobs, counts = found["jobs"], found["counts"]
+    if options.json:
+        terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
+        return 0
+    rows = [
+        [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), _priority(job),
+         *terminal.progress_cells(job), job["submitted_at"][:16].replace("T", " ")]
+        for job in jobs
+    ]  # fmt: skip
+    columns = list(COLUMNS)
+    if any(job.get("waiting_for") for job in jobs):
+        columns.append("waits because")
+        for row, job in zip(rows, jobs, strict=True):
+            row.append(terminal.plain((job.get("waiting_for") or {}).get("detail", ""), limit=60))
+    if terminal.console.is_terminal:
+        _say_narrow(columns, rows)
+    else:
+        for row in rows:  # --json has it whole
+            row[columns.index("outcome")] = terminal.plain(row[columns.index("outcome")], limit=MAX_OUTCOME)
+        terminal.table(columns, rows, right=[*RIGHT])
+    if left := _left_out(jobs, counts):
+        terminal.say(f"… and {left}: honectl list --all", style="dim")
+    for arrival in instance.arrivals():
+        terminal.say(_fetch_line(arrival))
+    return 0
+
+
+def _priority(job: dict[str, Any]) -> int | str:
+    """The highest that there is, which every trial has, says where it stands."""
+    number: int = job["priority"]
+    return "head" if number == MAX_PRIORITY else number
+
+
+#: Columns of a terminal from which on there is room for the priority and for why a job waits, and for when it came.
+BROAD, WIDE = 100, 140
+#: Characters of a name below that.
+NARROW_NAME = 24
+
+
+def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
+    """The list as a terminal has room for it; programs read every column, through a pipe."""
+    state, outcome = columns.index("state"), columns.index("outcome")
+    for row in rows:
+        row[outcome] = str(row[outcome]).removeprefix(row[state]).removeprefix(", ")
+    remarks = [f"job {row[0]}: succeeded, {row[outcome]}" for row in rows if str(row[outcome]).startswith("but ")]
+    for row in rows:
+        if str(row[outcome]).startswith("but "):
+            row[outcome] = "but: see below"
+    too_much = {"submitted (UTC)"} if terminal.console.width < WIDE else set()
+    waits: list[str] = []
+    if terminal.console.width < BROAD:
+        too_much |= {"priority", "waits because"}
+        for row in rows:
+            row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
+        waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
+    # A column that tells nothing takes room from those that do.
+    kept = [at for at, name in enumerate(columns)
+            if name not in too_much and (name not in MAYBE_EMPTY or any(row[at] for row in rows))]  # fmt: skip
+    terminal.table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], right=[*RIGHT])
+    for line in waits:
+        terminal.say(line, style="dim")
+    for line in remarks:
+        terminal.say(line, style="yellow")
+
+
+def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
+    """What the list does not show, in words."""
+    kinds = [("running", ("running",)), ("queued", ("queued",)), ("held", ("held",)), ("that have ended", ENDED)]
+    parts = []
+    for words, states in kinds:
+        shown = sum(job["state"] in states for job in jobs)
+        if (num := sum(counts.get(state, 0) for state in states) - shown) > 0:
+            parts.append(f"{num:,} more {words}")
+    return ", ".join(parts)
+
+
+def _outcome(job: dict[str, Any]) -> str:
+    remark = f"but {job['remark']}" if job.get("remark") else ""
+    return ", ".join(filter(None, [job["outcome"], remark, "pinned" if job.get("is_pinned") else ""]))
+
+
+def _fetch_line(arrival: dict[str, Any]) -> str:
+    """What waits for a fetch and is no job yet, and how far that is."""
+    done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
+    share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
+    problem = f"; {arrival['problem']}" if arrival["problem"] else ""
+    if arrival["repo_id"] is None:
+        what = "a data set" if arrival.get("repo_type") == "dataset" else "a model"
+        return f"{arrival['id']}: waits for {what} that is fetched{share}"
+    name = terminal.plain(arrival["name"], limit=40)
+    return f"{arrival['id']} ({name}): fetching {arrival['repo_id']} at {arrival['revision']}{share}{problem}"
+
+
+def show(instance: Instance, options: argparse.Namespace) -> int:
+    job = instance.read("show", options.id)
+    if options.json:
+        terminal.console.print_json(json.dumps(job))
+        return 0
+    step, loss, eta = terminal.progress_cells(job)
+    remark = terminal.plain(job.get("remark") or "", limit=400)
+    terminal.say(
+        f"job {job['id']} ({job['name']}): {job['state']}{', but ' if remark else ''}{remark}",
+        style="yellow" if remark else terminal.STATE_STYLES.get(job["state"], "bold"),
+    )
+    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]],
+             ["waits", (job.get("waiting_for") or {}).get("detail")],
+             ["pinned", "yes" if job.get("is_pinned") else None], ["step", step],
+             ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
+             if isinstance(value, int | float) and not (name == "loss" and loss)),
+             *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
+    terminal.table(["", " "], [fact for fact in facts if fact[1] not in (None, "")])
+    if job["error"]:
+        terminal.say()
+        terminal.say_error(job["error"])
+    if job["needs_bytes"] and (job.get("waiting_for") or {}).get("reason") != "disk":
+        terminal.say(f"waits for {job['needs_bytes'] / 2**20:,.0f} MiB of free disk space", style="yellow")
+    for item in job["adjustments"]:
+        terminal.say(f"attempt {item['attempt']} ran out of memory: {item['text']}", style="yellow")
+    if job["attempts"]:
+        keys = ["number", "backend", "device", "started_at", "ended_at", "outcome", "step"]
+        terminal.say()
+        attempts = [[_attempt_cell(key, attempt[key]) for key in keys] for attempt in job["attempts"]]
+        terminal.table(["attempt", "backend", "device", "started (UTC)", "ended", *keys[5:]], attempts)
+    for item in job["events"]:
+        if item["event"] == "fallback":
+            words = f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}"
+            terminal.say(words, style="yellow")
+        if item["event"] == "worse" and not remark and isinstance(found := item.get("found"), list):
+            terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
+    if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
+        terminal.say()
+        terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
+    if audits := [item for item in job["events"] if item["event"] == "audit"]:
+        _say_audit(audits)
+    return 0
+
+
+def _attempt_cell(key: str, value: Any) -> str:
+    """Times without their year, so that a row fits into a terminal."""
+    text = str(value or "")
+    return text[5:19].replace("T", " ") if key.endswith("_at") else text[:19]
+
+
+#: Rows of the table of memory: its words, the key of the estimate and that of what was used.
+_MEMORY_ROWS = (
+    *((name, f"{name}_bytes", f"{name}_bytes") for name in ("weights", "adapter", "gradient", "optimizer")),
+    ("activations", "activation_bytes", ""),
+    ("all, or peak on the GPU", "total_bytes", "device_peak_bytes"),
+    ("peak of the process (resident)", "", "resident_peak_bytes"),
+)
+
+
+def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[str]]:
+    """Estimated and used, side by side."""
+
+    def cell(figures: dict[str, Any], key: str) -> str:
+        value = figures.get(key)
+        return f"{value / 2**20:,.1f} MiB" if isinstance(value, int) else ""
+
+    rows = [[words, cell(estimated, planned), cell(used, held)] for words, planned, held in _MEMORY_ROWS]
+    return [row for row in rows if row[1] or row[2]]
+
+
+def _say_audit(audits: list[dict[str, Any]]) -> None:
+    """What the model was when it was last looked at, and what had to be mended on the way there."""
+    last = audits[-1]
+    keys = ["role", "dtype", "device", "num_parameters"]
+    terminal.say()
+    terminal.say(
+        f"audit ({last.get('when')}): model {last.get('model_dtype')}, quantization {last.get('quantization')}, "
+        f"config {last.get('config_dtype')}, embeddings {last.get('embedding_dtype')}"
+    )
+    counts = [each for each in event.items(last, "counts") if isinstance(each, dict)]
+    terminal.table(["role", "dtype", "device", "parameters"], [[each.get(key) for key in keys] for each in counts],
+                   right=["parameters"])  # fmt: skip
+    for item in audits:
+        for text in event.items(item, "mended"):
+            terminal.say(f"mended ({item.get('when')}): {text}", style="yellow")
+
+
+def predictions(instance: Instance, options: argparse.Namespace) -> int:
+    everything = instance.read("predictions", options.id)
+    rows = comparison.chosen(everything, sample=options.sample, step=options.step)
+    if options.json:
+        terminal.console.print_json(json.dumps(rows))
+    elif options.jsonl:
+        comparison.write_jsonl(rows, terminal.stream())
+    elif options.csv:
+        comparison.write_csv(rows, terminal.stream())
+    elif not rows:
+        terminal.say("no predictions" + (" of that example or step" if everything else " yet"))
+    else:
+        steps = sorted({row["step"] for row in (rows if options.step is not None else everything)})
+        for index, mine in comparison.by_sample(rows):
+            terminal.predictions(index, mine, steps=steps)
+    return 0
+
+
+def report(instance: Instance, options: argparse.Namespace) -> int:
+    """The page's path; with --open it is opened instead, in the browser of whoever sits there."""
+    if options.id is None:
+        path, what = instance.layout.index_path, "there is no index yet"
+    else:
+        job = instance.read("show", options.id)
+        path, what = instance.layout.job(job["id"]).report_path, f"job {job['id']} has no report yet"
+    if not path.exists():
+        raise EnvironmentInvalidError(f"{path}: {what}", hint="honed makes it a moment after it has taken the job")
+    if not os.access(path, os.R_OK):
+        raise NotPermittedError(f"{path}: it is not for you to read", hint="honectl report ID names a job's own")
+    if not options.json:
+        print(path, flush=True)  # as it is, for `$(honectl report 7)`; and before what a browser in the terminal draws
+    if options.open:
+        _open(path)
+    if options.json:  # last: of a page that did not open the error is all there is
+        terminal.console.print_json(json.dumps({"report": str(path)}))
+    return 0
+
+
+def _open(path: Path) -> None:
+    import webbrowser
+
+    if webbrowser.open(path.as_uri()):
+        return
+    named = os.environ.get("BROWSER")
+    what = f"what BROWSER names did not open it: {named}" if named else "there is no browser here"
+    raise EnvironmentInvalidError(what, hint=f"copy {path} to where there is a browser: it is one file")

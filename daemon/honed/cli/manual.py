@@ -1,0 +1,326 @@
+"""Man pages and shell completions, made from the command lines' own parsers and from the types of what is configured.
+
+docs/man/    honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5
+etc/completions/    honectl.bash  honectl.zsh  honectl.fish
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import json
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from honed import __version__
+from honed.cli import honectl
+from honed.daemon import loop
+from honed.page import server
+from honed.spec.field import describe, kinds
+from honed.system.layout import Layout
+
+#: A section's name, what is said of it, and its keys.
+Section = tuple[str, str, type[BaseModel]]
+
+_MADE = "Made by `python -m honed.cli.reference --write docs`."
+#: Arguments that are a job; all else that is asked for is a file.
+_JOB_METAVAR = "ID"
+
+_HONED = """\
+.SH DESCRIPTION
+.B honed
+watches a spool directory and fine-tunes what is dropped into it, one job for each free GPU, the most urgent first.
+It is run by systemd: a job file copied to
+.I /var/spool/honed/incoming
+by a member of the group
+.B honed-submit
+is checked, and trained by a unit of its own,
+.BI honed-job@ ID .service .
+What cannot be trained is refused before a model is loaded, with what is wrong and what to do.
+.PP
+.nf
+systemctl enable \\-\\-now honed
+adduser anna honed\\-submit
+cp capitals.yaml /var/spool/honed/incoming/
+journalctl \\-u honed \\-f
+.fi
+"""
+_SIGNALS = (
+    ("SIGTERM, SIGINT", "Stop. Running units go on, or write a checkpoint: jobs.on_stop. Children write theirs."),
+    ("SIGHUP", "Read the configuration again; a broken one is refused, and the status says so."),
+)
+_UNITS = (
+    ("honed.service", "The daemon. Restarted, upgraded or killed, it leaves running jobs running and takes them over."),
+    ("honed-job@ID.service", "One job. `systemctl stop` has it write a checkpoint, and holds it. Its status shows "
+     "step, loss and ETA; `honectl logs --raw ID` prints what its libraries do."),
+    ("honed-jobs.slice", "All jobs. Stopping it waits until each has written its checkpoint; limits for all go here."),
+    ("honed-check@UID.service", "Checks the job files of one user, with that user's rights, before they are accepted."),
+    ("honed-fetch@N.service", "Fetches from the hub, where policy.hub allows it."),
+    ("honed-send.service", "Delivers predictions and metrics, where reporting names an address."),
+    ("honed-web.socket", "Starts honed-web.service, pages and an API for reading: honed-web(8). Off until enabled."),
+)  # fmt: skip
+_EXIT = (
+    ("0", "It ended as asked."),
+    ("73", "A disk that is full or read-only, with --drain or without systemd."),
+    ("77", "Missing permissions."),
+    ("78", "A configuration or spool to be mended first."),
+)
+_WEB = """\
+.SH DESCRIPTION
+.B honed\\-web
+serves pages that follow jobs while they run, JSON, and figures for Prometheus, for reading. systemd starts it with the
+first request, once
+.I honed\\-web.socket
+is enabled; it listens on 127.0.0.1:8470 and
+.IR /run/honed\\-web.sock .
+Over the unix socket people read what is theirs; over loopback what policy.share_results lets everybody read; with the
+token everything. Where other machines reach it, it starts with a token alone.
+"""
+_WEB_FILES = (
+    ("/etc/credstore/honed.web-token", "The token, mode 0600; or the file that web.token_file names."),
+    ("/openapi.json", "On the server: every address, with parameters and answers."),
+)
+_HONECTL_EXIT = (
+    ("0", "Yes."), ("1", "The answer no: a refused file, a job that did not succeed."), ("2", "Usage."),
+    ("69", "What is asked for is not there: honed, a journal, a browser."), ("77", "Missing permissions."),
+)  # fmt: skip
+
+
+def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, str]:
+    """The text of each page, by its file name."""
+    return {
+        "honed.8": _honed(),
+        "honed-web.8": _honed_web(),
+        "honectl.1": _honectl(),
+        "honed.toml.5": _keys(
+            "honed.toml", "the configuration of honed",
+            "@/etc/honed/honed.toml@, then @/etc/honed/honed.toml.d/*.toml@ in the order of their names; later files "
+            "win. `systemctl reload honed` reads them again; an unknown key or a wrong value is refused, and what was "
+            "in force stays. For one's own instance (--user): ~/.config/honed/honed.toml.",
+            config,
+        ),
+        "honed-job.5": _keys(
+            "honed-job", "a job for honed",
+            "A job is one file in YAML, JSON or TOML. Keys keep the spelling of the library that owns them. "
+            "`honectl check FILE` shows all that would be refused, with key and line; `honectl plan FILE` what would "
+            "be done and why. Paths are absolute; `honectl submit` and `check` take relative ones from the file's "
+            "place. Secrets never stand in a job.",
+            spec,
+        ),
+    }  # fmt: skip
+
+
+def _honed() -> str:
+    layout = Layout(Path("/"))
+    files = (
+        (str(layout.config_path), "The configuration, honed.toml(5)."),
+        (str(layout.spool_dir), "The spool: where a job's entry lies is its state."),
+        (str(layout.jobs_dir / "ID"), "Everything of one job: plan, checkpoints, output, events."),
+        (str(layout.database_path), "Metrics and predictions, SQLite."),
+        (str(layout.cache_dir), "The model cache."),
+    )
+    return "\n".join([
+        _head("honed", 8, "the fine-tuning daemon"),
+        ".SH SYNOPSIS\n.B honed\n" + _usage(loop.parser()), _HONED.rstrip(),
+        ".SH OPTIONS", *_options(loop.parser()),
+        ".SH UNITS", *_tagged(_UNITS), ".SH SIGNALS", *_tagged(_SIGNALS), ".SH FILES", *_tagged(files),
+        ".SH EXIT STATUS", *_tagged(_EXIT),
+        ".SH SEE ALSO\n.BR honectl (1),\n.BR honed.toml (5),\n.BR honed\\-job (5),",
+        ".BR journalctl (1),\n.BR systemctl (1)",
+    ]) + "\n"  # fmt: skip
+
+
+def _honed_web() -> str:
+    return "\n".join([
+        _head("honed-web", 8, "pages and an API over honed's jobs, for reading"),
+        ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(server.parser()), _WEB.rstrip(),
+        ".SH OPTIONS", *_options(server.parser()), ".SH FILES", *_tagged(_WEB_FILES),
+        ".SH EXIT STATUS", *_tagged([each for each in _EXIT if each[0] != "73"]),
+        ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
+    ]) + "\n"  # fmt: skip
+
+
+def _honectl() -> str:
+    parser = honectl.parser()
+    parts = [
+        _head("honectl", 1, str(parser.description).rstrip(".").lower()),
+        ".SH SYNOPSIS\n.B honectl\n[OPTION]... VERB [ARGUMENT]...",
+        f".SH DESCRIPTION\n{_text(parser.description)}",
+        ".I ID\nis a job's number, or its name where that is unambiguous.",
+        ".SH OPTIONS", *_options(parser), ".SH VERBS",
+    ]  # fmt: skip
+    for name, words, verb in verbs():
+        arguments = " ".join(_argument(action) for action in verb._actions if not action.option_strings)
+        parts += [
+            f'.SS "{_text(f"{name} {arguments}".strip())}"',
+            _text(words[0].upper() + words[1:] + "."),
+            *_options(verb),
+        ]
+    parts += [".SH EXIT STATUS", *_tagged(_HONECTL_EXIT)]
+    parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honed\\-job (5)"]
+    return "\n".join(parts) + "\n"
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring of each of a model's fields, by name, from the source: the string below the field.
+
+    pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
+    """
+    found = {}
+    for each in reversed(model.__mro__):
+        if not issubclass(each, BaseModel) or each is BaseModel:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in itertools.pairwise(definition.body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    return found
+
+
+def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) -> str:
+    parts = [_head(name, 5, what), f".SH DESCRIPTION\n{_text(introduction.replace('@', ''))}"]
+    for title, note, model in sections:
+        parts += [f'.SH "{_text(title.upper())}"', *([_text(" ".join(note.split()))] if note else [])]
+        annotations, told = kinds(model), docstrings(model)
+        for key, info in model.model_fields.items():
+            takes = describe(annotations[key]).removesuffix(", or null")
+            parts += [f'.TP\n.BR {_text(key)} " ({_text(takes)}{_default(info)})"', _text(told.get(key))]
+    parts += [".SH SEE ALSO\n.BR honed (8),\n.BR honectl (1)"]
+    return "\n".join(parts) + "\n"
+
+
+def _default(info: FieldInfo) -> str:
+    value = info.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "; must be given"
+    if value is None or isinstance(value, BaseModel) or value in ([], {}):
+        return ""
+    return _text(f"; default {json.dumps(value, default=str)}").replace('"', '""')
+
+
+def _head(name: str, number: int, what: str) -> str:
+    title = f'.TH "{_text(name.upper())}" {number} "" "honed {__version__}"'
+    return f'.\\" {_MADE}\n{title}\n.SH NAME\n{_text(name)} \\- {_text(what)}'
+
+
+def _text(text: Any) -> str:
+    """Words as roff takes them: no control lines, hyphens that can be copied."""
+    line = " ".join(str(text).split()).replace("\\", "\\e").replace("-", "\\-")
+    return "\\&" + line if line.startswith((".", "'")) else line
+
+
+def _tagged(items: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for tag, words in items:
+        yield f'.TP\n.B "{_text(tag)}"\n{_text(words)}'
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    return " ".join(f"[{_text(', '.join(action.option_strings))}]" for action in _shown(parser))
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in _shown(parser):
+        words = str(action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+        tag = ", ".join(action.option_strings) + (f" {_argument(action)}" if action.nargs != 0 else "")
+        yield from _tagged([(tag, words)])
+
+
+def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    hidden = (argparse.SUPPRESS, "show this help message and exit", "show program's version number and exit")
+    return [action for action in parser._actions if action.option_strings and action.help not in hidden]
+
+
+def _argument(action: argparse.Action) -> str:
+    name = str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper())
+    return {"+": f"{name}...", "?": f"[{name}]", "*": f"[{name}]..."}.get(str(action.nargs), name)
+
+
+def verbs() -> list[tuple[str, str, argparse.ArgumentParser]]:
+    """Each verb of honectl with its words and its own parser."""
+    action = next(found for found in honectl.parser()._actions if isinstance(found, argparse._SubParsersAction))
+    words = {choice.dest: str(choice.help) for choice in action._choices_actions}
+    return [(name, words[name], parser) for name, parser in action.choices.items()]
+
+
+# -- completions ------------------------------------------------------------------------------------------------------
+
+
+def completions() -> dict[str, str]:
+    """The text of each shell's completion of honectl, by its file name."""
+    return {"honectl.bash": _bash(), "honectl.zsh": _zsh(), "honectl.fish": _fish()}
+
+
+def _long(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in _shown(parser) for name in action.option_strings if name.startswith("--")]
+
+
+def _takes_job(parser: argparse.ArgumentParser) -> bool:
+    return any(action.metavar == _JOB_METAVAR for action in parser._actions)
+
+
+#: Prints the numbers of the jobs, a line each: names, which may hold anything, are offered to no shell.
+JOBS = r"""honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'"""
+
+
+def _bash() -> str:
+    names = [name for name, _, _ in verbs()]
+    arms = [
+        f'        {name}) words="{" ".join(_long(parser))}{" $(_honectl_jobs)" if _takes_job(parser) else ""}" ;;'
+        for name, _, parser in verbs()
+    ]
+    return "\n".join([
+        f"# {_MADE}",
+        "_honectl_jobs() {", f"    {JOBS}", "}",
+        "_honectl() {",
+        '    local word words verb= current=${COMP_WORDS[COMP_CWORD]}',
+        '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
+        f'        case $word in {"|".join(names)}) verb=$word; break ;; esac',
+        "    done",
+        "    case $verb in",
+        f'        "") words="{" ".join([*names, *_long(honectl.parser())])}" ;;',
+        *arms,
+        "    esac",
+        '    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")',
+        "}",
+        "complete -o default -F _honectl honectl",
+    ]) + "\n"  # fmt: skip
+
+
+def _zsh() -> str:
+    described = [f"        {_quoted(f'{name}:{words}')}" for name, words, _ in verbs()]
+    arms = [
+        f"        {name}) _arguments {' '.join(_quoted(word) for word in _long(parser))} "
+        + ("'*:job:($(" + JOBS.replace("'", '"') + "))'" if _takes_job(parser) else "'*:file:_files'")
+        + " ;;"
+        for name, _, parser in verbs()
+    ]
+    return "\n".join([
+        "#compdef honectl", f"# {_MADE}", "local -a verbs", "verbs=(", *described, ")",
+        "if (( CURRENT == 2 )); then", "    _describe verb verbs", "else", "    local verb=$words[2]",
+        "    shift words; (( CURRENT-- ))", "    case $verb in", *arms, "    esac", "fi",
+    ]) + "\n"  # fmt: skip
+
+
+def _fish() -> str:
+    lines = [f"# {_MADE}", "function __honectl_jobs", f"    {JOBS}", "end"]
+    for name, words, parser in verbs():
+        seen = f"-n '__fish_seen_subcommand_from {name}'"
+        lines.append(f"complete -c honectl -n __fish_use_subcommand -f -a {name} -d {_quoted(words)}")
+        lines += [f"complete -c honectl {seen} -l {option.removeprefix('--')}" for option in _long(parser)]
+        if _takes_job(parser):
+            lines.append(f"complete -c honectl {seen} -f -a '(__honectl_jobs)'")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"

@@ -1,0 +1,189 @@
+"""`honectl prune`, `pin` and `unpin`: says what would go, removes it, and says what went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from honed.cli import terminal
+from honed.cli.instance import Instance
+from honed.daemon import housekeeper
+from honed.job import query, removal, retention
+from honed.job.retention import Needs, Wish
+from honed.system.error import UsageError
+
+#: Seconds between looks at what the daemon has not finished yet.
+POLL_SEC = 0.1
+#: Jobs in one request: each costs the loop a millisecond or two.
+MAX_NUMBERS = 100
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def span(text: str) -> float:
+    """Seconds of `30d`, `12h`, `45m`, `2w`. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number and s, m, h, d or w, such as 30d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def size(text: str) -> int:
+    """Bytes of `200G`, `500M`. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(i?b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number and K, M, G or T, such as 200G")
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+def bytes_in_words(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return ""
+    value = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def prune(instance: Instance, options: argparse.Namespace) -> int:
+    if options.rejected and (options.ids or options.checkpoints or options.state):
+        raise UsageError("--rejected takes no jobs", hint="prune jobs and refused files one after the other")
+    arguments = {"ids": options.ids, "older_than_sec": options.older_than, "keep": options.keep,
+                 "max_bytes": options.max_size, "states": options.state or [], "checkpoints": options.checkpoints,
+                 "rejected": options.rejected}  # fmt: skip
+    with instance.pruner() as ask:
+        plan = _planned(ask, arguments)
+        if not options.json:
+            _say_plan(plan, options)
+        if options.dry_run:
+            return _end(plan, options)
+        # What was said is what goes: what has become old in the meantime stays for another time.
+        removed = [] if options.rejected else list(_remove(ask, plan, options))
+        if options.rejected:
+            ask("prune", {**arguments, "dry_run": False})
+    return _end(plan, options, removed)
+
+
+def _planned(ask: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What would go, once its size is known."""
+    while True:
+        plan: dict[str, Any] = ask("prune", {**arguments, "dry_run": True})
+        if plan["is_measured"]:
+            return plan
+        time.sleep(POLL_SEC)
+
+
+def _remove(ask: Any, plan: dict[str, Any], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    rows = {row["id"]: row for row in plan["jobs"]}
+    numbers, waiting = list(rows), list[int]()
+    for at in range(0, len(numbers), MAX_NUMBERS):
+        some = numbers[at : at + MAX_NUMBERS]
+        words = {"ids": [str(number) for number in some], "checkpoints": options.checkpoints}
+        answer = ask("prune", {**words, "dry_run": False})
+        plan["kept"] += answer["kept"]
+        waiting += [row["id"] for row in answer["jobs"]]
+    while waiting:
+        asked = {"ids": [str(number) for number in waiting[:MAX_NUMBERS]], "checkpoints": options.checkpoints}
+        done = ask("pruned", asked)
+        for number in sorted(int(each) for each in done):
+            waiting.remove(number)
+            yield {**rows[number], **done[str(number)]}
+        if not done:
+            time.sleep(POLL_SEC)
+
+
+def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
+    rows = plan["rejected"] if options.rejected else plan["jobs"]
+    num_items, total = len(rows), sum(row["num_bytes"] or 0 for row in rows)
+    if options.dry_run:
+        verb = "would be removed"
+    elif num_items == 0:
+        verb = "is removed"
+    elif options.checkpoints:
+        verb = "are being removed"
+    else:
+        verb = "is being removed" if num_items == 1 else "are being removed"
+    amount = f", {bytes_in_words(total)} in all" if num_items else ""
+    terminal.say(f"{_what(num_items, options)} {verb}{amount}")
+    if options.rejected:
+        return
+    if plan["jobs"]:
+        terminal.table(["id", "name", "state", "size"],
+                       [[row["id"], terminal.plain(row["name"], limit=40), row["state"],
+                         bytes_in_words(row["num_bytes"])] for row in plan["jobs"]], right=["id", "size"])  # fmt: skip
+    for row in plan["kept"]:
+        terminal.say(f"job {row['id']} ({row['name']}) stays: {row['why']}", style="yellow")
+
+
+def _what(number: int, options: argparse.Namespace) -> str:
+    """What goes, at the beginning of a sentence."""
+    noun = "refused file" if options.rejected else "job"
+    if number == 0:
+        return f"no {noun}'s checkpoint" if options.checkpoints else f"no {noun}"
+    return f"the checkpoints of {_count(number, noun)}" if options.checkpoints else _count(number, noun)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[dict[str, Any]] = ()) -> int:
+    """Say what went. The answer is no where something that was named stays, or could not be removed."""
+    if options.json:
+        terminal.console.print_json(json.dumps({**plan, "removed": list(removed), "is_dry_run": options.dry_run}))
+    elif removed:
+        total = sum(row["num_bytes"] for row in removed)
+        num_files = sum(row["num_files"] for row in removed)
+        verb = "was removed" if len(removed) == 1 and not options.checkpoints else "were removed"
+        terminal.say(f"{_what(len(removed), options)} {verb}: {_count(num_files, 'file')}, {bytes_in_words(total)}")
+        for row in removed:
+            if row["problem"]:
+                terminal.say(f"job {row['id']}: not all of it can be removed: {row['problem']}", style="red")
+    is_short = any(row.get("problem") for row in removed) or bool(options.ids and plan.get("kept"))
+    return int(is_short)
+
+
+class Down:
+    """Prunes while honed is down: in the spool itself, under its lock. Rows in honed.db go when honed is up again."""
+
+    def __init__(self, spool: Any, layout: Any) -> None:
+        self._spool, self._layout = spool, layout
+        self._done: dict[int, removal.Count] = {}
+
+    def ask(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        spool, layout, asker = self._spool, self._layout, query.ANYBODY
+        if verb == "pruned":
+            return {each: self._done.get(int(each), removal.Count()).__dict__ for each in arguments["ids"]}
+        wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
+        if wish.rejected:
+            return housekeeper.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())
+        jobs = list(spool.all_jobs().values())
+        final = [job for job in jobs if job.state.is_final]
+        sizes = {} if wish.references else {job.id: self._size(job.id, wish) for job in final}
+        chosen = retention.choose(
+            wish, jobs, lambda reference: query.find(spool, reference), Needs(spool, layout), spool, asker, sizes
+        )
+        if is_dry:
+            sizes |= {job.id: self._size(job.id, wish) for job in chosen.jobs if job.id not in sizes}
+        else:
+            for job in chosen.jobs:
+                self._done[job.id] = self._prune(job, wish)
+        return housekeeper.report(chosen, sizes, is_measured=True)
+
+    def _size(self, job_id: int, wish: Wish) -> int:
+        files = self._layout.job(job_id)
+        return removal.measure(files.checkpoints_dir if wish.checkpoints else files.dir).num_bytes
+
+    def _prune(self, job: Any, wish: Wish) -> removal.Count:
+        if wish.checkpoints:
+            self._spool.annotate(job, are_checkpoints_pruned=True)
+            removal.set_aside_checkpoints(self._layout, job.id)
+            return removal.remove_checkpoints(self._layout, job.id)
+        self._spool.prune(job)
+        return removal.remove_job(self._spool, self._layout, job.id)

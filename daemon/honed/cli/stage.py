@@ -1,0 +1,194 @@
+"""`honectl submit --stage`: copies what a job names and its worker cannot reach to where it can, and names the copies.
+
+    staged/<random>/     made by the dropper, read by honed and the workers through its ACL, and by nobody else
+    staged/<random>/0/   a file or a directory, under its own name; beside it the images that its rows name
+
+staged/ itself is a drop box, as incoming/ is: those who may drop make directories there, and see nobody else's. honed
+removes a job's copies when it has succeeded; one that failed or was cancelled may go on with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from honed.check.policy import Named, Policy, inputs
+from honed.inputs import dataset
+from honed.inputs.attachment import RowError
+from honed.inputs.media import Media
+from honed.inputs.row import fields
+from honed.spec import document, spec
+from honed.spec.config import Config
+from honed.spec.media import KINDS, Kind
+from honed.spec.spec import DatasetSpec, JobSpec
+from honed.system import access
+from honed.system.access import Acl
+from honed.system.error import DatasetError, EnvironmentInvalidError, HonedError
+from honed.system.layout import Layout
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A job file that names the copies, and what was copied: (key, from, to)."""
+
+    spec_path: Path
+    copies: tuple[tuple[str, Path, Path], ...]
+
+
+def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
+    """Copy what has to be copied. Returns the job file as it is where nothing has to.
+
+    Raises what makes the file no job, and EnvironmentInvalidError where the drop box is not ours to use.
+    """
+    job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
+    policy = Policy.of(layout, config, os.getuid())
+    model, adapter = (
+        Path(value) if value is not None and value.startswith("/") else None
+        for value in (job_spec.base_model, job_spec.adapter)
+    )
+    closed = [
+        (named, beside)
+        for named, beside in _with_what_rows_name(job_spec, inputs(job_spec, model, adapter), policy)
+        if not all(policy.is_reachable(replace(named, path=path)) for path in (named.path, *beside))
+    ]
+    if not closed:
+        return Staged(spec_path, ())
+    place = _make_place(layout)
+    try:
+        copies = tuple(
+            (named.key, named.path, _copy(named, beside, place / str(n))) for n, (named, beside) in enumerate(closed)
+        )
+        data = document.parse(spec_path.read_bytes(), spec_path.suffix).data
+        for key, _, copy in copies:
+            _set(data, key, str(copy))
+        staged_path = place / f"{spec_path.stem}.json"
+        staged_path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return Staged(staged_path, copies)
+
+
+def _make_place(layout: Layout) -> Path:
+    place = layout.staged_dir / secrets.token_hex(8)
+    try:
+        place.mkdir(mode=0o700)
+    except OSError as error:
+        raise EnvironmentInvalidError(
+            f"{layout.staged_dir}: {error.strerror}",
+            hint=f"join the group {access.DROPPERS_GROUP}; where there is no such directory, install honed",
+        ) from error
+    daemon = access.person(access.DAEMON_USER)
+    worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
+    rights = {} if worker is None else {worker.uid: 5}
+    # The daemon may remove it, too, once its job is gone.
+    rights |= {} if daemon is None else {daemon.uid: 7}
+    if not access.set_acl(place, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
+        place.chmod(0o755)
+    return place
+
+
+def _with_what_rows_name(
+    job_spec: JobSpec, named_by_spec: Iterable[Named], policy: Policy
+) -> Iterator[tuple[Named, list[Path]]]:
+    """Each path that a job names, with the images, videos and sounds that a data set's rows name beside it."""
+    datasets = {
+        f"{key}.{number}.path": each
+        for key, found in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets))
+        for number, each in enumerate(found)
+    }
+    for named in named_by_spec:
+        named = replace(named, path=Path(os.path.normpath(named.path)))  # noqa: PLW2901
+        each = datasets.get(named.key)
+        yield named, [] if each is None else _named_by_rows(named, each, policy)
+
+
+def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path]:
+    """The files that rows name, from their data file on. Raises DatasetError for one that a copy would not be found as.
+
+    A row that cannot be used, and a file that is not there, is the check's to tell.
+    """
+    nowhere = dict.fromkeys(KINDS, Path())  # so that what is relative stays so
+    found: dict[Path, None] = {}
+    try:
+        files = dataset.files(named.path, split=each.split)
+        for file, number, media in _media(files, each, nowhere):
+            starts = each.media_dirs(file.parent)[media.kind]
+            for path in media.paths:
+                place = Path(os.path.normpath(starts / path))
+                is_beside = starts == file.parent and not path.is_absolute()
+                if is_beside and place.exists():
+                    found[place] = None
+                elif not (is_beside or place.is_relative_to(starts)) and not policy.is_reachable(
+                    replace(named, path=place)
+                ):
+                    raise DatasetError(
+                        f"{named.key}: {file.name}, row {number}: {path} is closed to honed, and its copy would not be "
+                        "found under that name",
+                        hint="write it relative to the data file: --stage then copies it, too; or put it below /srv",
+                    )
+    except OSError as error:
+        raise _unread(named, error) from error
+    return list(found)
+
+
+def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path]) -> Iterator[tuple[Path, int, Media]]:
+    form: str = "" if each.format == "auto" else each.format
+    for file in files:
+        for number, (row, _) in enumerate(dataset.read_any(file), start=1):
+            if not isinstance(row, dict):
+                continue
+            with contextlib.suppress(RowError, DatasetError):
+                form = form or dataset.recognise(row, each.columns)
+                made = fields(row, form, each.columns, has_chat_template=True, directories=directories)
+                yield from ((file, number, media) for media in made.get("media", ()))
+
+
+def _copy(named: Named, beside: list[Path], to: Path) -> Path:
+    """A copy of a file or a directory and of what its rows name beside it, each as far from the other as it was; links
+    followed, without the modes, which the place's ACL decides."""
+    base = Path(os.path.commonpath([named.path.parent, *(path.parent for path in beside)]))
+    to.mkdir()
+    try:
+        for whole in (named.path, *beside):
+            for source, relative in _tree(whole):
+                target = to / whole.relative_to(base) / relative
+                if source.is_dir():
+                    target.mkdir(parents=True, exist_ok=True)
+                elif not target.exists():
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target)
+    except OSError as error:
+        raise _unread(named, error) from error
+    return to / named.path.relative_to(base)
+
+
+def _unread(named: Named, error: OSError) -> HonedError:
+    is_closed = error.errno in {errno.EACCES, errno.EPERM}
+    hint = "you may not read it" if is_closed else "nothing was dropped, and the copies are removed"
+    return named.error(f"{named.key}: {error.filename or named.path}: {error.strerror}", hint=hint)
+
+
+def _tree(path: Path) -> Iterator[tuple[Path, Path]]:
+    """A path and all below it, directories first, with where each lies in it."""
+    yield path, Path()
+    if path.is_dir():
+        for directory, names, files in os.walk(path, followlinks=True):
+            here = Path(directory)
+            yield from ((here / name, (here / name).relative_to(path)) for name in [*sorted(names), *sorted(files)])
+
+
+def _set(data: Any, key: str, value: str) -> None:
+    """Set a dotted key: datasets.0.path."""
+    *above, last = key.split(".")
+    for part in above:
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    data[last] = value

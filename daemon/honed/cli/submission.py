@@ -1,0 +1,214 @@
+"""Job files on their way into the spool: copied where their worker can read them, checked, dropped, and what honed
+makes of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.cli import draft, following, terminal
+from honed.cli.instance import Instance
+from honed.job import arrival, trial
+from honed.job.database import timestamp
+from honed.spec import config, relative
+from honed.system.error import EnvironmentInvalidError, HonedError, UsageError
+
+#: Seconds that `submit` waits for honed's verdict on a file.
+VERDICT_TIMEOUT_SEC = 90.0
+
+
+def submit(instance: Instance, options: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as copies:
+        found = [copies.enter_context(relative.resolved(path)) for path in options.files]
+        for change in () if options.json else [change for each in found for change in each.changes]:
+            terminal.say(str(change))
+        return _submit(instance, options, [each.path for each in found])
+
+
+def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) -> int:
+    """`paths` are the files as they are dropped: with the paths in them absolute."""
+    if options.stage:
+        paths = options.files = [_stage(instance, path, quiet=options.json) for path in paths]
+    checked = [_checked(instance, path, paths) for path in paths]
+    if any(isinstance(each, HonedError) for each in checked):
+        _remove_copies(instance, options)
+        _say_refused(options, checked)
+        return 1
+    if options.wait and not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
+    status, answers = 0, []
+    since = time.time() - 1.0
+    # All are sent before the first verdict: one may name another.
+    for path, sent, verdict in zip(options.files, _send(instance, paths, hold=options.hold), checked, strict=True):
+        if instance.is_up and verdict.needs_fetch and not options.wait:
+            answers.append({"file": str(path), "id": None, "state": "fetching", **draft.missing(verdict)})
+        elif instance.is_up:
+            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch)))
+        else:
+            answers.append({"file": str(path), "id": None})
+        _say_verdict(path, answers[-1], as_json=options.json)
+        for warning in () if options.json or answers[-1].get("state") == "rejected" else verdict.warnings:
+            terminal.say(f"  warning: {warning}", style="yellow")
+        status |= answers[-1].get("state") == "rejected"
+        if answers[-1].get("state") == "rejected":
+            _remove_copies(instance, options, path)
+    if options.json:
+        terminal.console.print_json(json.dumps(answers))
+    if options.wait:
+        for answer in answers:
+            if answer["id"] is not None:
+                status |= following.until_final(instance, str(answer["id"]), quiet=options.json)
+    return int(status)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A job file that is on its way."""
+
+    name: str
+    number: int | None = None  #: known at once of one that was handed over the socket
+
+
+def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> list[_Sent]:
+    """Hand job files to honed: into incoming/, or over the socket where it takes none from there."""
+    if instance.takes_drops:
+        incoming_dir = instance.layout.spool_dir / "incoming"
+        if not incoming_dir.is_dir():
+            raise EnvironmentInvalidError(
+                f"{incoming_dir}: no such directory", hint="start honed once, or give its --root DIR"
+            )
+        return [_Sent(arrival.drop(incoming_dir, path, hold=hold)) for path in paths]
+    if not instance.is_up:
+        raise EnvironmentInvalidError(
+            "honed is not running, and takes job files over its socket alone (policy.arrivals)", hint="start it first"
+        )
+    sent: list[_Sent] = []
+    for path in paths:
+        try:
+            taken = instance.submit(path, hold=hold)
+        except HonedError as error:
+            if sent:
+                error.surround(after=f"; {len(sent)} of {len(paths)} files were submitted before it")
+            raise
+        sent.append(_Sent(taken["name"], taken["id"]))
+    return sent
+
+
+def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
+    """The job file to drop: one that names copies of what the workers cannot reach."""
+    from honed.cli.stage import stage
+
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    staged = stage(path, instance.layout, config.load(instance.layout))
+    for key, source, copy in () if quiet else staged.copies:
+        terminal.say(f"{key}: {source} copied to {copy}")
+    return staged.spec_path
+
+
+def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
+    """Those that --stage has made for a file that is refused, or for all."""
+    from honed.job.staging import place_of
+
+    for each in [path] if path else options.files if options.stage else []:
+        place = place_of(each, instance.layout)
+        if options.stage and place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _checked(instance: Instance, path: Path, beside: list[Path]) -> Any:
+    """The check's verdict on a file, or the error that honed would refuse it with. Raises UsageError for no file."""
+    try:
+        return draft.check_one(instance, path, beside=beside)
+    except UsageError:
+        raise
+    except HonedError as error:
+        return error
+
+
+def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
+    """Say why nothing is dropped: each file that would be refused."""
+    refused = {path: each for path, each in zip(options.files, checked, strict=True) if isinstance(each, HonedError)}
+    for path, error in () if options.json else refused.items():
+        terminal.complain(error, prefix=f"{path}: ")
+    if len(checked) > len(refused) and not options.json:
+        terminal.say(f"nothing was submitted: {len(refused)} of {len(checked)} files would be refused", style="red")
+    if options.json:
+        answers: list[dict[str, Any]] = [
+            {"file": str(path), "id": None, "state": "rejected", "error": refused[path].as_dict()}
+            if path in refused
+            else {"file": str(path), "id": None, "state": None}
+            for path in options.files
+        ]
+        terminal.console.print_json(json.dumps(answers))
+
+
+def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool) -> dict[str, Any]:
+    """What honed made of a file just sent. Where a model `is_fetched` first, that may take hours."""
+    deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
+    while time.monotonic() < deadline or (is_fetched and instance.is_up):
+        if (job := instance.accepted(sent.name, since=timestamp(since), number=sent.number)) is not None:
+            return job
+        refused = instance.refusal(sent.name, number=sent.number)
+        if refused is not None and refused["refused_at"] >= since:
+            return {"id": None, "state": "rejected", "reason": refused["reason"]}
+        time.sleep(0.05)
+    return {"id": None, "state": None}
+
+
+def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        return
+    if verdict["id"] is not None:
+        terminal.say(f"{path}: job {verdict['id']} ({verdict['name']}), {verdict['state']}")
+    elif verdict.get("state") == "fetching":
+        model = f"{verdict['repo_id']} at {verdict['revision']}"
+        terminal.say(f"{path}: dropped; honed takes it when it has fetched {model}; honectl list")
+    elif verdict.get("state") == "rejected":
+        terminal.say(f"{path}: refused\n{verdict['reason']}", style="red")
+    else:
+        terminal.say(f"{path}: dropped; honed takes it when it runs")
+
+
+def try_out(instance: Instance, options: argparse.Namespace) -> int:
+    """Have honed try a job file on a few rows, before all other jobs, and say what that tells of it."""
+    from honed.spec import document
+
+    draft.checked(instance, options.file)
+    if not instance.is_up:
+        raise EnvironmentInvalidError("honed is not running, and a trial is a job", hint="start it first")
+    with relative.resolved(options.file) as found:
+        content = document.parse(found.path.read_bytes(), found.path.suffix).data
+    since = time.time() - 1.0
+    with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
+        path = Path(directory) / f"{options.file.stem}.trial.json"
+        path.write_text(json.dumps(trial.only(content, options.file.stem)), encoding="utf-8")
+        (sent,) = _send(instance, [path])
+    verdict = _verdict(instance, sent, since, is_fetched=True)
+    if verdict["id"] is None:
+        _say_verdict(options.file, verdict, as_json=False)
+        return 1
+    if not options.json:
+        terminal.say(f"job {verdict['id']} ({verdict['name']}): {trial.NUM_ROWS} rows, a few steps")
+    waits = None
+    for job in following.states(instance, str(verdict["id"])):
+        # Before all others, but behind what runs: that may take hours.
+        if (why := (job.get("waiting_for") or {}).get("detail")) != waits and why and not options.json:
+            terminal.say(f"  waits: {why}", style="dim")
+        waits = why
+    told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
+    if options.json:
+        terminal.console.print_json(json.dumps({"id": job["id"], "error": job["error"], "findings": told}))
+    elif told is None:
+        following.say_end(job)
+    else:
+        terminal.trial(trial.Findings.from_dict(told))
+    return int(told is None or told["verdict"] == "does_not_learn")

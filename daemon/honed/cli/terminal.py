@@ -1,0 +1,265 @@
+"""Drawing for honectl: tables, progress, masked text. Everything that came in a job file is data, never markup or an
+escape sequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO, cast
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from honed.job.comparison import Kind, Piece, compare
+from honed.job.progress import duration
+from honed.job.trial import ASKED, Findings, words
+from honed.system import quote
+from honed.system.error import HonedError
+
+#: Columns of what goes into a pipe: nothing is cut there.
+PIPE_WIDTH = 400
+#: Columns that take several lines where a terminal is narrow: a path or a reason that is cut is of no use.
+WRAPPED = {"detail", "hint", "waits because", " "}
+#: Rows of a table beyond which there are no colours.
+MAX_DRAWN_ROWS = 500
+
+
+class _Console(Console):
+    def print_json(self, json: str | None = None, **options: Any) -> None:
+        """As rich does, with what a terminal may act on, or UTF-8 not carry, written by its number, as JSON can."""
+        with self.capture() as drawn:
+            super().print_json(json, **options)
+        # What JSON itself escapes does not turn up here: an escape character is one of rich's colours.
+        self.file.write(
+            "".join(char if char.isprintable() or char in "\n\x1b" else _escape(char) for char in drawn.get())
+        )
+
+
+def _escape(char: str) -> str:
+    units = char.encode("utf-16-be", errors="surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+console = _Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+STATE_STYLES = {
+    "running": "bold cyan",
+    "succeeded": "green",
+    "failed": "bold red",
+    "rejected": "red",
+    "held": "yellow",
+    "cancelled": "dim",
+    "ok": "green",
+    "warning": "yellow",
+    "error": "bold red",
+}
+
+
+def plain(value: Any, *, limit: int | None = None) -> str:
+    """A value as text that cannot move the cursor: control characters shown as ·, long text cut with its length."""
+    text = "" if value is None else quote.show(str(value))
+    text = "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
+    if limit is not None and len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return text
+
+
+def say(text: str = "", *, style: str = "") -> None:
+    """One thing; lines after its first are indented, so that none passes for another thing that is said."""
+    say_drawn(Text(plain(text), style=style))
+
+
+def say_drawn(text: Text) -> None:
+    """As say. A narrow terminal's own lines are indented as well; a pipe gets none of these."""
+    for number, line in enumerate(text.split("\n", allow_blank=True) or [text]):
+        indent = "  " if number else ""
+        parts = line.wrap(console, max(console.width - 4, 20)) if console.is_terminal else [line]
+        for place, part in enumerate(parts):
+            console.print(Text(indent + "  " * bool(place)) + part, soft_wrap=True)
+
+
+def stream() -> TextIO:
+    """stdout for a format that programs read: into a pipe all as it is, onto a terminal what does no harm there."""
+    return cast("TextIO", _Harmless()) if console.is_terminal else sys.stdout
+
+
+class _Harmless:
+    def write(self, text: str) -> int:
+        return sys.stdout.write(plain(text.replace("\r\n", "\n")))
+
+
+def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
+    """An error as --json has it."""
+    # `usage` is of a command, not of a job: its sentence says it all.
+    code = "" if error["code"] == "usage" else f"{error['code']}: "
+    say(f"{prefix}{code}{error.get('evidence') or error['message']}", style="red")
+    if error.get("hint"):
+        say(f"{' ' * (len(prefix) - len(prefix.lstrip()))}hint: {error['hint']}")
+
+
+def complain(error: HonedError, *, prefix: str) -> None:
+    """Say on stderr what is wrong."""
+    for line in [f"{prefix}{error.told}", *([f"hint: {error.hint}"] if error.hint else [])]:
+        print(plain(line).replace("\n", "\n  "), file=sys.stderr)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
+    """One table; a cell that is a known state gets its colour."""
+    rows = list(rows)
+    if len(rows) > MAX_DRAWN_ROWS:
+        _long_table(columns, rows, right)
+        return
+    drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(column.strip() for column in columns))
+    for column in columns:
+        drawn.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column not in WRAPPED,
+            overflow="fold" if column in WRAPPED else "ellipsis",
+            min_width=max((cell_len(str(row[0])) for row in rows), default=0) if column == "id" else None,
+        )  # fmt: skip
+    for row in rows:
+        drawn.add_row(*(Text(_flat(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
+    console.print(drawn)
+
+
+def _long_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str]) -> None:
+    """As table, in plain text: drawing thousands of rows takes rich many seconds."""
+    cells = [list(columns), *([_flat(cell) for cell in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = [
+            f"{' ' * (width - cell_len(cell))}{cell}" if column in right else set_cell_size(cell, width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ]
+        print(" ".join(padded).rstrip())
+
+
+def _flat(cell: Any) -> str:
+    return plain(cell).replace("\n", "⏎")
+
+
+def progress_cells(job: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A job's step, loss and ETA as they stand in a row; the time left is of one that runs alone."""
+    progress = job["progress"]
+    step, num_steps = progress.get("step"), progress.get("num_steps")
+    loss, eta_sec = progress.get("loss"), progress.get("eta_sec") if job["state"] == "running" else None
+    return (
+        f"{step:.0f}/{num_steps:.0f}" if step is not None and num_steps else "",
+        f"{loss:.4g}" if isinstance(loss, int | float) else "",
+        duration(eta_sec) if isinstance(eta_sec, int | float) else "",
+    )
+
+
+def segments(parts: Iterable[dict[str, Any]]) -> Text:
+    """Text as it is trained on: what is trained stands out, what is masked is dim; marked without colours too."""
+    drawn = Text()
+    for part in parts:
+        text = plain(part["text"])
+        if part["trained"]:
+            drawn.append(text if console.is_terminal else f"⟦{text}⟧", style="bold green")
+        else:
+            drawn.append(text, style="dim")
+    return drawn
+
+
+#: How pieces of a comparison are drawn, and marked where there are no colours, as wdiff does.
+_MARKS = {Kind.SAME: ("", "", ""), Kind.WRONG: ("{+", "+}", "bold red"), Kind.MISSING: ("[-", "-]", "cyan strike")}
+
+
+def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Text:
+    """A text held against the truth; `of` leaves one of the two sides out, where they stand side by side."""
+    drawn = Text()
+    for piece in pieces:
+        if piece.kind in of:
+            before, after, style = _MARKS[piece.kind]
+            text = plain(piece.text)
+            is_marked = not console.is_terminal or console.no_color
+            drawn.append(f"{before}{text}{after}" if is_marked else text, style=style)
+    return drawn
+
+
+_VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
+#: Columns from which on the truth stands beside what was written, and not above it.
+SIDE_BY_SIDE_WIDTH = 100
+
+
+def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequence[int]) -> None:
+    """One example's way through the `steps`, differences from the truth marked; of a step without a row it is said."""
+    truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
+    compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
+    say_drawn(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
+    is_wide = console.is_terminal and console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
+    drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
+    drawn.add_column("step", justify="right", no_wrap=True)
+    for column in ("truth", "written") if is_wide else ("written",):
+        drawn.add_column(column, ratio=1, overflow="fold")
+    if truth and not is_wide:
+        drawn.add_row("truth", Text(plain(truth), style="cyan"))
+    for step in steps:
+        pieces = compared_at.get(step)
+        if pieces is None:
+            drawn.add_row(str(step), *([""] if is_wide else []), Text("no answer: it failed", style="yellow"))
+        elif not truth:
+            drawn.add_row(str(step), Text(plain(written[step])))
+        elif is_wide:
+            sides = [[Kind.SAME, Kind.MISSING], [Kind.SAME, Kind.WRONG]]
+            drawn.add_row(str(step), *(compared(pieces, of=side) for side in sides))
+        else:
+            drawn.add_row(str(step), compared(pieces))
+    console.print(drawn)
+
+
+def trial(found: Findings) -> None:
+    """What a trial found, in plain words, and the first row as it is trained on."""
+    drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for title, text in words(found):
+        drawn.add_row(title, Text(plain(text), style=_VERDICT_STYLES[found.verdict] if title == ASKED else ""))
+    console.print(drawn)
+    if found.segments:
+        say()
+        say("The first row, and what of it is trained on:", style="bold")
+        say_drawn(segments(found.segments))
+
+
+class _Figures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields.get("figures", "")))
+
+
+def progress_bar() -> Progress:
+    """A bar a job: step, loss and ETA behind it."""
+    return Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), _Figures(), console=console
+    )
+
+
+def bar(progress: dict[str, Any], *, width: int = 20) -> str:
+    """A bar of a job's progress, in characters; empty before its first step."""
+    step, num_steps = progress.get("step"), progress.get("num_steps")
+    if step is None or not num_steps:
+        return ""
+    done = round(width * min(step / num_steps, 1))
+    return f"[{'#' * done}{'.' * (width - done)}]"
+
+
+def job_line(job: Mapping[str, Any]) -> str:
+    """A job and how far it is."""
+    step, loss, eta = progress_cells(job)
+    parts = [bar(job["progress"]), f"step {step}" if step else "", f"loss {loss}" if loss else "",
+             f"ETA {eta}" if eta else ""]  # fmt: skip
+    return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
+
+
+def sparkline(values: Sequence[float], *, width: int = 24) -> str:
+    """The course of a figure in one line."""
+    if not values:
+        return ""
+    bars = "▁▂▃▄▅▆▇█"
+    stride = max(1, -(-len(values) // width))
+    points = [sum(values[at : at + stride]) / len(values[at : at + stride]) for at in range(0, len(values), stride)]
+    low, high = min(points), max(points)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0
+    return "".join(bars[int((point - low) * scale)] for point in points)

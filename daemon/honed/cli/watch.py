@@ -1,0 +1,218 @@
+"""`honectl watch`: all jobs, or one, while they run. Redraws itself in a terminal; in a pipe a line for each change."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from honed.cli import terminal
+from honed.job.comparison import compare
+from honed.system import device
+from honed.system.device import Load
+
+#: Reads one verb of honed's, of one job or of all: as Instance.read.
+Read = Callable[..., Any]
+#: Seconds between looks; and at least so many times as long as one takes, for there may be thousands of jobs.
+INTERVAL_SEC = 1.0
+REST = 10
+#: Jobs in the table, and running jobs that are shown at length.
+MAX_JOBS, MAX_DETAILED = 30, 3
+#: Characters of a prompt, a truth or a prediction.
+MAX_TEXT = 160
+_AT_REST = {"succeeded", "failed", "cancelled", "held"}
+
+
+def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
+    """Until what is watched is at rest; a terminal on all jobs until ^C. Returns 1 for one job that did not succeed."""
+    if as_json:
+        return _lines(read, reference, _say_json)
+    if not terminal.console.is_terminal:
+        return _lines(read, reference, _Teller().say)
+    meter = Meter()
+    with Live(console=terminal.console, auto_refresh=False) as live:
+        while True:
+            began = time.monotonic()
+            jobs = _jobs(read, reference)
+            rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
+            live.update(_screen(read, jobs, meter, is_one=reference is not None), refresh=True)
+            if reference is not None and jobs[0]["state"] in _AT_REST:
+                return _status(jobs)
+            time.sleep(rest_sec)
+
+
+def _jobs(read: Read, reference: str | None) -> list[dict[str, Any]]:
+    return [read("glance", reference)] if reference is not None else read("list")
+
+
+def _status(jobs: list[dict[str, Any]]) -> int:
+    return int(jobs[0]["state"] != "succeeded")
+
+
+class Meter:
+    """What a worker takes of the machine: its memory, its share of the processor between two looks, and its GPU."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, gpu_loads: Callable[[], list[Load]] = device.gpu_loads
+    ) -> None:
+        self._clock = clock
+        self._gpu_loads = gpu_loads
+        self._before: dict[int, tuple[float, float]] = {}  # of each job: when, and the processor time by then
+        self._loads: list[Load] = []
+        self._asked_at: float | None = None
+
+    def loads(self) -> list[Load]:
+        """The GPUs', at most one look old."""
+        now = self._clock()
+        if self._asked_at is None or now - self._asked_at >= INTERVAL_SEC:
+            self._loads, self._asked_at = self._gpu_loads(), now
+        return self._loads
+
+    def words(self, glance: dict[str, Any]) -> str:
+        """`memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, …`."""
+        if not glance.get("resident_bytes"):
+            return ""
+        estimated = glance.get("estimated_bytes")
+        of = f" (estimated for model and training: {_gib(estimated)})" if estimated else ""
+        parts = [f"memory {_gib(glance['resident_bytes'])}{of}"]
+        if (percent := self._cpu_percent(glance)) is not None:
+            parts.append(f"CPU {percent:.0f} %")
+        parts += [f"GPU {_load_words(load)}" for load in self.loads() if load.uuid == glance.get("device")]
+        return ", ".join(parts)
+
+    def _cpu_percent(self, glance: dict[str, Any]) -> float | None:
+        """100 for one core."""
+        now, cpu_sec = self._clock(), glance.get("cpu_sec")
+        if cpu_sec is None:
+            return None
+        when, before = self._before.get(glance["id"], (now, cpu_sec))
+        if now - when >= INTERVAL_SEC / 2 or glance["id"] not in self._before:
+            self._before[glance["id"]] = now, cpu_sec
+        return 100 * (cpu_sec - before) / (now - when) if now > when and cpu_sec >= before else None
+
+
+def _load_words(load: Load) -> str:
+    busy = f"{load.busy_percent} % busy, " if load.busy_percent is not None else ""
+    return f"{busy}{_gib(load.used_bytes)} of {_gib(load.total_bytes)} in use"
+
+
+# -- a pipe -----------------------------------------------------------------------------------------------------------
+
+
+def _lines(read: Read, reference: str | None, say: Callable[[dict[str, Any], dict[str, Any]], None]) -> int:
+    seen: dict[int, tuple[Any, ...]] = {}
+    while True:
+        began = time.monotonic()
+        jobs = _jobs(read, reference)
+        rest_sec = max(INTERVAL_SEC, REST * (time.monotonic() - began))
+        for job in jobs:
+            now = (job["state"], job["progress"]["step"])
+            if seen.get(job["id"]) == now:
+                continue
+            seen[job["id"]] = now
+            say(job, job if reference is not None else _glance(read, job))
+        if jobs and all(job["state"] in _AT_REST for job in jobs):
+            return _status(jobs) if reference is not None else 0
+        time.sleep(rest_sec)
+
+
+def _say_json(job: dict[str, Any], glance: dict[str, Any]) -> None:
+    print(json.dumps(glance or job), flush=True)
+
+
+class _Teller:
+    """A line for each change of a job, and its predictions where they are new."""
+
+    def __init__(self) -> None:
+        self._meter = Meter()
+        self._told: dict[int, int] = {}  # of each job, the step whose predictions were printed last
+
+    def say(self, job: dict[str, Any], glance: dict[str, Any]) -> None:
+        taken = self._meter.words(glance)
+        terminal.say(terminal.job_line(job) + (f"  {taken}" if taken else ""))
+        for line in _told(glance, self._told):
+            terminal.say(line)
+
+
+def _glance(read: Read, job: dict[str, Any]) -> dict[str, Any]:
+    """More of a job that has begun; of somebody else's, whose name we do not see, there is no more."""
+    return dict(read("glance", str(job["id"]))) if job["progress"]["step"] is not None and job["source"] else {}
+
+
+def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
+    """The last predictions, where they are new, a line each."""
+    rows = glance.get("predictions") or []
+    if not rows or told.get(glance["id"]) == rows[0]["step"]:
+        return
+    told[glance["id"]] = rows[0]["step"]
+    for row in rows:
+        said = terminal.compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
+        yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(said)}")
+
+
+# -- a terminal -------------------------------------------------------------------------------------------------------
+
+
+def _screen(read: Read, jobs: list[dict[str, Any]], meter: Meter, *, is_one: bool) -> RenderableType:
+    running = [job for job in jobs if job["state"] == "running"][:MAX_DETAILED]
+    glances = jobs if is_one else [glance for job in running if (glance := _glance(read, job))]
+    courses = {glance["id"]: glance["course"] for glance in glances}
+    lines = [f"{terminal.plain(load.name)}: {_load_words(load)}" for load in meter.loads()] or [_machine_line()]
+    parts: list[RenderableType] = [Text(line, style="dim") for line in lines]
+    if not is_one:
+        parts += [Text(), _table(jobs, courses)]
+    return Group(*parts, *(part for glance in glances for part in _details(glance, meter)))
+
+
+def _machine_line() -> str:
+    found = device.probe()[0]
+    held = found.total_bytes - found.free_bytes
+    return f"{terminal.plain(found.name)}: {_gib(held)} of {_gib(found.total_bytes)} in use"
+
+
+def _table(jobs: list[dict[str, Any]], courses: dict[int, list[float]]) -> Table:
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("id", "name", "state", "step", "loss", "ETA", "course of the loss"):
+        drawn.add_column(column, no_wrap=True)
+    for job in jobs[:MAX_JOBS]:
+        name, course = terminal.plain(job["name"], limit=32), terminal.sparkline(courses.get(job["id"], []))
+        cells = [job["id"], name, job["state"], *terminal.progress_cells(job), course]
+        drawn.add_row(*(Text(terminal.plain(cell), style=terminal.STATE_STYLES.get(str(cell), "")) for cell in cells))
+    if len(jobs) > MAX_JOBS:
+        drawn.add_row("", f"and {len(jobs) - MAX_JOBS} more: honectl list")
+    return drawn
+
+
+def _details(glance: dict[str, Any], meter: Meter) -> Iterator[RenderableType]:
+    yield Text()
+    yield Text(terminal.plain(terminal.job_line(glance)), style=terminal.STATE_STYLES.get(glance["state"], "bold"))
+    if glance["stage"] and glance["state"] == "running" and glance["progress"]["step"] is None:
+        yield Text(f"  {terminal.plain(glance['stage'])}", style="dim")
+    if course := glance["course"]:
+        eval_loss = f"  eval_loss {glance['eval_loss']:.4g}" if glance["eval_loss"] is not None else ""
+        yield Text(f"  loss {course[0]:.4g} {terminal.sparkline(course, width=40)} {course[-1]:.4g}{eval_loss}")
+    if taken := meter.words(glance):
+        yield Text(f"  {taken}")
+    if rows := glance["predictions"]:
+        yield Text(f"  what it writes at step {rows[0]['step']}:", style="dim")
+        for row in rows:
+            truth, written = (_cut(_flat((row[key] or "").strip())) for key in ("ground_truth", "prediction"))
+            yield Text.assemble(f"    #{row['sample_index']} ", terminal.compared(compare(truth, written)))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _flat(text: str) -> str:
+    return terminal.plain(text).replace("\n", "⏎")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

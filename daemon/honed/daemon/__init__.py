@@ -1,0 +1,1 @@
+"""The loop and its steps: arrivals, the queue, running jobs, housekeeping, the socket's verbs."""

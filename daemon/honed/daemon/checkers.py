@@ -1,0 +1,184 @@
+"""The checking of job files, with the rights of those who dropped them, as far as this machine can.
+
+    root and accounts of the system, and where workers are no units    one helper, the daemon's child, for all of them
+    people (access.is_person)                                          each their own, as honed-check@UID.service
+
+A unit is kept while there is work for it, and for a while after. There are a few at a time: who waits for one takes the
+place of one that has nothing to do, or of the one that has worked the longest, when that is between two job files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from honed.daemon.checker import Checker
+from honed.run.helper import Start, Watch
+from honed.spec.config import Config
+from honed.system import access
+from honed.system.device import Device
+
+#: Units at a time.
+MAX_UNITS = 3
+#: Seconds that a unit may go on while others wait for its place, and that it is kept without work.
+TURN_SEC = 5.0
+IDLE_SEC = 20.0
+
+
+class Checkers:
+    """One face for all helpers of an instance; see Checker for what is handed to them.
+
+    `start` and `start_as` start the common one, and one with the rights of a submitter (None: there are no units).
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        start_as: Callable[[int], Start] | None = None,
+        helper_changed: Watch = lambda _old, _new: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start_as = start_as
+        self._helper_changed = helper_changed
+        self._clock = clock
+        self._common = Checker(start, helper_changed, clock=clock)
+        self._people: dict[int, Checker] = {}  # by uid
+        self._turns: dict[int, float] = {}  # uid → since when it has its place
+        self._idle: dict[int, float] = {}  # uid → since when it has nothing to do, of those with a place
+        self._queue: deque[int] = deque()  # those that wait for a place
+
+    @property
+    def deadline(self) -> float | None:
+        """When `poll` must be called at the latest, by the clock."""
+        deadlines = [checker.deadline for checker in (self._common, *self._people.values())]
+        ends = [since + IDLE_SEC for since in self._idle.values()]
+        return min((each for each in (*deadlines, *ends) if each is not None), default=None)
+
+    @property
+    def fault(self) -> str:
+        """Why some job files cannot be checked; empty where all can."""
+        return next((checker.fault for checker in (self._common, *self._people.values()) if checker.fault), "")
+
+    def stuck(self) -> set[int]:
+        """The numbers of the job files that cannot be checked."""
+        return set[int]().union(*(checker.stuck() for checker in (self._common, *self._people.values())))
+
+    def is_stuck(self, uid: int) -> bool:
+        """Whether what this user drops cannot be checked for now."""
+        checker = self._people.get(uid) if self._has_unit(uid) else self._common
+        return checker is not None and bool(checker.fault)
+
+    def submit(
+        self,
+        job_id: int,
+        spec_path: Path,
+        config: Config,
+        device: Device | None = None,
+        jobs: Mapping[str, Path] | None = None,
+        *,
+        commit: str | None = None,
+        dataset_commits: Mapping[str, str] | None = None,
+        pinned: Mapping[str, Any] | None = None,
+        uid: int | None = None,
+    ) -> None:
+        """As Checker.submit, with the rights of `uid`; None: ours."""
+        self._of(uid).submit(
+            job_id, spec_path, config, device, jobs,
+            commit=commit, dataset_commits=dataset_commits, pinned=pinned, uid=uid,
+        )  # fmt: skip
+        self._hand_out()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The answers that have come since the last call."""
+        answers = [answer for checker in (self._common, *self._people.values()) for answer in checker.poll()]
+        self._hand_out()
+        return answers
+
+    def close(self) -> None:
+        """End all helpers, whatever they are at, for good."""
+        for checker in (self._common, *self._people.values()):
+            checker.close()
+
+    def _has_unit(self, uid: int | None) -> bool:
+        return self._start_as is not None and uid is not None and access.is_person(uid)
+
+    def _of(self, uid: int | None) -> Checker:
+        if self._start_as is None or uid is None or not self._has_unit(uid):
+            return self._common
+        if uid not in self._people:
+            checker = Checker(
+                self._start_as(uid),
+                self._helper_changed,
+                clock=self._clock,
+                who=f" for the user {access.user_name(uid)}",
+            )
+            checker.may_go_on = False  # until it has a place
+            self._people[uid] = checker
+        return self._people[uid]
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        """Give the places to those who have work, in turn."""
+        now = self._clock()
+        for uid in list(self._turns):
+            self._look_after(uid, self._people[uid], now)
+        self._queue.extend(
+            uid for uid, checker in self._people.items()
+            if checker.wants_helper and uid not in self._turns and uid not in self._queue
+        )  # fmt: skip
+        self._end_turns(now)
+        while self._queue and (len(self._turns) < MAX_UNITS or self._take_back_one()):
+            uid = self._queue.popleft()
+            self._turns[uid] = now
+            self._let(uid, go_on=True)
+        self._forget()
+
+    def _look_after(self, uid: int, checker: Checker, now: float) -> None:
+        """Keep or take back a place that somebody has."""
+        if not checker.has_helper and not checker.wants_helper:
+            self._take_back(uid)  # its start has failed, or its helper has died without work
+        elif not checker.is_ready:
+            self._turns[uid] = now  # the start counts for nobody's turn
+        elif checker.is_busy:
+            self._idle.pop(uid, None)
+        elif now - self._idle.setdefault(uid, now) >= IDLE_SEC:
+            self._take_back(uid)
+
+    def _end_turns(self, now: float) -> None:
+        """Have as many begin nothing more as others wait, those first who have worked the longest."""
+        over = sorted((since, uid) for uid, since in self._turns.items() if now - since >= TURN_SEC)
+        num_short = max(0, len(self._queue) - (MAX_UNITS - len(self._turns)))
+        ending = {uid for _, uid in over[:num_short]}
+        for uid in self._turns:
+            self._let(uid, go_on=uid not in ending)
+
+    def _take_back_one(self) -> bool:
+        """Take back the place that has had nothing to do for the longest, or one whose turn is over and that is between
+        two job files."""
+        ended = [uid for uid in self._turns if not self._people[uid].may_go_on and self._people[uid].is_between]
+        for uid in [*sorted(self._idle, key=self._idle.__getitem__), *ended][:1]:
+            self._take_back(uid)
+            return True
+        return False
+
+    def _let(self, uid: int, *, go_on: bool) -> None:
+        self._people[uid].may_go_on = go_on
+        self._people[uid].advance()
+
+    def _take_back(self, uid: int) -> None:
+        del self._turns[uid]
+        self._idle.pop(uid, None)
+        self._people[uid].may_go_on = False
+        self._people[uid].rest()
+
+    def _forget(self) -> None:
+        """Drop what is kept of those who have neither work nor a helper."""
+        for uid, checker in list(self._people.items()):
+            if uid not in self._turns and not checker.is_busy:
+                checker.close()
+                del self._people[uid]

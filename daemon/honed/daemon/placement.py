@@ -1,0 +1,135 @@
+"""The choice of a job's device: which there are, which are free, and for which the job was planned."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from honed.daemon.attempts import Attempts
+from honed.job.job import Job
+from honed.spec.config import Config
+from honed.system import device, message, untrusted
+from honed.system.device import Device
+from honed.system.layout import Layout
+from honed.system.log import about
+
+log = logging.getLogger(__name__)
+
+#: Seconds between looks at the GPUs while a job waits for one that others hold.
+DEVICE_PROBE_INTERVAL_SEC = 2.0
+#: Share of a GPU's memory by which two of one kind may differ.
+DEVICE_TOLERANCE = 0.02
+
+
+class Placement:
+    """The devices, and what is known of queued jobs on them. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        attempts: Attempts,
+        *,
+        probe: Callable[[list[int] | None], list[Device]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self.config = config
+        self._attempts = attempts
+        self._probe = probe
+        self._clock = clock
+        self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
+        self._devices: list[Device] = []
+        self._planned_for: dict[int, Device | None] = {}  # read from the plans once
+        self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job was found not to fit, and why
+        self.fault = ""  #: what is wrong with the devices
+
+    def tell(self) -> None:
+        """What jobs will train on; a GPU that is there and does not answer is the administrator's affair."""
+        self._look()
+        names = ", ".join(found.name for found in self._devices) or "nothing"
+        if any(found.kind == "cuda" for found in self._devices) or self.config.device.gpus == []:
+            log.info("jobs train on %s", names)
+        elif any(Path("/proc/driver/nvidia/gpus").glob("*")):
+            self.fault = "the machine has a GPU that does not answer: honectl doctor"
+            log.error("%s; jobs train on %s", self.fault, names, extra=about(message=message.DEGRADED))
+        else:
+            log.info("no NVIDIA GPU here: jobs train on %s", names)
+
+    def is_any_free(self, wants_gpu: bool) -> bool:
+        """Whether a device is free at all: else a long queue need not be looked through."""
+        return bool(self._free(wants_gpu, self._attempts.devices_in_use()))
+
+    def free_device(self, job: Job) -> Device | None:
+        """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds.
+
+        Of several, one for which the job's plan holds as it is.
+        """
+        free = self._free(job.num_gpus > 0, self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys())
+        return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
+
+    def _free(self, wants_gpu: bool, taken: set[str]) -> list[Device]:
+        if self._clock() - self._probed_at >= DEVICE_PROBE_INTERVAL_SEC:
+            self._look()
+        wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
+        return [
+            found for found in (self._devices if wants_gpu else [_cpu(self._devices)])
+            if (found.uuid or found.kind) not in taken and (found.kind == "cuda") == wants_gpu
+            and (found.kind != "cuda" or device.is_free(found, self.config.device.busy_bytes))
+        ]  # fmt: skip
+
+    def holds_on(self, job: Job, found: Device) -> bool:
+        """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""
+        if job.id not in self._planned_for:
+            self._planned_for[job.id] = None
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
+                plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
+                self._planned_for[job.id] = Device.from_dict(plan["device"])
+        planned = self._planned_for[job.id]
+        if planned is None or planned.kind != "cuda" or found.kind != "cuda":
+            return True
+        is_alike = planned.compute_capability == found.compute_capability
+        return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
+
+    def rule_out(self, job: Job, found: Device, why: str) -> None:
+        """A job cannot run on that device: it is not offered to the job again while it is queued."""
+        self._unfit.setdefault(job.id, {})[found.uuid or found.kind] = why
+
+    def obstacles(self, job: Job) -> tuple[str, str] | None:
+        """The reason why no device is to be had for a job, as last looked at: `unfit` where none will ever be,
+        else `device`, with the words for a person. None where one is."""
+        wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
+        users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
+        unfit, taken = [], []
+        for found in self._devices if wants_gpu else [_cpu(self._devices)]:
+            key = found.uuid or found.kind
+            if (found.kind == "cuda") != wants_gpu:
+                continue
+            if (why := self._unfit.get(job.id, {}).get(key)) is not None:
+                unfit.append(f"it cannot run on {found.name}: {why}")
+            elif key in users:
+                taken.append(f"job {users[key]} runs on {found.name}")
+            elif found.kind == "cuda" and not device.is_free(found, self.config.device.busy_bytes):
+                taken.append(f"others hold the memory of {found.name}")
+            else:
+                return None
+        return ("device" if taken else "unfit"), "; ".join(dict.fromkeys([*taken, *unfit]))
+
+    def reread_plan(self, job: Job) -> None:
+        """A job's plan has changed: the next question reads it again."""
+        self._planned_for.pop(job.id, None)
+
+    def forget(self, job: Job) -> None:
+        """A job is queued no longer."""
+        self._planned_for.pop(job.id, None)
+        self._unfit.pop(job.id, None)
+
+    def _look(self) -> None:
+        self._devices, self._probed_at = self._probe(self.config.device.gpus), self._clock()
+
+
+def _cpu(devices: list[Device]) -> Device:
+    return next((found for found in devices if found.kind != "cuda"), None) or device.cpu()

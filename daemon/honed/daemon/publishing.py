@@ -1,0 +1,79 @@
+"""Data of jobs on their way out: rows for a metrics API, and pages; the programs that send and make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from honed.daemon.attempts import Attempts
+from honed.daemon.reporter import Reporter
+from honed.job.database import Database
+from honed.job.job import Job
+from honed.run.sender_process import SendProcess, is_a_unit
+from honed.send.notification import Notices
+from honed.send.outbox import Outbox
+from honed.send.wandb_runs import Collector
+from honed.spec.config import Config
+from honed.system.layout import Layout
+
+
+class Publishing:
+    """The sender, where it is no unit of its own, and the reporter. Raises SpecError for an address that is none."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        database: Database,
+        attempts: Attempts,
+        notices: Notices,
+        *,
+        job_of: Callable[[int], Job | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._config = config
+        self._database = database
+        self._attempts = attempts
+        self._job_of = job_of
+        self._notices = notices
+        self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
+        self._reporter = Reporter(layout, clock=clock)
+        self._offline_runs = Collector(layout)
+        self._set_outbox()
+
+    def reload(self, config: Config) -> None:
+        """Raises SpecError for an address that is none."""
+        self._config = config
+        self._set_outbox()
+        self._notices.reload(config.notify)
+        if self._sender is not None:
+            self._sender.reload()
+
+    def _set_outbox(self) -> None:
+        """Keep rows for the metrics API, where one is configured."""
+        reporting = self._config.reporting
+        is_wanted = reporting.address() is not None
+        limit = reporting.max_outbox_bytes
+        self._attempts.outbox = Outbox(self._layout.outbox_dir, max_bytes=limit) if is_wanted else None
+
+    def tend_sender(self) -> None:
+        if self._sender is not None:
+            has_rows = self._attempts.outbox is not None
+            is_wanted = has_rows or self._notices.is_wanted or self._config.reporting.sync_wandb
+            self._sender.tend(is_wanted=is_wanted)
+
+    def tend_reporter(self) -> None:
+        moved, self._database.moved = self._database.moved, set()
+        self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
+        # Last, since it raises where the disk is full, and pages would miss what has moved.
+        self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
+
+    def patience(self) -> float:
+        """Seconds until a page is to be made, or looked at whether it has been."""
+        return self._reporter.patience()
+
+    def close(self, *, is_last: bool) -> None:
+        """`is_last`: rows that are left behind may never be sent; elsewhere they wait for the next start."""
+        if self._sender is not None:
+            self._sender.finish(self._config.reporting.flush_sec) if is_last else self._sender.stop()
+        self._reporter.finish(self._config.policy)

@@ -1,0 +1,136 @@
+"""The daemon's end of the reports: which of them are to be made anew, and one child at a time that makes them.
+
+The loop never waits for it. A report is made when its job's state changes, and now and then while it runs; a child that
+fails or hangs costs a page, and is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Set
+
+from honed.run.process import DAEMON_VARIABLES, SECRET_VARIABLES
+from honed.spec.config import PolicyConfig
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two reports of a job that runs, and at least so many times as long as the last ones took: they take a
+#: twentieth of one core at most.
+INTERVAL_SEC = 20.0
+REST = 20
+#: Seconds that a child may take, for all reports that are due; and that the last one has when the daemon ends.
+TIMEOUT_SEC = 300.0
+FINISH_SEC = 20.0
+#: Seconds between looks at a child.
+CHILD_POLL_SEC = 0.5
+#: Jobs in one child, so that a command line has an end.
+MAX_JOBS = 500
+#: Jobs that are due at a time from which on they are no longer made at once; and then, how many times as long it rests.
+FLOOD = 20
+FLOOD_REST = 4
+
+
+class Reporter:
+    """`clock` is monotonic seconds."""
+
+    def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._layout = layout
+        self._clock = clock
+        self._due: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._at_work: set[int] = set()
+        self._began = 0.0
+        self._rest_until = 0.0
+        self._running_due_at = 0.0
+        self._has_failed = False
+
+    def tend(self, *, moved: set[int], running: set[int], policy: PolicyConfig) -> None:
+        """Go on with what is due: the jobs whose state has changed at once, those that run now and then."""
+        now = self._clock()
+        self._due |= moved
+        if now >= self._running_due_at:
+            self._due |= running
+            self._running_due_at = now + INTERVAL_SEC
+        if self._process is not None:
+            self._look(now)
+        if self._process is None and self._due and now >= self._rest_until:
+            self._start(now, policy, running)
+
+    def patience(self) -> float:
+        """Seconds until there is something to do, if nothing changes meanwhile."""
+        if self._process is not None:
+            return CHILD_POLL_SEC
+        return max(self._rest_until - self._clock(), 0.0) if self._due else math.inf
+
+    def finish(self, policy: PolicyConfig) -> None:
+        """Make what is due, for a little while: the daemon ends."""
+        deadline = self._clock() + FINISH_SEC
+        while self._process is not None or self._due:
+            if self._process is None:
+                self._start(self._clock(), policy)
+            if self._process is None:
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(deadline - self._clock(), 0.0))
+            self._look(self._clock())
+            if self._process is not None:
+                log.warning("the last reports were not made in time")
+                self._end()
+                return
+            if self._has_failed:
+                return
+
+    def _start(self, now: float, policy: PolicyConfig, running: Set[int] = frozenset()) -> None:
+        # Of a flood, those first that run or have just changed: the others are mostly queued, and little to read.
+        self._at_work = set(sorted(self._due, key=lambda job_id: (job_id not in running, job_id))[:MAX_JOBS])
+        self._due -= self._at_work
+        self._began = now
+        command = [sys.executable, "-P", "-m", "honed.page.report", "--root", str(self._layout.root),
+                   "--admin-group", policy.admin_group, *(["--shared"] if policy.share_results else []),
+                   *map(str, sorted(self._at_work))]  # fmt: skip
+        hidden = {*DAEMON_VARIABLES, *SECRET_VARIABLES}
+        environment = {key: value for key, value in os.environ.items() if key not in hidden}
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                             env=environment, start_new_session=True)  # fmt: skip
+        except OSError as error:
+            self._fail(now, str(error))
+
+    def _look(self, now: float) -> None:
+        assert self._process is not None
+        status = self._process.poll()
+        if status is None and now - self._began < TIMEOUT_SEC:
+            return
+        if status is None:
+            self._end()
+        self._process = None
+        is_flood = len(self._due) + len(self._at_work) > FLOOD
+        self._rest_until = now + (FLOOD_REST if is_flood else 1) * (now - self._began)
+        self._running_due_at = max(self._running_due_at, now + REST * (now - self._began))
+        if status != 0:
+            self._fail(now, f"it ended with status {status}" if status is not None else "it hung")
+        else:
+            self._has_failed, self._at_work = False, set()
+
+    def _fail(self, now: float, why: str) -> None:
+        """The pages that there are stay; these jobs are due again later."""
+        if not self._has_failed:
+            log.warning("reports were not made: %s; tried again every %.0f s", why, INTERVAL_SEC)
+        self._has_failed = True
+        self._due |= self._at_work
+        self._at_work = set()
+        self._rest_until = max(self._rest_until, now + INTERVAL_SEC)
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one in an unanswered system call may linger
+            self._process.wait(1.0)
+        self._process = None

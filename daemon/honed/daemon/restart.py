@@ -1,0 +1,45 @@
+"""Beginning anew on a machine that has to be mended first: a full disk, a read-only file system."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from honed.system import message
+from honed.system.log import about
+from honed.system.notify import Notifier
+
+log = logging.getLogger(__name__)
+
+#: Seconds between tries to start on a machine that has to be mended first, and where the last fault is kept.
+START_AGAIN_SEC = 5.0
+FAULT_VARIABLE = "HONED_MACHINE_FAULT"
+
+
+def last_fault() -> str:
+    """What kept the try before this one from working, or nothing; who is started from here is not told."""
+    return os.environ.pop(FAULT_VARIABLE, "")
+
+
+def start_again_later(fault: str) -> NoReturn:
+    """Say what is wrong with the machine, wait, and begin anew: to systemd the same process, not restarted."""
+    if os.environ.get(FAULT_VARIABLE) != fault:
+        log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+    os.environ[FAULT_VARIABLE] = fault
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    notifier = Notifier()
+    notifier.ready()
+    notifier.status(f"degraded: {fault}; tried again every {START_AGAIN_SEC:.0f} s")
+    deadline = time.monotonic() + START_AGAIN_SEC
+    while (left := deadline - time.monotonic()) > 0:
+        notifier.watchdog()
+        time.sleep(min(left, notifier.watchdog_interval_sec or left))
+    # Anew, and not once more in here: a lock or a socket of the first try must not be in the way of the second.
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,0 +1,134 @@
+"""Comparison of rows with each other: those that repeat, and the order of roles in them.
+
+Two rows say the same when a model would be shown the same, whatever their format, their place and their other columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from honed.inputs.row import Example
+
+#: Bytes of a digest: of a billion rows, two that differ have the same with a chance of 3 in 100.
+DIGEST_BYTES = 8
+#: Share of rows that say what another says, above which it is told, and how many rows there are then at least.
+MANY_TWICE = 0.05
+MIN_ROWS = 10
+
+Order = Literal["swapped", "opens", "unanswered", "twice"]
+#: What is odd about who speaks when. Whether it can be trained on, the chat template says.
+ORDERS: dict[Order, str] = {
+    "swapped": "begin with a turn of the assistant and end with one of the user, as if the two roles were swapped: "
+    "what the assistant says is learned",
+    "opens": "begin with a turn of the assistant, which answers nothing and is learned as well",
+    "unanswered": "end with a turn that nobody answers, from which nothing is learned",
+    "twice": "have two turns of the user in a row",
+}
+
+
+def digest(example: Example) -> bytes:
+    """A digest of a row's content: the same for rows that a model would be shown as the same."""
+    said = [
+        example.kind, _stripped(example.messages), example.tools, example.prompt.strip(), example.completion.strip(),
+        example.text.strip(),
+        [(media.kind, *map(str, media.paths), _digest(media.data or b"").hex()) for media in example.media],
+    ]  # fmt: skip
+    return _digest(json.dumps(said, ensure_ascii=False, sort_keys=True, default=str).encode(errors="replace"))
+
+
+def order(example: Example) -> Order | None:
+    """What is odd about the order of a conversation's roles, if anything; of several the gravest."""
+    roles = [message["role"] for message in example.messages if message["role"] not in ("system", "developer")]
+    if example.kind != "messages" or not roles:
+        return None
+    opens, is_unanswered = roles[0] == "assistant", roles[-1] != "assistant"
+    if opens and roles[-1] == "user":
+        return "swapped"
+    if is_unanswered:
+        return "unanswered"
+    if opens:
+        return "opens"
+    return "twice" if any(pair == ("user", "user") for pair in pairwise(roles)) else None
+
+
+@dataclass
+class Census:
+    """The census of a data set's rows, or of all that are trained on."""
+
+    num_rows: int = 0
+    digests: Counter[bytes] = field(default_factory=Counter)
+    orders: Counter[Order] = field(default_factory=Counter)
+    firsts: dict[Order, str] = field(default_factory=dict)  #: the first row of each
+
+    @classmethod
+    def of(cls, examples: Iterable[tuple[Example, str]]) -> Census:
+        made = cls()
+        for example, place in examples:
+            made.add(example, place)
+        return made
+
+    def add(self, example: Example, place: str) -> None:
+        self.num_rows += 1
+        self.digests[digest(example)] += 1
+        if (odd := order(example)) is not None:
+            self.orders[odd] += 1
+            self.firsts.setdefault(odd, place)
+
+    @property
+    def num_twice(self) -> int:
+        """Rows that say what one before them said."""
+        return self.num_rows - len(self.digests)
+
+    @property
+    def has_many_twice(self) -> bool:
+        """Whether so many are there twice that their owner may not have meant it."""
+        return self.num_rows >= MIN_ROWS and self.num_twice > MANY_TWICE * self.num_rows
+
+    def num_in(self, other: Census) -> int:
+        """Rows that say what one of the other's says."""
+        return sum(number for each, number in self.digests.items() if each in other.digests)
+
+    def told_orders(self) -> list[str]:
+        """In words, for the rows' owner."""
+        return [
+            f"{number} of {self.num_rows} rows {ORDERS[odd]}; the first: {self.firsts[odd]}"
+            for odd, number in self.orders.most_common()
+        ]
+
+
+def together(examples: Sequence[Example], held: set[int]) -> set[int]:
+    """The places that are held out where rows that say the same are kept on one side: that of the first of them.
+
+    Without such rows it is `held` itself. At least one that says something of its own is on each side.
+    """
+    firsts: dict[bytes, int] = {}
+    first_of = [firsts.setdefault(digest(example), place) for place, example in enumerate(examples)]
+    if len(firsts) == len(examples):
+        return held
+    sides = {place for place in held if first_of[place] == place} or {first_of[min(held)]}
+    if len(sides) == len(firsts):
+        sides.discard(max(sides))
+    return {place for place, first in enumerate(first_of) if first in sides}
+
+
+def _stripped(value: Any) -> Any:
+    match value:
+        case str():
+            return value.strip()
+        case dict():
+            return {key: _stripped(each) for key, each in value.items()}
+        case list():
+            return list(map(_stripped, value))
+        case _:
+            return value
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,289 @@
+"""Data sets that are directories: which of their files are read, and which split each file's name says it is.
+
+train.jsonl  test.jsonl                      a split is a word at the beginning or the end of a name
+data/train-00000-of-00002.parquet            as hub repositories have them
+train/part-1.parquet  test/part-1.parquet    or a directory's name
+dataset_dict.json  train/  test/             what save_to_disk of datasets writes, and each split so:
+state.json  dataset_info.json  data-00000-of-00001.arrow
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.spec.data_form import SUFFIXES_HINT, form_of
+from honed.spec.spec import DatasetSpec
+from honed.system.error import DatasetError
+
+#: How splits are called, as in Hugging Face's own rules for names of files.
+_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test", "heldout": "test", "holdout": "test",
+}  # fmt: skip
+#: What lies beside data files and describes them.
+METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
+#: Directories below a data set's that are looked into where it has no files of its own, and files that are listed.
+MAX_DEPTH = 3
+MAX_FILES = 20_000
+#: Entries of a directory beside data files that are looked at.
+MAX_LOOKED_AT = 1000
+
+
+def files_of(dataset: DatasetSpec) -> list[Path]:
+    """The data files of a data set. Raises DatasetError where there is none."""
+    return dataset.hub_files if dataset.is_of_hub else files(dataset.place, split=dataset.split)
+
+
+def files(path: Path, *, split: str | None = None) -> list[Path]:
+    """The data files of a data set: the file itself, or those of a directory by name, hidden ones left out.
+
+    With a split, those of its directory `<split>/`, or those whose names say the word; `train` is what no name says
+    otherwise where none says `train`. Raises DatasetError where there is none.
+    """
+    if path.is_file():
+        if form_of(path) is None:
+            raise DatasetError(f"{path}: not a kind of data file that is read here", hint=SUFFIXES_HINT)
+        if split is not None:
+            raise DatasetError(
+                f"{path}: `split` is for a directory with several, and this is a file",
+                hint="leave `split` out, or name the directory",
+                fix={"split": None},
+            )
+        return [path]
+    if not path.is_dir():
+        raise DatasetError(f"{path}: no such file or directory", hint="paths are absolute, on the machine that trains")
+    if split is not None and "/" not in split and (path / split).is_dir():
+        return files(path / split)
+    found = _listed(path)
+    chosen = found if split is None else _of_split(path, found, split)
+    if not chosen:
+        names = ", ".join(_shown(path, found)) or "nothing"
+        what = "data file" if split is None else f"data file of split {split!r}"
+        splits = [] if split is None else sorted({_label(path, file) for file in found})[:8]
+        hint = f"write `split: {'` or `split: '.join(splits)}`" if splits else SUFFIXES_HINT
+        fix = {"split": splits[0]} if len(splits) == 1 else {}
+        raise DatasetError(f"{path}: no {what} in this directory (there is: {names})", hint=hint, fix=fix)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A directory that holds more than one split, and of which none is named."""
+
+    train: tuple[str, ...]  #: values of `split` that pick what is trained on
+    held_out: tuple[str, ...]  #: and what is held out
+    example: str  #: the name of a file that is held out
+    is_certain: bool  #: whether the names leave no doubt
+
+
+def mixed(path: Path, paths: Sequence[Path]) -> Mixed | None:
+    """Whether the files of a directory, read as one data set, are by their names held-out rows beside others.
+
+    Where no name says `train`, one that says more than `test` may be about tests: certain are those that say that
+    alone, or stand beside a file that has the rest of their name (`rows.jsonl`, `rows_eval.jsonl`).
+    """
+    if path.is_file():
+        return None
+    said = {file: _said(path, file) for file in paths}
+    held_out = [file for file, word in said.items() if word is not None and _WORDS[word] != "train"]
+    train = [file for file, word in said.items() if word is not None and _WORDS[word] == "train"]
+    if not held_out or len(held_out) == len(paths):
+        return None
+    stems = {_stem(file) for file in paths}
+    is_certain = bool(train) or any(_rest(file) in {"", *stems} for file in held_out)
+    return Mixed(
+        tuple(dict.fromkeys(_label(path, file) for file in train)) or ("train",),
+        tuple(dict.fromkeys(_label(path, file) for file in held_out)),
+        str(held_out[0].relative_to(path)),
+        is_certain,
+    )
+
+
+def held_out_word(path: Path, paths: Sequence[Path]) -> str | None:
+    """The word by which all of a data set's files, or the file itself, call themselves held out: `test`."""
+    words = {_said(path if path.is_dir() else path.parent, file) for file in paths}
+    word = next(iter(words)) if len(words) == 1 else None
+    return word if word is not None and _WORDS[word] != "train" else None
+
+
+def is_held_out(split: str) -> bool:
+    """Whether a split's name says that it is held out."""
+    word = _word(split)
+    return word is not None and _WORDS[word] != "train"
+
+
+def unread(path: Path, paths: Sequence[Path]) -> list[str]:
+    """Directories below a data set's that have data files, too, and are not read since it has files of its own."""
+    if not path.is_dir() or not any(file.parent == path for file in paths):
+        return []
+    return [
+        entry.name
+        for entry in _entries(path)
+        if entry.is_dir() and not entry.is_symlink() and _word(entry.name) is None and _has_data(entry)
+    ]
+
+
+def _has_data(path: Path) -> bool:
+    """Whether a data file is among a directory's first entries: there may be a million images in it."""
+    try:
+        with os.scandir(path) as entries:
+            first = [entry.name for entry in itertools.islice(entries, MAX_LOOKED_AT)]
+    except OSError:
+        return False
+    return any(form_of(Path(name)) is not None and name not in METADATA and name[0] != "." for name in first)
+
+
+# --- what lies there -------------------------------------------------------------------------------------------------
+
+
+def _listed(path: Path) -> list[Path]:
+    """The data files right in a directory; where there is none, those below it."""
+    if (saved := _saved(path)) is not None:
+        return saved
+    if found := list(_direct(path)):
+        return found
+    below = _below(path, MAX_DEPTH)
+    tops = sorted({file.relative_to(path).parts[0] for file in below})
+    subjects = [top for top in tops if top != "data" and _word(top) is None and not _is_split_of_saved(path, top)]
+    if len(subjects) > 1 or (subjects and len(tops) > len(subjects)):
+        raise DatasetError(
+            f"{path}: no data file directly in this directory, but in several below it: {', '.join(tops[:8])}",
+            hint=f"name the intended one, or each as a data set of its own: `- path: {path / subjects[0]}`",
+        )
+    return below
+
+
+def _direct(path: Path) -> Iterator[Path]:
+    if (saved := _saved(path)) is not None:
+        yield from saved
+        return
+    for entry in _entries(path):
+        if form_of(entry) is not None and entry.name not in METADATA and entry.is_file():
+            yield entry
+
+
+def _entries(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+
+
+def _below(path: Path, depth: int) -> list[Path]:
+    """Files in the directories below one, no link followed to another."""
+    found: list[Path] = []
+    for entry in _entries(path):
+        if entry.is_dir() and not entry.is_symlink():
+            found += list(_direct(entry)) or (_below(entry, depth - 1) if depth > 1 else [])
+        if len(found) > MAX_FILES:
+            raise DatasetError(f"{path}: more than {MAX_FILES} data files", hint="write them as fewer, larger ones")
+    return found
+
+
+def _saved(path: Path) -> list[Path] | None:
+    """The files of a data set that was saved with save_to_disk, in their order; None where this is none."""
+    state = _json(path / "state.json")
+    listed = state.get("_data_files")
+    named = [str(each.get("filename")) for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    if not named or any("/" in name for name in named):
+        return None
+    found = [path / name for name in named]
+    missing = next((file for file in found if not file.is_file()), None)
+    if missing is not None:
+        raise DatasetError(
+            f"{missing}: no such file, and state.json beside it names it",
+            hint="copy the directory again, whole, or save the data set anew (save_to_disk)",
+        )
+    return found
+
+
+def _is_split_of_saved(path: Path, name: str) -> bool:
+    return name in (_json(path / "dataset_dict.json").get("splits") or [])
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size < 2**24 else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _shown(path: Path, found: Sequence[Path]) -> list[str]:
+    entries = [str(file.relative_to(path)) for file in found] or [entry.name for entry in _entries(path)]
+    return entries[:8]
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _of_split(path: Path, found: Sequence[Path], split: str) -> list[Path]:
+    """The files whose names say the split: by its very word, else by one that means the same."""
+    if any(split in file.relative_to(path).parts[:-1] for file in found):
+        return [file for file in found if split in file.relative_to(path).parts[:-1]]
+    is_word = re.fullmatch("[0-9A-Za-z]*", split) is not None
+    names = {file: _unnumbered(_stem(file)) for file in found}
+    if chosen := [
+        file
+        for file, name in names.items()
+        if name == split or (is_word and re.split("[^0-9A-Za-z]", name)[0] == split)
+    ]:
+        return chosen
+    said = {file: _said(path, file) for file in found}
+    if chosen := [file for file, word in said.items() if word == split]:
+        return chosen
+    meant = _WORDS.get(split)
+    if chosen := [file for file, word in said.items() if word is not None and _WORDS[word] == meant]:
+        return chosen
+    if meant == "train" and any(said.values()):
+        return [file for file, word in said.items() if word is None]
+    return []
+
+
+def _label(path: Path, file: Path) -> str:
+    """What `split` would be for a file: `train_sft` of train_sft-00000-of-00002.parquet, or the word that it says."""
+    if (word := _word(_stem(file))) is not None:
+        return word if _unnumbered(_stem(file)) == _stem(file) else _unnumbered(_stem(file))
+    return next((part for part in file.relative_to(path).parts[:-1] if _word(part)), _stem(file))
+
+
+def _said(path: Path, file: Path) -> str | None:
+    """The word for a split in a file's name, or in that of a directory between it and the data set's."""
+    parts = file.relative_to(path).parts
+    return _word(_stem(file)) or next((word for part in parts[:-1] if (word := _word(part))), None)
+
+
+def _word(name: str) -> str | None:
+    """The word for a split that a name begins or ends with; None where it has two that differ."""
+    words = [word for word in re.split(r"[^a-z]+", _unnumbered(name).lower()) if word]
+    found = [word for word in (words[:1] + words[-1:]) if word in _WORDS]
+    return found[0] if found and len({_WORDS[word] for word in found}) == 1 else None
+
+
+def _stem(file: Path) -> str:
+    """A file's name without the suffixes that say its form."""
+    name = file.name
+    while form_of(Path(name)) is not None:
+        name = Path(name).stem
+    return name
+
+
+def _unnumbered(stem: str) -> str:
+    """A name without the number of its shard."""
+    return shard["split"] if (shard := _SHARD.fullmatch(stem)) is not None else stem
+
+
+def _rest(file: Path) -> str:
+    """A file's name without the word for a split, and what joined the two."""
+    stem = _unnumbered(_stem(file))
+    word = _word(stem)
+    if word is None:
+        return stem
+    beginning, end = rf"(?i)^{word}[^A-Za-z]*", rf"(?i)[^A-Za-z]*{word}[0-9_.-]*$"
+    return re.sub(end, "", stem) if re.search(end, stem) else re.sub(beginning, "", stem)

@@ -1,0 +1,389 @@
+"""Data sets: files of rows in any of five formats (see row.py), read into one kind of thing, the `Example`.
+
+Which files, datadir.py says; how each is read, datafile.py. A row that cannot be used is counted and the first ones are
+named; a file that cannot be read is an error that names the place.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from honed.inputs import attachment, census, misfit
+from honed.inputs.attachment import RowError
+from honed.inputs.census import Census
+from honed.inputs.datadir import files, files_of
+from honed.inputs.datafile import Broken, check_beginning, read, read_any
+from honed.inputs.media import Facts, MediaError, probe, require, spill
+from honed.inputs.misfit import Misfit
+from honed.inputs.row import (
+    FORMATS_HINT,
+    Example,
+    NoAnswerError,
+    RefusedRowError,
+    convert,
+    fields,
+    kind_of,
+    recognise,
+    unread,
+    words,
+)
+from honed.spec.data_form import form_of
+from honed.system.error import DatasetError
+
+if TYPE_CHECKING:
+    from honed.spec.spec import DatasetSpec
+
+__all__ = [
+    "Attached", "Counts", "Example", "Inspection", "Mixture", "convert", "files", "inspect", "load", "read",
+    "read_any", "recognise", "split", "words",
+]  # fmt: skip
+
+#: How many of a data set's bad rows are named; the rest is counted.
+MAX_NAMED = 5
+#: Of a directory's further files the beginning is looked at, too: so many rows of so many of them, and of a .json file,
+#: which is read whole, where it is no larger.
+NUM_LATER_ROWS = 2
+NUM_LATER_FILES = 20
+MAX_LATER_JSON_BYTES = 2**24
+#: Files of a data set of which the first bytes are looked at.
+NUM_BEGINNINGS = 1000
+#: Images, videos and sounds of a data set that are opened for a look at it.
+NUM_OPENED = 100
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a data set looks like from its first rows."""
+
+    format: str
+    num_files: int
+    num_bytes: int
+    columns: tuple[str, ...]
+    rows: list[dict[str, Any]]  #: those that are text alone, good or bad
+    bad: tuple[str, ...]
+    num_rows: int  #: that were looked at
+    is_whole: bool  #: whether these are all that the job reads
+    attached: list[Attached]  #: the rows with media, as far as these were opened and are good
+    num_attached: int  #: rows with media
+    num_broken: int  #: of these, the ones with a file that is missing or cannot be read
+    broken: tuple[str, ...]  #: the first few
+    overlooked: tuple[str, ...]  #: what seems to be media, and is not read as such
+    absent: tuple[str, ...]  #: of the data set's `columns`, those that no row has
+    unread: tuple[str, ...]  #: columns that no format, or not this one, reads
+    num_untrained: int  #: rows with weight 0 on each turn of the assistant
+    census: Census  #: of the good ones
+    num_unpaired: int  #: rows of a prompt and a completion with true or false as their `label`
+    examples: tuple[Example, ...] = ()  #: the good rows that are text alone
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A row with images, videos or sounds, of which the headers were read."""
+
+    texts: tuple[str, ...]  #: of its messages
+    media: tuple[Facts, ...]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of one data set's rows."""
+
+    path: str
+    format: str
+    num_rows: int  #: in the files, bad ones included
+    num_taken: int
+    num_bad: int
+    bad: tuple[str, ...]  #: the first few bad rows, each with its place and reason
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """All examples of a job, in the order of its data sets and their rows."""
+
+    examples: list[Example]
+    counts: list[Counts]
+
+
+# --- data sets -------------------------------------------------------------------------------------------------------
+
+
+def inspect(
+    dataset: DatasetSpec, *, num_rows: int = 20, permit: Callable[[Path], None] = lambda _path: None
+) -> Inspection:
+    """A look at a data set's first rows. Raises DatasetError where they cannot be read, or half of them not be used.
+
+    `permit` is asked before a file that a row names is opened, and raises where it may not be.
+    """
+    paths = files_of(dataset)
+    collected = _Collector(dataset, 0, has_chat_template=True)
+    seen = _Looker(permit)
+    rows: list[dict[str, Any]] = []
+    columns: dict[str, None] = {}
+    overlooked: dict[str, None] = {}
+    not_read: dict[str, None] = {}
+    num_untrained = num_unpaired = 0
+    counted = Census()
+    for path in paths[:NUM_BEGINNINGS]:
+        check_beginning(path)
+    beginning = _Beginning(num_rows, dataset.max_rows)
+    examples: list[Example] = []
+    for path in paths:
+        for row, place in beginning.rows(path):
+            example = collected.add(row, path, place)
+            if isinstance(row, dict):
+                columns |= dict.fromkeys(map(str, row))
+                overlooked |= dict.fromkeys(_overlooked(row, example, dataset.columns or {}))
+            if example is not None:
+                not_read |= dict.fromkeys(map(str, unread(row, collected.format, dataset.columns or {})))
+                num_untrained += bool(example.untrained) and not example.trained_turns
+                num_unpaired += example.kind == "prompt_completion" and misfit.unpaired(row)
+                counted.add(example, f"{path.name}, {place}")
+            if example is not None and example.media:
+                seen.look(example, f"{path.name}, {place}")
+                collected.examples[-1] = replace(example, media=())  # embedded files would fill the memory
+            elif isinstance(row, dict):
+                rows.append(row)
+                examples += [] if example is None else [example]
+    collected.check()
+    return Inspection(
+        format=collected.format,
+        num_files=len(paths),
+        num_bytes=sum(path.stat().st_size for path in paths),
+        columns=tuple(columns),
+        rows=rows,
+        bad=tuple(collected.bad),
+        num_rows=collected.num_rows,
+        is_whole=beginning.is_whole,
+        attached=seen.attached,
+        num_attached=seen.num_rows,
+        num_broken=seen.num_broken,
+        broken=tuple(seen.broken),
+        overlooked=tuple(overlooked),
+        absent=tuple(theirs for theirs in (dataset.columns or {}).values() if theirs not in columns),
+        unread=tuple(key for key in not_read if not any(f"`{key}`" in told for told in overlooked)),
+        num_untrained=num_untrained,
+        census=counted,
+        num_unpaired=num_unpaired,
+        examples=tuple(examples),
+    )
+
+
+class _Beginning:
+    """The first rows of a data set, and the first few of its later files."""
+
+    def __init__(self, num_rows: int, max_rows: int | None) -> None:
+        self._num_left, self._max_left = num_rows, max_rows
+        self._num_later = 0
+        self.is_whole = True
+
+    def rows(self, path: Path) -> Iterator[tuple[Any, str]]:
+        if self._max_left == 0:
+            return
+        if self._num_left <= 0:
+            self._num_later += 1
+            is_large = form_of(path) == ".json" and path.stat().st_size > MAX_LATER_JSON_BYTES
+            if self._num_later > NUM_LATER_FILES or is_large:
+                self.is_whole = False
+                return
+            self._num_left = NUM_LATER_ROWS
+        for row, place in read_any(path):
+            if self._max_left == 0:
+                break
+            if self._num_left <= 0:
+                self.is_whole = False
+                break
+            self._num_left -= 1
+            self._max_left = None if self._max_left is None else self._max_left - 1
+            yield row, place
+
+
+def _overlooked(row: dict[str, Any], example: Example | None, columns: Mapping[str, str]) -> Iterator[str]:
+    if example is None:
+        return attachment.overlooked(row, columns, (), ())
+    asked = [{"role": "user", "content": example.prompt}] if example.kind == "prompt_completion" else example.messages
+    return attachment.overlooked(row, columns, asked, example.media)
+
+
+class _Looker:
+    """What the headers of rows' media say, of the first NUM_OPENED files; of the rest, whether they are there."""
+
+    def __init__(self, permit: Callable[[Path], None]) -> None:
+        self._permit = permit
+        self.attached: list[Attached] = []
+        self.broken: list[str] = []
+        self.num_rows = self.num_broken = self._num_opened = 0
+
+    def look(self, example: Example, place: str) -> None:
+        self.num_rows += 1
+        for path in (path for each in example.media for path in each.paths):
+            self._permit(path)
+        try:
+            if self._num_opened < NUM_OPENED:
+                self._num_opened += len(example.media)
+                facts = tuple(probe(each) for each in example.media)
+                self.attached.append(Attached(tuple(map(words, example.messages)), facts))
+            else:
+                for each in example.media:
+                    require(each)
+        except MediaError as error:
+            self.num_broken += 1
+            self.broken += [f"{place}: {error.said}"] if len(self.broken) < MAX_NAMED else []
+
+
+def load(
+    datasets: Sequence[DatasetSpec], *, seed: int, has_chat_template: bool, spill_dir: Path | None = None
+) -> Mixture:
+    """Every row of the data sets, or the shares of them that `fraction` asks for.
+
+    Fractions are shares of the mixture, normalised to one; the mixture is as large as can be with no row drawn twice.
+    Which rows of a data set are drawn depends on the seed alone; they stay in their order. Images, videos and sounds
+    that are embedded in rows become files in `spill_dir`; without one they stay in memory.
+    """
+    collected = [
+        _collect(dataset, n, has_chat_template=has_chat_template, spill_dir=spill_dir)
+        for n, dataset in enumerate(datasets)
+    ]
+    drawn = _draw([each.examples for each in collected], [dataset.fraction for dataset in datasets], seed)
+    counts = [
+        Counts(str(dataset.path), each.format, each.num_rows, len(examples), each.num_bad, tuple(each.bad))
+        for dataset, each, examples in zip(datasets, collected, drawn, strict=True)
+    ]
+    return Mixture([example for examples in drawn for example in examples], counts)
+
+
+def split(
+    examples: Sequence[Example], eval_split: float, seed: int, *, together: bool = True
+) -> tuple[list[Example], list[Example]]:
+    """Those to train on and those held out, in order, each at least one. Raises DatasetError for a single example.
+
+    Rows that say the same are kept on one side; not so without `together`, as in jobs that began before it.
+    """
+    if len(examples) < 2:
+        raise DatasetError("one example cannot be split in two", hint="leave out eval_split, or add rows")
+    num_held = min(max(round(len(examples) * eval_split), 1), len(examples) - 1)
+    held = set(random.Random(seed).sample(range(len(examples)), num_held))
+    held = census.together(examples, held) if together else held
+    if not held or len(held) == len(examples):
+        raise DatasetError(
+            f"all {len(examples)} examples say the same and cannot be split in two", hint="leave out eval_split, or "
+            "add other rows",
+        )  # fmt: skip
+    train = [example for n, example in enumerate(examples) if n not in held]
+    return train, [example for n, example in enumerate(examples) if n in held]
+
+
+def _draw(sets: list[list[Example]], fractions: Sequence[float | None], seed: int) -> list[list[Example]]:
+    given = [fraction for fraction in fractions if fraction is not None]
+    if not given:
+        return sets
+    if len(given) < len(fractions):
+        raise DatasetError("`fraction` is set for some data sets and not for others", hint="set it for all or none")
+    weights = [fraction / sum(given) for fraction in given]
+    total = min(len(examples) / weight for examples, weight in zip(sets, weights, strict=True) if weight > 0)
+    return [
+        _sample(examples, round(weight * total), random.Random(f"{seed} {n}"))
+        for n, (examples, weight) in enumerate(zip(sets, weights, strict=True))
+    ]
+
+
+def _sample(examples: list[Example], number: int, rng: random.Random) -> list[Example]:
+    return [examples[n] for n in sorted(rng.sample(range(len(examples)), min(number, len(examples))))]
+
+
+def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None) -> _Collector:
+    collected = _Collector(dataset, index, has_chat_template=has_chat_template, spill_dir=spill_dir)
+    for path in files_of(dataset):
+        for row, place in read_any(path):
+            if dataset.max_rows is not None and collected.num_rows >= dataset.max_rows:
+                break
+            collected.add(row, path, place)
+    collected.check()
+    return collected
+
+
+class _Collector:
+    """One data set's rows as they are read: the examples, and the bad ones with their places."""
+
+    def __init__(
+        self, dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None = None
+    ) -> None:
+        self._dataset, self._index, self._has_chat_template = dataset, index, has_chat_template
+        self._spill_dir = spill_dir
+        self._media_dirs = functools.cache(lambda path: dataset.media_dirs(path.parent))
+        self.format: str = "" if dataset.format == "auto" else dataset.format
+        self.examples: list[Example] = []
+        self.num_rows = 0
+        self.num_bad = 0
+        self.bad: list[str] = []
+        self._num_unanswered = 0
+        self._misfit: Misfit | None = None  #: what the first row is that no format takes
+
+    def add(self, row: Any, path: Path, place: str) -> Example | None:
+        self.num_rows += 1
+        try:
+            self.examples.append(self._example(row, path))
+        except RefusedRowError as error:
+            raise DatasetError(f"{path}: {place}: {error}", hint=error.hint) from error
+        except RowError as error:
+            self.num_bad += 1
+            self._num_unanswered += isinstance(error, NoAnswerError)
+            if self._misfit is None and isinstance(row, dict):
+                self._misfit = misfit.of({**row, **self._renamed(row)})
+            if len(self.bad) < MAX_NAMED:
+                self.bad.append(f"{path.name}, {place}: {error}")
+            return None
+        return self.examples[-1]
+
+    def check(self) -> None:
+        """Raises DatasetError where no row is good, or more than half are bad."""
+        if not self.num_rows:
+            raise DatasetError(
+                f"{self._dataset.path}: there is no row in it", hint="was it written to its end? Or name another file"
+            )
+        if self.num_bad * 2 > self.num_rows or not self.examples:
+            if self._misfit is not None and not self.examples:
+                fix = self._misfit.fix
+                if fix and self._dataset.format != "auto":
+                    fix["format"] = None
+                raise DatasetError(f"{self._dataset.path}: {self._misfit.message}", hint=self._misfit.hint, fix=fix)
+            if self._num_unanswered * 2 > self.num_bad:
+                raise DatasetError(
+                    f"{self._dataset.path}: rows without answers: {self.num_bad} of {self.num_rows} rows cannot be used"
+                    f"{f' as {self.format}' if self.format else ''}: {self.bad[0]}, from which alone is learned",
+                    hint="add the answers; or name the role that answers `assistant` (`gpt` in rows of from and value)",
+                )
+            raise DatasetError(
+                f"{self._dataset.path}: {self.num_bad} of {self.num_rows} rows cannot be used"
+                f"{f' as {self.format}' if self.format else ''}: {'; '.join(self.bad)}",
+                hint=f"`format` and `columns` of a data set say how its rows are read. {FORMATS_HINT}",
+            )
+
+    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {ours: row[theirs] for ours, theirs in (self._dataset.columns or {}).items() if theirs in row}
+
+    def _example(self, row: Any, path: Path) -> Example:
+        if isinstance(row, Broken):
+            raise RowError(row.reason)
+        if not isinstance(row, dict):
+            raise RowError(f"a row is an object with columns, this is {kind_of(row)}")
+        columns = self._dataset.columns
+        if not self.format:
+            try:
+                self.format = recognise(row, columns)
+            except DatasetError as error:
+                raise RowError(error.said) from error
+        made = fields(
+            row,
+            self.format,
+            columns,
+            has_chat_template=self._has_chat_template,
+            directories=self._media_dirs(path),
+        )
+        if self._spill_dir is not None and made.get("media"):
+            made["media"] = tuple(spill(each, self._spill_dir) for each in made["media"])
+        return Example(**made, dataset_index=self._index, row_index=self.num_rows - 1)

@@ -1,0 +1,579 @@
+"""Fetches a model or data set from the hub into the cache: a program of its own, without torch. What was cut short is
+gone on with.
+
+    python -m honed.inputs.fetch --root DIR REPO_ID [--revision R] [--allow-pickle] [--allow-code]     for people
+    python -m honed.inputs.fetch --root DIR --dataset REPO_ID [--revision R] [--name N] [--split S]
+    python -m honed.inputs.fetch --root DIR --request N                                                for the daemon
+
+For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem"}` on the way and, last,
+`{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon the same in the files of
+layout.FetchLayout, and nothing but them: so a service manager may run it as well. Exit statuses: 0 and error.py's.
+
+What is taken: the configuration, the tokenizer and processor, templates, and the weights as safetensors; pickled
+weights only where they are allowed and no others are there; code only where it is allowed. Nothing else. Of a data set
+the files of rows that honed reads, as hubdata.py chooses them, and its card; scripts never.
+
+Each file grows in blobs/<hash>.part, is held against its hash, and only then gets its name and its link; so what lies
+in a snapshot is whole, and what a kill leaves is gone on from. A branch means the commit that it had when the fetch
+began. What is asked of the hub, and what it says, is hub.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from honed.inputs import hubdata
+from honed.inputs.basemodel import is_hub_id
+from honed.job.progress import gib
+from honed.run import snapshot
+from honed.run.hub import File, Hub, Listing, TransientError
+from honed.run.snapshot import Missing
+from honed.spec import config
+from honed.system import durable, quote
+from honed.system import layout as layouts
+from honed.system import log as logs
+from honed.system.clock import boot_time
+from honed.system.error import (
+    DiskShortError,
+    EnvironmentInvalidError,
+    HonedError,
+    InternalError,
+    InterruptedRunError,
+    ModelError,
+    UsageError,
+    from_dict,
+    said,
+)
+from honed.system.layout import Layout
+
+log = logging.getLogger("honed.inputs.fetch")
+
+T = TypeVar("T")
+
+#: Without it huggingface_hub 1.33 asks its hub for a list of coding agents, and tells whether one of them runs here.
+ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1"}
+#: Seconds between tries while the hub does not answer: the first, doubled for each one after it, and the longest.
+FIRST_DELAY_SEC = 1.0
+MAX_DELAY_SEC = 60.0
+#: Seconds between two words about progress.
+PROGRESS_INTERVAL_SEC = 0.5
+#: Bytes of disk that a fetch leaves free.
+MIN_FREE_BYTES = 512 * 1024 * 1024
+#: Bytes hashed at a time.
+CHUNK_BYTES = 1024 * 1024
+#: How often a file that is not what its hash says is fetched again.
+MAX_DAMAGED = 2
+
+#: Weights in transformers' own order: the file, or the index of its shards; and whether they are pickled.
+WEIGHTS = (("model.safetensors", False), ("pytorch_model.bin", True))
+#: Files beside the weights; and those of them that nothing here reads.
+KINDS = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
+PASSED_OVER = re.compile(
+    r"adapter_.*|.*\.index\.json|(README|LICENSE|NOTICE|USE_POLICY|requirements).*|(trainer_state|.*_results)\.json",
+    re.I,
+)
+#: The one directory that tokenizers read.
+TEMPLATE_DIR = "additional_chat_templates/"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be fetched, as it stands in <n>.json."""
+
+    repo_id: str
+    revision: str
+    pickle: bool
+    code: bool
+    deadline: float  #: by `boot_time`
+    repo_type: str = snapshot.MODEL
+    name: str | None = None
+    split: str | None = None
+
+    @property
+    def wanted(self) -> Missing:
+        return Missing(self.repo_id, self.revision, self.repo_type, self.name, self.split)
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        """Raises UsageError for what is no request."""
+        try:
+            request = cls(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"{path}: not a request: {error}") from error
+        return request.checked()
+
+    def checked(self) -> Request:
+        if not (isinstance(self.repo_id, str) and is_hub_id(self.repo_id)):
+            raise UsageError(f"{self.repo_id!r} is not a hub id", hint="a hub id looks like Qwen/Qwen3-1.7B")
+        if not re.fullmatch(r"\w[\w./-]*", self.revision) or ".." in self.revision:
+            raise UsageError(f"{self.revision!r} is not a revision", hint="a branch, a tag or a commit")
+        if self.repo_type not in {snapshot.MODEL, snapshot.DATASET}:
+            raise UsageError(f"{self.repo_type!r} is neither {snapshot.MODEL} nor {snapshot.DATASET}")
+        return self
+
+
+#: Is told how far it is: bytes, of how many; files, of how many; the file; what keeps it waiting.
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Fetch:
+    """One model or data set on its way into the cache."""
+
+    def __init__(self, request: Request, cache_dir: Path, token: str | None, tell: Tell) -> None:
+        self._request = request
+        self._cache_dir = cache_dir
+        self._wanted = request.wanted
+        self._hub = Hub(self._wanted, token)
+        self._tell = tell
+        self._dir = snapshot.repository_dir(cache_dir, request.repo_id, request.repo_type)
+        self._progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
+        self._told_at = 0.0
+        self._delay_sec = FIRST_DELAY_SEC
+
+    def run(self) -> Path:
+        """Returns the snapshot's directory, all of it there. Raises HonedError."""
+        with self._turn():
+            listing = self._patiently(self._hub.list)
+            files = self._choose(listing) if self._wanted.repo_type == snapshot.MODEL else self._choose_data(listing)
+            path = snapshot.snapshot_dir(self._cache_dir, self._wanted.repo_id, listing.commit, self._wanted.repo_type)
+            self._check_disk(files)
+            record = snapshot.Record(
+                self._wanted.repo_id, listing.commit, {file.name: file.num_bytes for file in files}, self._request.code,
+                self._wanted.repo_type, self._wanted.part,
+            )  # fmt: skip
+            snapshot.write(self._cache_dir, record)
+            self._progress |= {"of": sum(file.num_bytes for file in files), "of_files": len(files)}
+            self._progress["bytes"] = sum(self._num_bytes_here(file) for file in files)
+            for file in files:
+                self._say(file=file.name)
+                self._get(listing.commit, file)
+                _link(self._dir / "blobs" / file.blob, path / file.name)
+                self._progress["files"] += 1
+            if self._request.revision != listing.commit:
+                ref = self._dir / "refs" / self._request.revision
+                durable.make_dir(ref.parent)
+                durable.write(ref, listing.commit.encode())
+            self._say(file=None, at_once=True)
+        return path
+
+    # -- what there is, and what is taken -----------------------------------------------------------------------------
+
+    def _check(self, listing: Listing) -> None:
+        if "config.json" in listing.files:
+            return
+        if "adapter_config.json" in listing.files:
+            raise ModelError(
+                f"base_model: {self._hub.where} is an adapter (adapter_config.json, no config.json), not a base model",
+                hint="name the model it was trained on as base_model:",
+            )
+        raise ModelError(
+            f"base_model: {self._hub.where} has no config.json", hint="take a checkpoint in transformers' own form"
+        )
+
+    def _choose(self, listing: Listing) -> list[File]:
+        """The small files first, so that what is wrong with them shows early."""
+        self._check(listing)
+        names = [name for name in listing.files if self._is_wanted(name)]
+        names += self._weights(listing)
+        return [self._known(listing, name) for name in names]
+
+    def _choose_data(self, listing: Listing) -> list[File]:
+        """The card first, since it may say which files are which split."""
+        first, card = [], None
+        if hubdata.CARD in listing.files:
+            file = self._known(listing, hubdata.CARD)
+            if file.num_bytes <= hubdata.MAX_CARD_BYTES:
+                self._get(listing.commit, file)
+                first, card = [file], (self._dir / "blobs" / file.blob).read_bytes()
+        names = hubdata.choose(listing.files, card, self._wanted)
+        return [*first, *(self._known(listing, name) for name in names)]
+
+    def _is_wanted(self, name: str) -> bool:
+        plain = name.removeprefix(TEMPLATE_DIR)
+        if "/" in plain or plain.startswith(".") or not plain.isprintable():
+            return False
+        kind = Path(plain).suffix
+        return (kind in KINDS and not PASSED_OVER.fullmatch(plain)) or (kind == ".py" and self._request.code)
+
+    def _weights(self, listing: Listing) -> list[str]:
+        for name, is_pickled in WEIGHTS:
+            index = f"{name}.index.json"
+            if name not in listing.files and index not in listing.files:
+                continue
+            if is_pickled and not self._request.pickle:
+                raise ModelError(
+                    f"base_model: {self._hub.where} has pickled weights only ({name}), which are not loaded, since "
+                    "loading them runs what is in them",
+                    hint="take a repository with safetensors; or the administrator sets policy.pickle",
+                )
+            return [name] if name in listing.files else [index, *self._shards(listing, index)]
+        others = [name for name in listing.files if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
+        raise ModelError(
+            f"base_model: {self._hub.where} has no weights that can be trained on"
+            + (f", only such as {others[0]}" if others else ""),
+            hint="take the checkpoint that it was made from, with a model.safetensors or its index",
+        )
+
+    def _shards(self, listing: Listing, index: str) -> list[str]:
+        file = self._known(listing, index)
+        self._get(listing.commit, file)
+        try:
+            weight_map = json.loads((self._dir / "blobs" / file.blob).read_bytes())["weight_map"]
+            shards = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"base_model: {self._hub.where}: {index} names no shards ({type(error).__name__})"
+            ) from error
+        for shard in shards:
+            if not isinstance(shard, str) or "/" in shard or shard not in listing.files:
+                raise ModelError(
+                    f"base_model: {self._hub.where} lacks {quote.name(str(shard))}, which {index} names",
+                    hint="the repository is incomplete: take another revision",
+                )
+        return shards
+
+    def _known(self, listing: Listing, name: str) -> File:
+        """A file with its size and hash; a mirror may leave them to the file's own address."""
+        file = listing.files[name]
+        if not file.blob or file.num_bytes < 0:
+            file = self._patiently(lambda: self._hub.ask(listing.commit, name))
+        if not re.fullmatch(r"\w[\w-]{5,127}", file.blob):
+            raise EnvironmentInvalidError(f"{self._hub.where}: the hub gives {file.blob!r} as the ETag of {name}")
+        return file
+
+    def _check_disk(self, files: list[File]) -> None:
+        num_bytes = sum(max(0, file.num_bytes - self._num_bytes_here(file)) for file in files)
+        durable.make_dir(self._cache_dir)
+        free = shutil.disk_usage(self._cache_dir).free
+        if num_bytes and num_bytes + MIN_FREE_BYTES > free:
+            raise DiskShortError(
+                f"{self._cache_dir}: {self._hub.where} takes {gib(num_bytes)} more, and {gib(free)} are free",
+                hint="free some, or put the cache on a larger disk",
+            )
+
+    def _num_bytes_here(self, file: File) -> int:
+        for path in (self._dir / "blobs" / file.blob, self._part(file)):
+            with contextlib.suppress(OSError):
+                return min(path.stat().st_size, file.num_bytes)
+        return 0
+
+    def _part(self, file: File) -> Path:
+        return self._dir / "blobs" / f"{file.blob}.part"
+
+    # -- one file -----------------------------------------------------------------------------------------------------
+
+    def _get(self, commit: str, file: File) -> None:
+        """Have a file whole in blobs/."""
+        blob, part = self._dir / "blobs" / file.blob, self._part(file)
+        if blob.exists() and blob.stat().st_size == file.num_bytes:
+            return
+        durable.make_dir(blob.parent)
+        for _ in range(MAX_DAMAGED):
+            self._patiently(lambda: self._download(commit, file))
+            if _is_what_it_should_be(part, file):
+                with part.open("rb") as whole:
+                    os.fsync(whole.fileno())
+                part.rename(blob)
+                durable.sync_dir(blob.parent)
+                return
+            log.warning("%s: %s is not what its hash says, and is fetched again", self._hub.where, file.name)
+            part.unlink()
+            self._progress["bytes"] -= file.num_bytes
+        raise EnvironmentInvalidError(
+            f"{self._hub.where}: {file.name} is not what its hash says, {MAX_DAMAGED} times over",
+            hint="something between here and the hub changes it: a proxy, a mirror, the disk",
+        )
+
+    def _download(self, commit: str, file: File) -> None:
+        """Add to the part what it lacks."""
+        with self._part(file).open("ab", buffering=0) as out:
+            self._keep(out, min(out.tell(), file.num_bytes) if out.tell() <= file.num_bytes else 0)
+            done = out.tell()
+            if done == file.num_bytes:
+                return
+            with self._hub.open(commit, file.name, done) as response:
+                if response.status_code == 416:
+                    self._keep(out, 0)
+                    raise TransientError(f"{file.name}: the hub has nothing from byte {done} on")
+                if done and response.status_code != 206:
+                    self._keep(out, 0)  # it gives the file from its beginning
+                for chunk in response.iter_bytes():
+                    _write(out.fileno(), chunk)
+                    self._delay_sec = FIRST_DELAY_SEC
+                    self._progress["bytes"] += len(chunk)
+                    self._say(problem=None)
+                    self._check_deadline()
+                    if out.tell() > file.num_bytes:  # it may go on so until the disk is full
+                        break
+            got = out.tell()
+            if got > file.num_bytes:  # its hash will tell; tried again for ever it would be fetched for ever
+                self._progress["bytes"] -= got - file.num_bytes
+            elif got < file.num_bytes:
+                raise TransientError(f"{file.name}: {got} bytes came, of {file.num_bytes}")
+
+    def _keep(self, out: Any, num_bytes: int) -> None:
+        """Cut a part down to its first bytes."""
+        self._progress["bytes"] -= out.tell() - num_bytes
+        out.truncate(num_bytes)
+        out.seek(0, os.SEEK_END)
+
+    # -- patience -----------------------------------------------------------------------------------------------------
+
+    def _patiently(self, step: Callable[[], T]) -> T:
+        """Do it again while the hub does not answer, ever more slowly, until the deadline."""
+        while True:
+            self._check_deadline()
+            try:
+                done = step()
+            except TransientError as error:
+                if str(error) != self._progress["problem"]:
+                    log.warning("%s: %s; tried again until the fetch's time is over", self._hub.where, error)
+                self._say(problem=str(error), at_once=True)
+                time.sleep(max(0.0, min(self._delay_sec, self._request.deadline - boot_time())))
+                self._delay_sec = min(2 * self._delay_sec, MAX_DELAY_SEC)
+            else:
+                self._progress["problem"] = None
+                return done
+
+    def _check_deadline(self) -> None:
+        if boot_time() < self._request.deadline:
+            return
+        problem = f": {self._progress['problem']}" if self._progress["problem"] else ""
+        raise EnvironmentInvalidError(
+            f"{self._wanted.key}: {self._hub.where} could not be fetched in the time that there was "
+            f"(hub.fetch_timeout_sec){problem}",
+            hint="can this machine reach the hub? drop the job again: what was fetched is kept",
+        )
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One fetch of a repository at a time."""
+        directory = snapshot.record_dir(self._cache_dir, self._wanted.repo_id, self._wanted.repo_type)
+        durable.make_dir(directory)
+        with (directory / "lock").open("ab") as lock:
+            self._patiently(lambda: _lock(lock.fileno(), self._wanted.what))
+            yield
+
+    def _say(self, *, at_once: bool = False, **changes: Any) -> None:
+        self._progress |= changes
+        now = time.monotonic()
+        if at_once or now - self._told_at >= PROGRESS_INTERVAL_SEC:
+            self._told_at = now
+            self._tell(dict(self._progress))
+
+    def from_os(self, error: OSError) -> HonedError:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return DiskShortError(
+                f"{self._cache_dir}: the disk is full, {gib(self._progress['bytes'])} into {self._hub.where}",
+                hint="free some, and drop the job again: what was fetched is kept",
+            )
+        return EnvironmentInvalidError(
+            f"{error.filename or self._cache_dir}: {error.strerror or error}", hint="can honed write its cache?"
+        )
+
+
+def _lock(fd: int, what: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TransientError(f"another fetch of this {what} runs") from None
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _is_what_it_should_be(path: Path, file: File) -> bool:
+    """Whether a file has its size and the hash that it is named by; a mirror's own ETag says nothing."""
+    if path.stat().st_size != file.num_bytes:
+        return False
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", file.blob):
+        return True
+    digest = hashlib.sha256()
+    if len(file.blob) == 40:
+        digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)  # git's
+    with path.open("rb") as whole:
+        while chunk := whole.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest() == file.blob
+
+
+def _link(blob: Path, name: Path) -> None:
+    """Put a link to a blob under a name, in place of whatever else is there."""
+    durable.make_dir(name.parent)
+    target = os.path.relpath(blob, name.parent)
+    if name.is_symlink() and str(name.readlink()) == target:
+        return
+    temporary = name.with_name(f".{name.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.rename(name)
+    durable.sync_dir(name.parent)
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+def read_token(layout: Layout, environment: Mapping[str, str]) -> str | None:
+    """The hub's token, from the first file that there is. Raises EnvironmentInvalidError where it cannot be read."""
+    places = [layout.token_path]
+    if directory := environment.get("CREDENTIALS_DIRECTORY"):
+        places.insert(0, Path(directory) / "hf-token")
+    if path := environment.get("HF_TOKEN_PATH"):
+        places.insert(0, Path(path))
+    for place in places:
+        try:
+            token = place.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a token"
+            raise EnvironmentInvalidError(f"{place}: {reason}", hint="chmod it so that honed can read it") from error
+        if not token.isprintable() or " " in token:
+            raise EnvironmentInvalidError(f"{place}: not a token", hint="one line, the token alone")
+        if place.stat().st_mode & 0o004:
+            log.warning("%s: everybody can read the token; chmod 0640, with honed's group", place)
+        if token:
+            return token
+    return None
+
+
+def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
+    """Returns the snapshot's directory. Raises HonedError for whatever keeps it from being fetched."""
+    try:
+        import huggingface_hub  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise EnvironmentInvalidError(
+            f"nothing can be fetched from the hub: {error}",
+            hint="pip install 'honed[train]', or set policy.hub = false",
+        ) from error
+    made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), tell)
+    try:
+        return made.run()
+    except HonedError:
+        raise
+    except OSError as error:
+        raise made.from_os(error) from error
+    except Exception as error:
+        log.exception("the fetch failed in a way that nobody foresaw")
+        raise InternalError(
+            f"the fetch failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}"
+        ) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="honed.inputs.fetch", description="Fetch a model or data set from the hub into honed's cache."
+    )
+    parser.add_argument("--root", type=Path, default=layouts.default_root())
+    parser.add_argument("--request", type=int, metavar="N", help="fetch what var/lib/honed/fetch/N.json says")
+    parser.add_argument("repo_id", nargs="?", metavar="REPO_ID")
+    parser.add_argument("--revision", default="main")
+    parser.add_argument("--dataset", action="store_true", help="REPO_ID is a data set's")
+    parser.add_argument("--name", help="a data set's configuration")
+    parser.add_argument("--split", help="of a data set that split alone")
+    parser.add_argument("--allow-pickle", action="store_true", help="take pickled weights where there are no others")
+    parser.add_argument("--allow-code", action="store_true", help="take code that comes with the model")
+    options = parser.parse_args()
+    if (options.request is None) == (options.repo_id is None):
+        parser.error("either REPO_ID or --request N")
+    logs.set_up(verbose=False)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each request
+    os.environ |= ENVIRONMENT
+    layout = layouts.of(options.root)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if options.request is not None:
+        return _for_the_daemon(layout, options.request)
+    try:
+        timeout_sec = config.load(layout).hub.fetch_timeout_sec
+        deadline = boot_time() + timeout_sec
+        repo_type = snapshot.DATASET if options.dataset else snapshot.MODEL
+        request = Request(
+            options.repo_id, options.revision, options.allow_pickle, options.allow_code, deadline, repo_type,
+            options.name, options.split,
+        )  # fmt: skip
+        print(json.dumps({"ok": True, "path": str(fetch(request.checked(), layout, _print))}), flush=True)
+    except HonedError as error:
+        return _end(error)
+    except KeyboardInterrupt:
+        return _end(InterruptedRunError("interrupted", hint="what was fetched is kept, and the next fetch goes on"))
+    return 0
+
+
+def _print(progress: dict[str, Any]) -> None:
+    print(json.dumps(progress), flush=True)
+
+
+def _end(error: HonedError) -> int:
+    print(json.dumps({"ok": False, "error": error.as_dict()}), flush=True)
+    return error.exit_status
+
+
+def _for_the_daemon(layout: Layout, number: int) -> int:
+    """A fetch that was interrupted leaves no result: it is to be gone on with."""
+    files = layout.fetch(number)
+    try:
+        with _alone(files.lock_path):
+            request = Request.read(files.request_path)
+            result: dict[str, Any] = {}
+            try:
+                log.debug("fetches %s at %s", request.repo_id, request.revision)
+                path = fetch(request, layout, lambda progress: _write_progress(files.progress_path, progress))
+                result = {"ok": True, "path": str(path)}
+            except HonedError as error:
+                result = {"ok": False, "error": error.as_dict()}
+            durable.write_json(files.result_path, result)
+            return 0 if result["ok"] else from_dict(result["error"]).exit_status
+    except HonedError as error:
+        log.error("fetch %d: %s", number, error.message)  # noqa: TRY400 - the sentence is the fact
+        return error.exit_status
+    except KeyboardInterrupt:
+        log.info("fetch %d: interrupted; what was fetched is kept", number)
+        return InterruptedRunError.exit_status
+
+
+@contextlib.contextmanager
+def _alone(lock_path: Path) -> Iterator[None]:
+    """Hold a fetch's lock. Raises InterruptedRunError where it runs already."""
+    with os.fdopen(os.open(lock_path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "a+b") as lock:
+        with contextlib.suppress(OSError):
+            os.fchmod(lock.fileno(), 0o600)  # whoever may open it can hold it
+        for _ in range(20):  # the daemon may be looking whether it is free
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        else:
+            raise InterruptedRunError("it runs already")
+        lock.truncate(0)
+        _write(lock.fileno(), str(os.getpid()).encode())
+        yield
+
+
+def _write_progress(path: Path, progress: dict[str, Any]) -> None:
+    """Whole, but not synced: it is of no use after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(progress))
+    temporary.rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

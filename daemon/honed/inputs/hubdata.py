@@ -1,0 +1,329 @@
+"""Data sets of the hub: which files of a repository are a job's rows, and where they are in the cache.
+
+The card (README.md) may say which files are which configuration and split, in `configs`. Where it does not, a
+configuration is a directory, and the files' names say the splits, by the rules for local directories (datadir.py).
+Scripts are never run, nor fetched.
+
+What is chosen is fetched by fetch.py, as models are, and its record says which files these are; of a snapshot that
+somebody else put into the cache the same choice is made from what lies there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from honed.inputs import datadir
+from honed.run import snapshot
+from honed.run.snapshot import DATASET, Missing
+from honed.spec.data_form import SUFFIXES_HINT, form_of
+from honed.spec.spec import DatasetSpec, JobSpec
+from honed.system.error import DatasetError
+
+#: What describes a data set, and how many bytes of it are read.
+CARD = "README.md"
+MAX_CARD_BYTES = 2**20
+#: A branch that the hub makes of many data sets.
+_CONVERTED = "refs/convert/parquet"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one data set's rows, for good."""
+
+    commit: str
+    path: Path  #: the snapshot
+    files: tuple[str, ...]  #: within it, in their order
+
+    def as_dict(self, repo_id: str) -> dict[str, Any]:
+        return {"repo_id": repo_id, "commit": self.commit, "path": str(self.path), "files": list(self.files)}
+
+
+# --- which files -----------------------------------------------------------------------------------------------------
+
+
+def choose(names: Iterable[str], card: bytes | None, wanted: Missing) -> list[str]:
+    """Choose the data files that a job reads. Raises DatasetError where that cannot be told."""
+    where, listed = f"datasets: {wanted.repo_id} at {wanted.revision}", sorted(names)
+    readable = [name for name in listed if _is_readable(name)]
+    saved = {os.path.dirname(name) for name in readable if name.endswith(".arrow")}  # noqa: PTH120
+    readable = [name for name in readable if not (_base(name) == "state.json" and os.path.dirname(name) in saved)]  # noqa: PTH120
+    if not readable:
+        raise _unreadable(where, listed)
+    config = _config(where, _configs(card), wanted.name)
+    if config is not None and config.patterns:
+        return _of_patterns(where, readable, config, wanted.split)
+    place = config.data_dir if config is not None else _directory(where, readable, wanted.name)
+    return _of_names(where, readable, place, wanted.split)
+
+
+def _is_readable(name: str) -> bool:
+    """Whether it is a data file, under a name that stays in its directory."""
+    parts = name.split("/")
+    is_plain = name.isprintable() and all(part and not part.startswith(".") for part in parts)
+    return is_plain and form_of(Path(name)) is not None and parts[-1] not in datadir.METADATA
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _unreadable(where: str, listed: Sequence[str]) -> DatasetError:
+    scripts = [name for name in listed if "/" not in name and name.endswith(".py")]
+    converted = f"the hub's own conversion may be there: `revision: {_CONVERTED}`"
+    if scripts:
+        return DatasetError(
+            f"{where} has only a loading script ({scripts[0]}) and no data files that are read here; scripts of data "
+            "sets are never run",
+            hint=f"{converted}; else run it elsewhere, and name the files that it makes",
+        )
+    there = ", ".join([name for name in listed if not name.startswith(".")][:8]) or "nothing"
+    return DatasetError(
+        f"{where} has no data files that are read here (there is: {there})", hint=f"{SUFFIXES_HINT}; {converted}"
+    )
+
+
+def _of_names(where: str, readable: Sequence[str], place: str, split: str | None) -> list[str]:
+    """Choose by the rules for directories, in one with empty files of the same names."""
+    with tempfile.TemporaryDirectory(prefix="honed-") as directory:
+        root = Path(directory).resolve()
+        for name in readable:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).touch()
+        top = root / place
+        try:
+            found = datadir.files(top, split=split)
+        except DatasetError as error:
+            hint = error.hint
+            if f"path: {top}/" in hint:
+                hint = "write `name:` with one of these below its path, to take it as the configuration"
+            raise DatasetError(error.said.replace(str(top), where), hint=hint.replace(str(root), where)) from None
+        mixed = datadir.mixed(top, found) if split is None else None
+        if mixed is not None and mixed.is_certain:
+            raise _several_splits(where, [*mixed.train, *mixed.held_out])
+        return [str(file.relative_to(root)) for file in found]
+
+
+def _several_splits(where: str, splits: Sequence[str]) -> DatasetError:
+    lines = " or ".join(f"`split: {split}`" for split in splits[:8])
+    return DatasetError(
+        f"{where} has held-out data beside others, and `split` does not say which is meant",
+        hint=f"write {lines} below its path",
+    )
+
+
+# --- the card --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Config:
+    """One configuration, as the card has it."""
+
+    name: str
+    is_default: bool
+    data_dir: str
+    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty where names say the splits
+
+
+def _configs(card: bytes | None) -> list[_Config]:
+    """The configurations that the card names; none where it cannot be understood."""
+    found = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*\n", (card or b"").decode(errors="replace").lstrip("\ufeff"), re.S)
+    # This key alone: beside it stands what no YAML reader of ours takes, and much of it.
+    block = re.search(r"^configs:.*\n(?:(?:[ \t-].*)?\n)*", found[1] + "\n", re.M) if found else None
+    if block is None:
+        return []
+    try:
+        listed = yaml.safe_load(block[0])["configs"]
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [
+        _Config(
+            str(each.get("config_name", "default")),
+            each.get("default") is True,
+            str(each.get("data_dir") or "").strip("./"),
+            _patterns(each.get("data_files")),
+        )
+        for each in (listed if isinstance(listed, list) else [])
+        if isinstance(each, dict)
+    ]
+
+
+def _patterns(given: Any) -> dict[str, tuple[str, ...]]:
+    match given:
+        case str():
+            return {"train": (given,)}
+        case dict():
+            return {str(split): _listed(paths) for split, paths in given.items()}
+        case [dict(), *_]:
+            return {str(each.get("split", "train")): _listed(each.get("path")) for each in given if "path" in each}
+        case list():
+            return {"train": _listed(given)}
+        case _:
+            return {}
+
+
+def _listed(given: Any) -> tuple[str, ...]:
+    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+
+
+def _config(where: str, configs: Sequence[_Config], name: str | None) -> _Config | None:
+    """The configuration that is meant; None where the card names none."""
+    if not configs:
+        return None
+    if name is None:
+        default = [each for each in configs if each.is_default or each.name == "default"]
+        chosen = default[0] if default else configs[0] if len(configs) == 1 else None
+    else:
+        chosen = next((each for each in configs if each.name == name), None)
+    if chosen is None:
+        names = ", ".join(each.name for each in configs[:12])
+        what = "has several configurations" if name is None else f"has no configuration {name!r}; there are"
+        raise DatasetError(f"{where} {what}: {names}", hint="write one of them as `name:` below its path")
+    return chosen
+
+
+def _of_patterns(where: str, readable: Sequence[str], config: _Config, split: str | None) -> list[str]:
+    splits = list(config.patterns)
+    if split is None:
+        held_out = [each for each in splits if datadir.is_held_out(each)]
+        if held_out and len(held_out) < len(splits):
+            raise _several_splits(where, splits)
+    elif split not in config.patterns:
+        lines = " or ".join(f"`split: {each}`" for each in splits[:8])
+        raise DatasetError(f"{where}: no split {split!r} in its configuration {config.name}", hint=f"write {lines}")
+    chosen: dict[str, None] = {}
+    for each in splits if split is None else [split]:
+        for pattern in config.patterns[each]:
+            meant = f"{config.data_dir}/{pattern.removeprefix('./')}".lstrip("/")
+            found = [name for name in readable if _matches(name, meant)]
+            if not found:
+                raise DatasetError(
+                    f"{where}: its card names {pattern} as {each} of {config.name}, and there is no such data file",
+                    hint="write a `revision` that has it, or download the files and name them",
+                )
+            chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Match directory by directory, `**` as any number of them: a card's author makes both, and it must take no long
+    time."""
+    parts, places = name.split("/"), {0}
+    for each in pattern.split("/"):
+        if each == "**":
+            places = set(range(min(places), len(parts) + 1)) if places else places
+        else:
+            places = {place + 1 for place in places if place < len(parts) and fnmatchcase(parts[place], each)}
+    return len(parts) in places
+
+
+def _directory(where: str, readable: Sequence[str], name: str | None) -> str:
+    """The directory that is a configuration of which the card says nothing."""
+    if name is None or name == "default":
+        return ""
+    for place in (name, f"data/{name}"):
+        if any(file.startswith(f"{place}/") for file in readable):
+            return place
+    tops = sorted({file.split("/")[0] for file in readable if "/" in file})
+    raise DatasetError(
+        f"{where} has no configuration {name!r}: neither its card nor a directory is called so",
+        hint=f"its directories are: {', '.join(tops[:8])}" if tops else "leave `name` out",
+    )
+
+
+# --- where they lie --------------------------------------------------------------------------------------------------
+
+
+def wanted(each: DatasetSpec, commit: str | None = None) -> Missing:
+    return Missing(each.path, commit or each.revision or "main", DATASET, each.name, each.split)
+
+
+def find(cache_dir: Path, asked: Missing) -> Place | None:
+    """Find a data set's rows in the cache; None where they are not there, or not all. Raises DatasetError."""
+    commit = snapshot.commit_of(cache_dir, asked.repo_id, asked.revision, DATASET)
+    path = snapshot.snapshot_dir(cache_dir, asked.repo_id, commit, DATASET)
+    if not path.is_dir():
+        return None
+    record = snapshot.read(cache_dir, asked.repo_id, commit, DATASET, asked.part)
+    if record is not None:
+        names = [name for name in record.files if name != CARD]
+        return Place(commit, path, tuple(names)) if names and snapshot.has_all(path, record) else None
+    if not snapshot.is_foreign(cache_dir, asked.repo_id, commit, DATASET):
+        return None
+    there = [
+        os.path.relpath(os.path.join(directory, name), path)  # noqa: PTH118
+        for directory, _, files in os.walk(path)
+        for name in files
+    ]
+    card = path / CARD
+    said = card.read_bytes() if card.is_file() and card.stat().st_size <= MAX_CARD_BYTES else None
+    return Place(commit, path, tuple(choose(there, said, asked)))
+
+
+def located(
+    job_spec: JobSpec, cache_dir: Path, *, allow_hub: bool, commits: Mapping[str, str] | None = None
+) -> tuple[JobSpec, dict[str, Place], Missing | None]:
+    """The job with its data sets of the hub found in the cache, where each lies, and the first that has to be fetched.
+
+    `commits` has what their revisions meant before, by key. Raises DatasetError for one that is not there where nothing
+    may be fetched.
+    """
+    places: dict[str, Place] = {}
+    missing = None
+    for key, each in _of_hub(job_spec):
+        asked = wanted(each, (commits or {}).get(key))
+        if (place := find(cache_dir, asked)) is not None:
+            places[key] = place
+            continue
+        if not allow_hub:
+            raise _refused(key, asked, cache_dir)
+        missing = missing or asked
+    return placed(job_spec, places), places, missing
+
+
+def placed(job_spec: JobSpec, places: Mapping[str, Place]) -> JobSpec:
+    """The job with these places for its data sets of the hub."""
+    if not places:
+        return job_spec
+
+    def put(key: str, sets: Sequence[DatasetSpec]) -> list[DatasetSpec]:
+        found = [(each, places.get(f"{key}.{number}")) for number, each in enumerate(sets)]
+        return [each if place is None else each.placed(place.path, place.files) for each, place in found]
+
+    sets = {
+        "datasets": put("datasets", job_spec.datasets),
+        "eval_datasets": put("eval_datasets", job_spec.eval_datasets),
+    }
+    return job_spec.model_copy(update=sets)
+
+
+def planned(job_spec: JobSpec, plan: Mapping[str, Any]) -> JobSpec:
+    """The job with the places that its plan has for them."""
+    given = plan.get("hub_datasets") or {}
+    places = {key: Place(each["commit"], Path(each["path"]), tuple(each["files"])) for key, each in given.items()}
+    return placed(job_spec, places)
+
+
+def _of_hub(job_spec: JobSpec) -> Iterator[tuple[str, DatasetSpec]]:
+    for key, sets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
+        yield from ((f"{key}.{number}", each) for number, each in enumerate(sets) if each.is_of_hub)
+
+
+def _refused(key: str, asked: Missing, cache_dir: Path) -> DatasetError:
+    commit = snapshot.commit_of(cache_dir, asked.repo_id, asked.revision, DATASET)
+    how = "not" if snapshot.is_foreign(cache_dir, asked.repo_id, commit, DATASET) else "only partly"
+    revision = f" --revision {asked.revision}" if asked.revision != "main" else ""
+    fetch = f"hf download --repo-type dataset {asked.repo_id}{revision}"
+    return DatasetError(
+        f"{key}.path: {asked.repo_id} at {asked.revision} is {how} in the local cache {cache_dir}; jobs may not fetch "
+        "from the hub here (policy.hub)",
+        hint=f"download it first, `{fetch} --local-dir DIR`, and name DIR; or `HF_HOME={cache_dir} {fetch}`",
+    )

@@ -1,0 +1,120 @@
+"""Rows that no format takes: what they are, and what would make rows to train on of them.
+
+prompt, chosen, rejected        preference data
+prompt                          questions without answers
+question, answer                a prompt and its completion under other names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from honed.system import quote
+
+#: How columns are called that ask, and that answer; the first that is there counts.
+ASKS = (
+    "prompt",
+    "question",
+    "instruction",
+    "query",
+    "input",
+    "inputs",
+    "problem",
+    "user",
+    "request",
+    "human",
+    "source",
+)
+ANSWERS = (
+    "completion", "answer", "output", "outputs", "response", "solution", "target", "assistant", "reply", "summary",
+    "chosen",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """What rows are, and what helps."""
+
+    message: str
+    hint: str
+    columns: dict[str, str] = field(default_factory=dict)  #: a data set's `columns:` that would do
+
+    @property
+    def fix(self) -> dict[str, Any]:
+        return {"columns": self.columns} if self.columns else {}
+
+
+def of(row: Mapping[str, Any]) -> Misfit | None:
+    """What a row that no format takes seems to be; None where nobody knows."""
+    names = {str(name).strip().lower(): str(name) for name in row}
+    if "chosen" in names and "rejected" in names:
+        return _preference(row, names)
+    if "preferred_output" in names or "non_preferred_output" in names:  # OpenAI's form
+        return Misfit(
+            "preference data (DPO) is not supported yet: rows have `preferred_output` and `non_preferred_output`",
+            "rows of messages can be trained: the input's, with the preferred output's behind them",
+        )
+    if _is_table(names) or not (asks := _first(ASKS, names)):
+        return None
+    answers = _first(ANSWERS, names)
+    if answers is None:
+        ours, first, wants = (
+            ("alpaca", "instruction", "output") if asks == "instruction" else
+            ("prompt_completion", "prompt", "completion")
+        )  # fmt: skip
+        return Misfit(
+            f"rows that ask and do not answer: they have `{names[asks]}` and no answer, and there is nothing to learn",
+            f"a row of {ours} has `{first}` and `{wants}`; where the answers "
+            f"have another name, `columns: {{{wants}: …}}` says it",
+        )
+    columns = {"prompt": names[asks], "completion": names[answers]}
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    if not columns or not all(isinstance(row[names[name]], str) for name in (asks, answers)):
+        return None
+    return Misfit(
+        f"no format has the columns {quote.names(map(str, list(row)[:20]), '`{}`')}",
+        f"if `{names[asks]}` asks and `{names[answers]}` answers, write {_written(columns)} below the data set's path",
+        columns,
+    )
+
+
+def unpaired(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a prompt and a completion has a verdict beside it, as KTO's have."""
+    return isinstance(row.get("label"), bool) and {"prompt", "completion"} <= row.keys()
+
+
+def _preference(row: Mapping[str, Any], names: Mapping[str, str]) -> Misfit:
+    chosen = names["chosen"]
+    columns = {}
+    if isinstance(row[chosen], list):
+        columns = {"messages": chosen}
+        if (asks := _first(("prompt",), names)) and isinstance(row[names[asks]], list):
+            columns = {"completion": chosen}
+    elif isinstance(row[chosen], str) and (asks := _first(ASKS, names)) and isinstance(row[names[asks]], str):
+        columns = {"prompt": names[asks], "completion": chosen}
+        columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    alone = f"{_written(columns)} below the data set's path trains on the chosen answers alone, " if columns else ""
+    return Misfit(
+        f"preference data (DPO) is not supported yet: rows have `{chosen}` and `{names['rejected']}`",
+        alone + ("without what the rejected ones teach" if columns else "rows of prompt and completion can be trained"),
+        columns,
+    )
+
+
+def _written(columns: Mapping[str, str]) -> str:
+    return f"`columns: {{{', '.join(f'{ours}: {_plain(theirs)}' for ours, theirs in columns.items())}}}`"
+
+
+def _plain(name: str) -> str:
+    return name if name.replace("_", "").isalnum() and not name.isdigit() else repr(name)
+
+
+def _first(wanted: Iterable[str], names: Mapping[str, str]) -> str | None:
+    return next((name for name in wanted if name in names), None)
+
+
+def _is_table(names: Mapping[str, str]) -> bool:
+    """Whether turns are there, which a format of conversations takes."""
+    return any(name in names for name in ("messages", "conversations", "conversation", "text"))

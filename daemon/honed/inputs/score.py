@@ -1,0 +1,368 @@
+"""Scores of answers against the truth: figures from 0 to 1, more is better.
+
+    exact_match     the same text, but for white space around it
+    token_f1        words in common, whatever their order and case: the harmonic mean of precision and recall
+    rouge_l         the longest common subsequence of words, in the same mean (ROUGE-L)
+    valid_json      it is JSON; a Markdown fence around it is passed over
+    field_match     the fields of the truth and of the answer together, those that are the same in both
+    box_iou         intersection over union of boxes; several are paired greedily, one that is missing or too many is 0
+    numeric_match   the same number: what follows ####, else the last that is written
+
+An answer that cannot be parsed scores 0, and is not left out: beside each figure stands `<name>_parsable`, the share of
+answers that could be. A prediction that failed is no answer, and is left out.
+
+Others come in through the entry point group `honed.metrics`: the entry point's name is the metric's, and it leads to a
+callable of prediction and ground truth that returns a number, or None for an answer that it cannot parse. What is
+installed there is looked up here, and loaded where it is used: in the worker.
+
+Small enough to be ours: rouge-score brings nltk, absl and NumPy for the twenty lines that are wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from honed.job.comparison import answer
+from honed.spec.metric_names import GROUP, known
+from honed.system.error import EnvironmentInvalidError, said
+
+#: Prediction and ground truth to a figure from 0 to 1; None for a prediction that cannot be parsed.
+Scorer = Callable[[str, str], float | None]
+
+#: Of the questions: where fewer are answered, a figure would say more of what failed than of the model.
+MIN_ANSWERED = 0.5
+#: Words in the middle ground truth, from which on answers are prose and ROUGE-L says something.
+MIN_PROSE_WORDS = 8
+#: Numbers this close are the same: answers are rounded.
+RELATIVE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    score: Scorer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One round's figures, and what went wrong in a metric of the administrator's, one sentence for each metric."""
+
+    figures: dict[str, float]
+    faults: list[str]
+
+
+def score(predictions: Sequence[str | None], truths: Sequence[str], metrics: Iterable[Metric]) -> Scores:
+    """The mean of each metric over all pairs with a truth and an answer, which None is not; no figures where fewer than
+    `MIN_ANSWERED` of the truths have one. Reasoning before an answer, where the truth has none, is left out."""
+    asked = [(text, truth) for text, truth in zip(predictions, truths, strict=True) if truth.strip()]
+    pairs = [(answer(text, truth), truth) for text, truth in asked if text is not None]
+    if len(pairs) < MIN_ANSWERED * len(asked):
+        return Scores({}, [])
+    figures: dict[str, float] = {}
+    faults: list[str] = []
+    for metric in metrics if pairs else ():
+        results = [_guarded(metric, text, truth, faults) for text, truth in pairs]
+        parsed = [result for result in results if result is not None]
+        figures[metric.name] = sum(parsed) / len(pairs)
+        if metric.name != "valid_json":  # which is that share itself
+            figures[f"{metric.name}_parsable"] = len(parsed) / len(pairs)
+    return Scores(figures, faults)
+
+
+def _guarded(metric: Metric, text: str, truth: str, faults: list[str]) -> float | None:
+    if metric.name in BUILT_IN:
+        return metric.score(text, truth)
+    try:
+        result = metric.score(text, truth)
+        if result is not None and not 0 <= float(result) <= 1:
+            raise ValueError(f"it returned {result}, which is not from 0 to 1")
+    except Exception as error:  # noqa: BLE001 - the administrator's code must not cost the run
+        if not any(fault.startswith(f"metric {metric.name}:") for fault in faults):
+            faults.append(
+                f"metric {metric.name}: {type(error).__name__}: {said(error)}; such answers count 0, as unparsable"
+            )
+        return None
+    return None if result is None else float(result)
+
+
+# --- Which metrics ----------------------------------------------------------------------------------------------------
+
+
+def find(name: str) -> Metric:
+    """A metric by its name. Raises EnvironmentInvalidError where it is the administrator's and cannot be loaded."""
+    if (scorer := BUILT_IN.get(name)) is not None:
+        return Metric(name, scorer)
+    for point in importlib.metadata.entry_points(group=GROUP, name=name):
+        try:
+            return Metric(name, point.load())
+        except Exception as error:
+            raise EnvironmentInvalidError(
+                f"metric {name} ({point.value}) cannot be loaded: {type(error).__name__}: {said(error)}",
+                hint=f"mend or remove the package that has it under {GROUP}",
+            ) from error
+    raise EnvironmentInvalidError(f"no metric {name!r}", hint=f"known here: {', '.join(known())}")
+
+
+def recognise(truths: Sequence[str]) -> list[str]:
+    """The names of the metrics that fit what the answers should be; none where nothing is known of them."""
+    told = [truth for truth in truths if truth.strip()]
+    if not told:
+        return []
+    names = ["exact_match"]
+    if all(isinstance(_structure(truth), dict | list) for truth in told):
+        names += ["valid_json", "field_match"]
+    if all(_boxes(truth) for truth in told):
+        names.append("box_iou")
+    if all(_is_number(truth) for truth in told):
+        names.append("numeric_match")
+    if len(names) > 1:
+        return names
+    lengths = sorted(len(_words(truth)) for truth in told)
+    return [*names, "token_f1", *(["rouge_l"] if lengths[len(lengths) // 2] >= MIN_PROSE_WORDS else [])]
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+#: A word; of scripts written without spaces (Thai, Chinese, Japanese) each character is one.
+_WORD = re.compile(
+    r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+"
+)
+
+
+def _words(text: str) -> list[str]:
+    """Its words; of a text without any, its other characters."""
+    return _WORD.findall(text.casefold()) or text.split()
+
+
+def _exact_match(text: str, truth: str) -> float | None:
+    return float(text.strip() == truth.strip()) if text.strip() else None
+
+
+def _token_f1(text: str, truth: str) -> float | None:
+    words, wanted = _words(text), _words(truth)
+    return _harmonic(sum((Counter(words) & Counter(wanted)).values()), len(words), len(wanted)) if words else None
+
+
+def _rouge_l(text: str, truth: str) -> float | None:
+    words, wanted = _words(text), _words(truth)
+    return _harmonic(_common_length(words, wanted), len(words), len(wanted)) if words else None
+
+
+def _harmonic(num_common: int, num_words: int, num_wanted: int) -> float:
+    return 2 * num_common / (num_words + num_wanted)
+
+
+def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
+    """Length of the longest common subsequence, a row of its table at a time: a column is a bit (Hyyrö 2004)."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(one):
+        places[word] = places.get(word, 0) | 1 << place
+    everything = (1 << len(one)) - 1
+    row = everything
+    for word in other:
+        matched = row & places.get(word, 0)
+        row = (row + matched | row - matched) & everything
+    return len(one) - row.bit_count()
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL | re.IGNORECASE)
+#: What stands for text that is not JSON.
+_NONE = object()
+
+
+def _structure(text: str) -> Any:
+    """What a text is as JSON; `_NONE` where it is none. NaN and Infinity are none, whatever Python says."""
+    text = text.strip()
+    if (fenced := _FENCED.fullmatch(text)) is not None:
+        text = fenced[1]
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text, parse_constant=_refuse)
+    return _NONE
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
+
+
+def _valid_json(text: str, _truth: str) -> float | None:
+    return None if _structure(text) is _NONE else 1.0
+
+
+def _field_match(text: str, truth: str) -> float | None:
+    answer = _structure(text)
+    if answer is _NONE:
+        return None
+    fields, wanted = dict(_fields(answer, "")), dict(_fields(_structure(truth), ""))
+    num_same = sum(path in fields and _is_same(fields[path], value) for path, value in wanted.items())
+    return num_same / len(fields.keys() | wanted.keys())
+
+
+def _fields(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each value that holds no others, by the way that leads to it; an empty list or mapping is a value."""
+    match value:
+        case dict() if value:
+            for key, item in value.items():
+                yield from _fields(item, f"{path}/{key}")
+        case list() if value:
+            for place, item in enumerate(value):
+                yield from _fields(item, f"{path}/{place}")
+        case _:
+            yield path, value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+# --- Boxes ------------------------------------------------------------------------------------------------------------
+
+Box = tuple[float, float, float, float]  #: left, top, right, bottom, in any unit
+
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_FOUR = re.compile(rf"[\[(]\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*[\])]")
+#: `(10,20),(30,40)` as Qwen-VL writes it, with its tags or without.
+_CORNERS = re.compile(rf"\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\)\s*,\s*\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\)")
+#: PaliGemma: top, left, bottom, right, in thousandths and a bit.
+_LOCATIONS = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>")
+_CORNER_KEYS = (
+    ("x_min", "y_min", "x_max", "y_max"), ("xmin", "ymin", "xmax", "ymax"), ("x1", "y1", "x2", "y2"),
+    ("left", "top", "right", "bottom"),
+)  # fmt: skip
+_SIZE_KEYS = (("x", "y", "width", "height"), ("x", "y", "w", "h"), ("left", "top", "width", "height"))
+
+
+def _box_iou(text: str, truth: str) -> float | None:
+    boxes, wanted = _boxes(text), _boxes(truth)
+    if not boxes:
+        return None
+    if not wanted:
+        return 0.0
+    overlaps = sorted(
+        ((_overlap(box, want), n, m) for n, box in enumerate(boxes) for m, want in enumerate(wanted)), reverse=True
+    )
+    used: set[tuple[str, int]] = set()
+    total = 0.0
+    for overlap, n, m in overlaps:
+        if not used & {("box", n), ("wanted", m)}:
+            used |= {("box", n), ("wanted", m)}
+            total += overlap
+    return total / max(len(boxes), len(wanted))
+
+
+def _overlap(one: Box, other: Box) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    common = max(width, 0.0) * max(height, 0.0)
+    union = _area(one) + _area(other) - common
+    return common / union if union > 0 and math.isfinite(union) else float(one == other)
+
+
+def _area(box: Box) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def _boxes(text: str) -> list[Box]:
+    """The boxes in a text: JSON with corners or sizes, lists of four numbers, pairs of corners, location tokens."""
+    structure = _structure(text)
+    if structure is not _NONE:
+        return list(_structured_boxes(structure))
+    for pattern, places in ((_LOCATIONS, (1, 0, 3, 2)), (_CORNERS, (0, 1, 2, 3)), (_FOUR, (0, 1, 2, 3))):
+        found = [[float(number) for number in match.groups()] for match in pattern.finditer(text)]
+        if found:
+            return [_box(*(numbers[place] for place in places)) for numbers in found]
+    return []
+
+
+def _structured_boxes(value: Any) -> Iterator[Box]:
+    match value:
+        case dict():
+            named = {str(key).lower(): item for key, item in value.items()}
+            for keys in _CORNER_KEYS:
+                if (corners := _numbers(named, keys)) is not None:
+                    yield _box(*corners)
+                    return
+            for keys in _SIZE_KEYS:
+                if (sizes := _numbers(named, keys)) is not None:
+                    left, top, width, height = sizes
+                    yield _box(left, top, left + width, top + height)
+                    return
+            for item in value.values():
+                yield from _structured_boxes(item)
+        case [a, b, c, d] if all(map(_is_figure, value)):
+            yield _box(float(a), float(b), float(c), float(d))
+        case list():
+            for item in value:
+                yield from _structured_boxes(item)
+
+
+def _numbers(named: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, float, float, float] | None:
+    values = [named.get(key) for key in keys]
+    if not all(map(_is_figure, values)):
+        return None
+    a, b, c, d = (float(value) for value in values if value is not None)
+    return a, b, c, d
+
+
+def _is_figure(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e15  # what lies beyond is no place in a picture, and NaN is not below
+
+
+def _box(x1: float, y1: float, x2: float, y2: float) -> Box:
+    """Corners in whatever order they were written."""
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+#: `1,234.50`, `1 234.50`, `.5`, `6.02e23`; a hyphen between two numbers or after a letter is no sign.
+_FIGURE = re.compile(
+    r"(?:(?<![\w.)\]])[-+−])?(?:(?:\d{1,3}(?:[,\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+)
+#: A unit or currency, at most, beside the number.
+_ALONE = re.compile(rf"[^\w\s]{{0,3}}(?:{_FIGURE.pattern})\s?[^\d\s,]{{0,4}}")
+
+
+def _number(text: str) -> float | None:
+    """What follows `####`, as in GSM8K, else the last number of a text."""
+    found = _FIGURE.findall(text.rsplit("####", 1)[-1])
+    if not found:
+        return None
+    digits = re.sub(r"[,\u00a0\u202f]", "", found[-1]).replace("−", "-")
+    with contextlib.suppress(ValueError):
+        return number if math.isfinite(number := float(digits)) else None
+    return None
+
+
+def _is_number(truth: str) -> bool:
+    alone = truth.rsplit("####", 1)[-1].strip()
+    return _number(truth) is not None and _ALONE.fullmatch(alone) is not None
+
+
+def _numeric_match(text: str, truth: str) -> float | None:
+    number, wanted = _number(text), _number(truth)
+    if number is None:
+        return None
+    return float(wanted is not None and math.isclose(number, wanted, rel_tol=RELATIVE_TOLERANCE))
+
+
+BUILT_IN: Mapping[str, Scorer] = {
+    "exact_match": _exact_match,
+    "token_f1": _token_f1,
+    "rouge_l": _rouge_l,
+    "valid_json": _valid_json,
+    "field_match": _field_match,
+    "box_iou": _box_iou,
+    "numeric_match": _numeric_match,
+}

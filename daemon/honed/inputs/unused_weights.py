@@ -1,0 +1,59 @@
+"""Stored weights that a model has no place for: transformers leaves them out with a line in a log.
+
+Where the model has the layer, and the layer no such weight, the architecture is another one: what is trained would not
+be what was stored. Anything else that is left over is told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from honed.inputs import modality
+from honed.system.error import ModelError
+
+#: Buffers that older versions stored, made anew by each load, and heads that predict several tokens at once (MTP),
+#: which no model of transformers has.
+_HARMLESS = re.compile(
+    r"rotary|inv_freq|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|(^|\.)(mtp|nextn)\w*\."
+)
+_LAYER = re.compile(r".*?\.\d+\.")
+#: Weights that a message names.
+_MAX_NAMED = 5
+
+
+def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
+    """What is to be told of stored weights that are left out; empty where they are none, or of no account.
+
+    `wanted` are the model's own names. Raises ModelError for weights of a layer that the model has.
+    """
+    names = sorted(name for name in unplaced if not _HARMLESS.search(name))
+    layers = {found[0] for name in wanted if (found := _LAYER.match(name))}
+    foreign = [name for name in names if _is_of_another_architecture(name, layers)]
+    if foreign:
+        raise ModelError(
+            f"{path}: stored weights that its layers have no place for: {_some(foreign)}",
+            hint="model_type, in config.json or the job file, is that of another architecture, or a key of config.json "
+            "that gives the layer these weights is wrong or missing",
+        )
+    return (
+        f"{path}: {len(names)} stored weights have no place in the model and are left out: {_some(names)}"
+        if names
+        else ""
+    )
+
+
+def _is_of_another_architecture(name: str, layers: set[str]) -> bool:
+    layer = _LAYER.match(name)
+    return (
+        layer is not None
+        and layer[0] in layers
+        and name.endswith((".weight", ".bias"))
+        and modality.part(name) == "language"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if names[_MAX_NAMED:] else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

@@ -1,0 +1,178 @@
+"""One accepted spec and its life: an immutable value; change makes a new one.
+
+A job's state is not in it: it is the directory in which its entry lies (see spool.py). What else must outlive the
+daemon is here and nowhere else: the database can be deleted and is made again from these entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from honed.system.clock import Moment
+
+
+class State(StrEnum):
+    """The place of a job's entry."""
+
+    QUEUED = "queued"  #: waits for its turn
+    HELD = "held"  #: waits for a person
+    RUNNING = "running"  #: has an attempt; its worker may be starting, training or ending
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"  #: it will not be tried again, unless somebody requeues it
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in {State.SUCCEEDED, State.FAILED, State.CANCELLED}
+
+
+#: Every move that there is; anything else is a bug of ours.
+MOVES: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.HELD, State.CANCELLED, State.FAILED}),
+    State.HELD: frozenset({State.QUEUED, State.CANCELLED}),
+    State.RUNNING: frozenset({State.QUEUED, State.HELD, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    State.SUCCEEDED: frozenset({State.QUEUED}),
+    State.FAILED: frozenset({State.QUEUED}),
+    State.CANCELLED: frozenset({State.QUEUED}),
+}
+
+
+class Stop(StrEnum):
+    """The reason why a running job was asked to stop, which decides where it goes then."""
+
+    CANCEL = "cancel"  #: to cancelled
+    HOLD = "hold"  #: to held
+    SHUTDOWN = "shutdown"  #: to queued: honed or the machine goes down
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """That Unsloth gave way to transformers, when, and why."""
+
+    time: float  #: seconds since the epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One numbered try: one worker start, or two with a fallback."""
+
+    number: int
+    backend: str
+    started_at: float  #: seconds since the epoch
+    num_starts: int = 1  #: 2 once the backend fell back
+    ended_at: float | None = None
+    outcome: str | None = None
+    step: int = 0  #: the last step that it told of
+    device: str | None = None  #: what it ran on: a GPU's uuid, or cpu
+    fallback: Fallback | None = None  #: between its two starts
+    started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None of an older honed
+    boot_id: str | None = None  #: the boot that those belong to
+    took_sec: float | None = None  #: to its worker's end, whoever set the clock; None while it runs
+
+    @property
+    def began(self) -> Moment:
+        return Moment(self.started_at, self.started_monotonic, self.boot_id)
+
+    @property
+    def spent_sec(self) -> float:
+        """What one that is over took; of an older honed, by the clock on the wall."""
+        if self.took_sec is not None:
+            return self.took_sec
+        return max(0.0, (self.ended_at or self.started_at) - self.started_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """A step down the ladder that a job which ran out of memory took; see ladder.py."""
+
+    attempt: int  #: the number of the attempt that ran out of memory
+    text: str  #: for people: `per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2`
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  #: keys of the spec, with dots
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An entry. Equality is by value; `revision` grows with each change, so that of two copies the newer is known."""
+
+    id: int
+    name: str
+    submitted_at: float  #: seconds since the epoch, when it was accepted
+    source: str  #: the dropped file's name
+    uid: int  #: who dropped it, as the file system says
+    output_dir: str
+    priority: int = 0
+    max_attempts: int = 3
+    num_gpus: int = 1
+    depends_on: tuple[str, ...] = ()
+    inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
+    is_deferred: bool = False  #: it is planned once those jobs have succeeded, for their files have to be looked at
+    revision: int = 1
+    attempts: tuple[Attempt, ...] = ()
+    num_failures: int = 0  #: attempts that count against max_attempts: a clean stop does not
+    stop: Stop | None = None
+    outcome: str | None = None
+    error: dict[str, str] | None = None  #: code, message, hint
+    remark: str = ""  #: what is to be said of a success: that it learned nothing, or the wrong thing
+    adjustments: tuple[Adjustment, ...] = ()  #: steps down the ladder, which the next attempt takes with it
+    needs_bytes: int = 0  #: free space for its checkpoints, without which it is not started again
+    is_pinned: bool = False  #: a person keeps it: neither retention nor prune touches it
+    are_checkpoints_pruned: bool = False  #: it cannot go on from where it was
+    time_limit_sec: float | None = None  #: seconds that all attempts together may take, as its spec says
+    held_for: int | None = None  #: the failed job that it depends on, and is held for: released when that succeeds
+    notify: dict[str, Any] | None = None  #: who is told of its end, as its spec says
+    state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: where the entry was found
+
+    @property
+    def attempt(self) -> Attempt:
+        """The latest attempt. Raises IndexError where there is none."""
+        return self.attempts[-1]
+
+    def with_attempt(self, **changes: Any) -> Job:
+        """The same job, its latest attempt changed."""
+        return dataclasses.replace(
+            self, attempts=(*self.attempts[:-1], dataclasses.replace(self.attempts[-1], **changes))
+        )
+
+    def to_json(self) -> bytes:
+        data = dataclasses.asdict(self)
+        del data["state"]
+        return (json.dumps(data, ensure_ascii=False, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, state: State) -> Job:
+        """Read an entry; keys of a later honed are passed over. Raises ValueError where it is not one."""
+        raw = json.loads(data)
+        if not isinstance(raw, dict) or not isinstance(raw.get("id"), int):
+            raise ValueError("not a job entry")
+        try:
+            known = _known(cls, raw)
+            known["attempts"] = tuple(_attempt(item) for item in raw.get("attempts", ()))
+            known["adjustments"] = tuple(Adjustment(**_known(Adjustment, item)) for item in raw.get("adjustments", ()))
+            known["depends_on"] = tuple(raw.get("depends_on", ()))
+            known["stop"] = Stop(raw["stop"]) if raw.get("stop") else None
+            return cls(**{**known, "state": state})
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a job entry: {error}") from error
+
+
+def _attempt(raw: dict[str, Any]) -> Attempt:
+    known = _known(Attempt, raw)
+    if known.get("fallback") is not None:
+        known["fallback"] = Fallback(**_known(Fallback, known["fallback"]))
+    return Attempt(**known)
+
+
+@functools.cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls))
+
+
+def _known(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
+    names = _names(cls)
+    return {key: value for key, value in raw.items() if key in names}

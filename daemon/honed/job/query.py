@@ -1,0 +1,372 @@
+"""Descriptions of jobs, in the shapes of `--json`: read from the spool and the database, by the daemon for its
+control socket and by honectl itself when honed is down."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from honed.job import arrival
+from honed.job.catalog import Catalog
+from honed.job.database import Reader, figures, timestamp
+from honed.job.event import Event
+from honed.job.job import Attempt, Job, State
+from honed.job.spool import Spool
+from honed.system import untrusted
+from honed.system.error import NotPermittedError, UsageError, plain
+from honed.system.layout import Layout
+
+#: Rows of a list that are made at a time: what one asks must not hold up the daemon.
+ROWS_AT_ONCE = 256
+#: Jobs of each kind that an overview shows.
+OVERVIEW_JOBS = 20
+
+#: Kinds of events that `show` has.
+SHOWN_EVENTS = {
+    "adjusted", "artifact", "audit", "data", "fallback", "memory", "resumed", "started_over", "trial", "worse",
+}  # fmt: skip
+#: Nobody has it, and drops no job.
+NOBODY_UID = -1
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who wants to know: a user, and whether every job is theirs to read and to change."""
+
+    uid: int
+    is_administrator: bool
+    reads_all: bool  #: an administrator, or where results are shared
+
+    def may_read(self, job: Job) -> bool:
+        return self.reads_all or job.uid == self.uid
+
+
+#: Who reads the files themselves: what these are allowed to see has been decided by the file system.
+ANYBODY = Asker(os.getuid(), is_administrator=True, reads_all=True)
+
+
+def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
+    """A job by its number, or by its name where that is unambiguous, among those that the asker may read.
+
+    Raises UsageError, which lists the candidates. A number finds every job; what may be done with it is asked next.
+    """
+    if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
+        return job
+    named = [job for job in spool.named(reference) if asker.may_read(job)]
+    if not named and (pruned := spool.pruned(reference)) is not None and asker.may_read(pruned):
+        raise UsageError(f"job {pruned.id} ({pruned.name}) {words_of_pruned(pruned)}", hint="drop its job file again")
+    if not named:
+        raise UsageError(f"no job {reference!r}", hint="honectl list shows them all")
+    active = [job for job in named if not job.state.is_final]
+    match active or named:
+        case [job]:
+            return job
+        case several:
+            numbers = ", ".join(str(job.id) for job in several)
+            raise UsageError(f"{len(several)} jobs are named {reference!r}", hint=f"say which by its number: {numbers}")
+
+
+def words_of_pruned(pruned: Job) -> str:
+    """What became of a job that is not there any more."""
+    ended = {State.SUCCEEDED: "succeeded", State.FAILED: "failed"}.get(pruned.state, "was cancelled")
+    return f"{ended}, and was pruned since: what it made is gone"
+
+
+def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
+    """As find. Raises NotPermittedError for somebody else's job."""
+    job = find(spool, reference, asker)
+    if not asker.may_read(job):
+        raise NotPermittedError(
+            f"job {job.id} is another user's", hint="its owner and the administrators may read it; policy.share_results"
+        )
+    return job
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The jobs that a list is to have: all where nothing is said."""
+
+    states: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  #: numbers, too
+    limit: int | None = None
+    after: int | None = None  #: those that stand behind this job
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Choice:
+        """From a request. Raises UsageError for what makes no sense."""
+        limit, after = arguments.get("limit"), arguments.get("after")
+        if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
+            raise UsageError("limit and after are numbers", hint="honectl list --limit 50 --after 7")
+        return cls(tuple(map(str, arguments.get("states") or ())), tuple(map(str, arguments.get("names") or ())),
+                   limit, after)  # fmt: skip
+
+    def has(self, job: Job, asker: Asker) -> bool:
+        if self.states and job.state not in self.states:
+            return False
+        return not self.names or str(job.id) in self.names or (job.name in self.names and asker.may_read(job))
+
+
+def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[dict[str, Any]]:
+    """Every job: running first, then the queue in its order, then the rest, newest first."""
+    return list(rows(spool, layout, Choice(), asker))
+
+
+def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Iterator[dict[str, Any]]:
+    """As list_jobs, some of them: as they are now, each made when it is asked for."""
+    chosen = (job for job in spool.all().ordered(choice.after) if choice.has(job, asker))
+    jobs = list(islice(chosen, choice.limit))
+    return _rows(layout, jobs, asker)
+
+
+def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[dict[str, Any]]:
+    for first in range(0, len(jobs), ROWS_AT_ONCE):
+        some = jobs[first : first + ROWS_AT_ONCE]
+        reader = Reader(layout.database_path)
+        try:
+            progress = reader.progress([job.id for job in some])
+        finally:
+            reader.close()
+        yield from (_row(job, progress.get(job.id, {}), asker) for job in some)
+
+
+def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> dict[str, Any]:
+    """The first jobs of each kind, and how many there are of each."""
+    jobs = spool.all()
+    num = choice.limit if choice.limit is not None else OVERVIEW_JOBS
+    counts = {state.value: jobs.num(state) for state in State if not choice.states or state in choice.states}
+    if choice.names:
+        chosen = [job for job in jobs.ordered() if choice.has(job, asker)]
+        counts = {state: sum(job.state == state for job in chosen) for state in counts}
+    else:
+        chosen = list(_heads(jobs, choice, num))
+    return {"jobs": list(_rows(layout, chosen, asker)), "counts": counts}
+
+
+def _heads(jobs: Catalog, choice: Choice, num: int) -> Iterator[Job]:
+    for state in (State.RUNNING, State.QUEUED, State.HELD):
+        if not choice.states or state in choice.states:
+            yield from islice(jobs.of_state(state), num)
+    ended = (job for job in jobs.ended() if not choice.states or job.state in choice.states)
+    yield from islice(ended, num)
+
+
+def accepted(
+    spool: Spool, layout: Layout, source: str, asker: Asker, since: str, *, number: int | None = None
+) -> dict[str, Any] | None:
+    """The newest job that was made of a file of that name since then, or of the arrival of that number; None where
+    there is none."""
+    if number is not None:
+        job = spool.job(number)
+        return next(_rows(layout, [job], asker)) if job is not None and asker.may_read(job) else None
+    for job in spool.all().newest():
+        if timestamp(job.submitted_at) < since:
+            return None
+        if job.source == source and asker.may_read(job):
+            return next(_rows(layout, [job], asker))
+    return None
+
+
+def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
+    """Facts of somebody else's job for those who wait behind it."""
+    if asker.may_read(job):
+        return summary(job, progress)
+    steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
+    row = {**summary(job, steps), "name": "", "outcome": None, "remark": "", "source": None}
+    return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
+
+
+def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
+    """One row of `list --json`."""
+    keys = ("step", "num_steps", "epoch", "loss", "eta_sec")
+    return {
+        "id": job.id,
+        "name": job.name,
+        "state": job.state.value,
+        "outcome": job.outcome,
+        "remark": job.remark,
+        "priority": job.priority,
+        "submitted_at": timestamp(job.submitted_at),
+        "uid": job.uid,
+        "source": job.source,
+        "is_pinned": job.is_pinned,
+        "waiting_for": _waiting_for(job),
+        "progress": {key: progress.get(key) for key in keys},
+        "needs_bytes": job.needs_bytes or None,
+    }
+
+
+def _waiting_for(job: Job) -> dict[str, str] | None:
+    """The reason why a job waits, as far as its entry says; what the daemon knows of queued ones it adds itself."""
+    match job.state, job.error:
+        case State.HELD, {"message": message}:
+            return {"reason": "person" if job.held_for is None else "dependency", "detail": message}
+        case State.HELD, _:
+            return {"reason": "person", "detail": f"it is held: honectl release {job.id}"}
+        case State.QUEUED, _:
+            return {"reason": "honed", "detail": "honed is not running"}
+        case _:
+            return None
+
+
+def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
+    """All that is known of one job."""
+    job = _readable(spool, reference, asker)
+    files = layout.job(job.id)
+    reader = Reader(layout.database_path)
+    try:
+        progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
+        events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
+    finally:
+        reader.close()
+    plan = _read_json(files.plan_path, num_names=1)
+    spec = plan.pop("spec", {})
+    result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
+    artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
+    final = figures(Event("evaluation", 0.0, {"metrics": result.get("metrics")}))
+    report = str(files.report_path) if os.path.lexists(files.report_path) else None
+    return {
+        **summary(job, progress),
+        "spec": spec,
+        "plan": plan,
+        "attempts": [_attempt(attempt) for attempt in job.attempts],
+        "error": job.error,
+        "adjustments": [asdict(each) for each in job.adjustments],
+        "artifacts": {
+            "output_dir": _text(artifacts.get("output_dir")) or job.output_dir,
+            "report": report,
+            "merged": _text(artifacts.get("merged")),
+        },
+        "metrics": {**metrics, **final},
+        "memory": {"estimated": plan.get("memory") or {}, "used": _memory_used(events)},
+        "depends_on": list(job.depends_on),
+        "job_dir": str(files.dir),
+        "events": events,
+    }
+
+
+def _text(value: Any) -> str | None:
+    """A path, as the worker's user wrote it: whatever else stands there is none."""
+    return plain(value) if isinstance(value, str) else None
+
+
+def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
+    """What the worker held, each part as it was when it was last told."""
+    told = [event for event in events if event["event"] == "memory"]
+    return {key: value for event in told for key, value in event.items()
+            if key.endswith("_bytes") and type(value) is int and abs(value) < 2**63}  # fmt: skip
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "backend": attempt.backend,
+        "started_at": timestamp(attempt.started_at),
+        "ended_at": timestamp(attempt.ended_at) if attempt.ended_at is not None else None,
+        "outcome": attempt.outcome,
+        "step": attempt.step,
+        "num_starts": attempt.num_starts,
+        "device": attempt.device,
+    }
+
+
+def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[dict[str, Any]]:
+    """What the model wrote for each held-out example, by step."""
+    job = _readable(spool, reference, asker)
+    reader = Reader(layout.database_path)
+    try:
+        return reader.predictions(job.id)
+    finally:
+        reader.close()
+
+
+def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[tuple[int, float]]:
+    """(step, loss) of one job, as it told them."""
+    job = _readable(spool, reference, asker)
+    reader = Reader(layout.database_path)
+    try:
+        return reader.metrics(job.id, "loss")
+    finally:
+        reader.close()
+
+
+def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
+    """What one who watches a job wants to see, in little: the course of its loss, its memory, its last predictions."""
+    job = _readable(spool, reference, asker)
+    reader = Reader(layout.database_path)
+    try:
+        progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
+        seen = {"stage": reader.stage(job.id), "course": reader.course(job.id, "loss"),
+                "predictions": reader.last_predictions(job.id)}  # fmt: skip
+    finally:
+        reader.close()
+    memory = _read_json(layout.job(job.id).plan_path, num_names=1).get("memory") or {}
+    held = _worker(layout, job) if job.state is State.RUNNING and job.attempts else {}
+    return {**summary(job, progress), **seen, "eval_loss": metrics.get("eval_loss"),
+            "resident_bytes": held.get("resident_bytes"),
+            "cpu_sec": held.get("cpu_sec"),
+            "estimated_bytes": memory.get("total_bytes"), "device": job.attempt.device if job.attempts else None,
+            "error": job.error}  # fmt: skip
+
+
+def _worker(layout: Layout, job: Job) -> dict[str, Any]:
+    """The main memory of a running worker, and the processor time that it has had; empty where it is gone, or the
+    system does not say."""
+    pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
+    try:
+        directory = Path(f"/proc/{int(pid or 0)}")
+        pages = int((directory / "statm").read_text(encoding="ascii").split()[1])
+        # utime and stime, the 14th and 15th; the second is a name, which may have anything in it.
+        stat = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        ticks = int(stat[11]) + int(stat[12])
+    except (OSError, ValueError, TypeError, IndexError):
+        return {}
+    return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "cpu_sec": ticks / os.sysconf("SC_CLK_TCK")}
+
+
+def refusal(
+    spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int | None = None
+) -> dict[str, Any] | None:
+    """The last word on a file of that name that was refused, of the asker's own, or on the one that was submitted under
+    that number; None where there is none."""
+    stem, suffix = Path(file_name).stem, Path(file_name).suffix
+    found = [
+        spool.rejected_dir / name for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
+        if name == file_name or (name.startswith(f"{stem}.") and Path(name).suffix == suffix)
+    ]  # fmt: skip
+    answers: list[dict[str, Any]] = []
+    for path in found:
+        try:
+            if not asker.reads_all and arrival.refused_uid(path) != asker.uid:
+                continue
+            reason_path = path.with_name(f"{path.name}.reason")
+            reason = reason_path.read_text(encoding="utf-8", errors="replace")
+            if number is not None and (arrival.submission_of(reason) or (None,))[0] != number:
+                continue
+            answers.append({"file": path.name, "reason": reason, "refused_at": reason_path.stat().st_mtime})
+        except (FileNotFoundError, PermissionError):  # gone, or another user's: a reason is its dropper's alone
+            continue
+    ours = [answer for answer in answers if answer["reason"].startswith(f"{arrival.shown(file_name)} was refused")]
+    return max(ours, key=lambda answer: answer["refused_at"], default=None)
+
+
+#: The reading verbs: what the daemon answers, and what honectl reads for itself when honed is down.
+READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
+    "list": list_jobs,
+    "show": show,
+    "predictions": predictions,
+    "losses": losses,
+    "glance": glance,
+}
+
+
+def _read_json(path: Path, *, num_names: int) -> dict[str, Any]:
+    try:
+        data = json.loads(untrusted.read_plain(path, num_names=num_names))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,297 @@
+"""Choice of what may be removed: finished jobs and refused files beyond an age, a number or a size; never what is
+still needed.
+
+A job that is not over is never touched, nor one that somebody has pinned, nor one whose files another job needs that
+is not over, or is pinned: `job:NAME`, `depends_on`, or a path into its directory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honed.job.arrival import refused_uid
+from honed.job.job import Job, State
+from honed.job.query import Asker
+from honed.job.spool import Spool
+from honed.spec.config import RetentionConfig
+from honed.system import untrusted
+from honed.system.error import NotPermittedError, UsageError
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+DAY_SEC = 86400.0
+FINAL = tuple(state for state in State if state.is_final)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is beyond any of them goes, the oldest first."""
+
+    max_age_sec: float | None = None
+    max_count: int | None = None
+    max_bytes: int | None = None
+
+    def __bool__(self) -> bool:
+        return any(limit is not None for limit in (self.max_age_sec, self.max_count, self.max_bytes))
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that may go: a job by its number, a refused file by its name."""
+
+    key: int | str
+    changed_at: float  #: seconds since the epoch
+    num_bytes: int = 0
+
+
+def excess(items: Iterable[Item], limits: Limits, *, now: float) -> list[Item]:
+    """What lies beyond the limits, the oldest first."""
+    newest_first = sorted(items, key=lambda item: (item.changed_at, _number(item.key)), reverse=True)
+    beyond, total = [], 0
+    for rank, item in enumerate(newest_first):
+        total += item.num_bytes
+        is_old = limits.max_age_sec is not None and now - item.changed_at > limits.max_age_sec
+        is_one_too_many = limits.max_count is not None and rank >= limits.max_count
+        if is_old or is_one_too_many or (limits.max_bytes is not None and total > limits.max_bytes):
+            beyond.append(item)
+    return beyond[::-1]
+
+
+def _number(key: int | str) -> int:
+    return key if isinstance(key, int) else 0
+
+
+# -- what is needed ---------------------------------------------------------------------------------------------------
+
+
+class Needs:
+    """The jobs that others need, and why. The plans of those others are read once."""
+
+    def __init__(self, spool: Spool, layout: Layout) -> None:
+        self._spool = spool
+        self._layout = layout
+        self._path = re.compile(re.escape(str(layout.jobs_dir)) + r"/(\d+)(?:/|$)")
+        self._named: dict[tuple[int, int], frozenset[int]] = {}
+
+    def of(self, job: Job) -> frozenset[int]:
+        """The other jobs whose files or whose success a job counts on."""
+        key = (job.id, job.revision)
+        if key not in self._named:
+            numbers = {int(name) for name in job.depends_on if name.isdecimal()}
+            found = frozenset((numbers | set(job.inputs.values()) | set(self._in_plan(job))) - {job.id})
+            self._named = {**self._named, key: found} if len(self._named) < 50_000 else {key: found}
+        return self._named[key]
+
+    def reasons(self, jobs: Iterable[Job]) -> dict[int, str]:
+        """Number → why it must stay, for all that the unfinished and the pinned ones of `jobs` need."""
+        found: dict[int, str] = {}
+        for job in jobs:
+            for number in self.of(job):
+                found.setdefault(number, f"job {job.id} ({job.name}) needs it, which is {_why(job)}")
+        return found
+
+    def _in_plan(self, job: Job) -> Iterator[int]:
+        """Jobs into whose directories a plan's paths lead, links followed as the check followed them."""
+        try:
+            plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
+        except (OSError, ValueError, RecursionError):
+            return
+        for text in _texts(plan):
+            if (match := self._path.match(text)) is not None:
+                yield int(match[1])
+
+
+def _why(job: Job) -> str:
+    return "pinned" if job.state.is_final else str(job.state)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    ahead = [value]
+    while ahead:
+        match ahead.pop():
+            case str(text):
+                yield text
+            case dict(mapping):
+                ahead += mapping.values()
+            case list(items):
+                ahead += items
+
+
+def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
+    """Jobs in whose directories the output of another one lies."""
+    found: dict[int, str] = {}
+    for job in jobs:
+        path = Path(job.output_dir)
+        names = path.relative_to(layout.jobs_dir).parts if path.is_relative_to(layout.jobs_dir) else ()
+        if names and names[0].isdecimal() and int(names[0]) != job.id:
+            found[int(names[0])] = f"the output of job {job.id} ({job.name}) lies in its directory"
+    return found
+
+
+def why_kept(job: Job, needed: dict[int, str]) -> str | None:
+    """The reason why a job cannot go; None where it can."""
+    if not job.state.is_final:
+        return f"it is {job.state}"
+    if job.is_pinned:
+        return "it is pinned"
+    return needed.get(job.id)
+
+
+# -- what a person asks for -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The words of `honectl prune`."""
+
+    references: tuple[str, ...] = ()
+    limits: Limits = Limits()
+    states: tuple[State, ...] = ()
+    checkpoints: bool = False  #: those alone; the jobs stay
+    rejected: bool = False  #: refused files, and no jobs
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Wish:
+        """From what came over the socket. Raises UsageError for what honectl would not have sent."""
+        try:
+            limits = Limits(*(_figure(arguments.get(key)) for key in ("older_than_sec", "keep", "max_bytes")))
+            return cls(
+                tuple(str(each) for each in arguments.get("ids") or ()),
+                limits,
+                tuple(State(each) for each in arguments.get("states") or ()),
+                bool(arguments.get("checkpoints")),
+                bool(arguments.get("rejected")),
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"prune: {error}") from error
+
+
+def _figure(value: Any) -> Any:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+        raise ValueError(f"not a number of at least 0: {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a wish comes to."""
+
+    jobs: list[Job] = field(default_factory=list)
+    kept: list[tuple[Job, str]] = field(default_factory=list)  #: asked for, or beyond a limit, and why they stay
+
+
+def choose(
+    wish: Wish, jobs: Sequence[Job], find: Any, needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]
+) -> Choice:
+    """The jobs that a wish means, of those that the asker may change. `find`: a job by what a person calls it.
+
+    Raises UsageError where it would mean everything, and NotPermittedError for somebody else's job by name.
+    """
+    if not wish.references and not wish.limits:
+        raise UsageError("prune what?", hint="name jobs, or say --older-than, --keep or --max-size")
+    needed = needed_of(needs, spool, jobs)
+    if wish.references:
+        asked = [find(reference) for reference in wish.references]
+        for job in asked:
+            if not (asker.is_administrator or job.uid == asker.uid):
+                raise NotPermittedError(f"job {job.id} is another user's", hint="its owner and administrators may")
+        if wish.limits or wish.states:
+            asked = _beyond(asked, wish, spool, sizes)
+        wanted = list({job.id: job for job in asked}.values())
+    else:
+        mine = [job for job in jobs if job.state.is_final and (asker.is_administrator or job.uid == asker.uid)]
+        if wish.checkpoints and not wish.states:  # a failed one may still be requeued from there
+            mine = [job for job in mine if job.state is State.SUCCEEDED]
+        # A pinned one takes no other's place within a limit; where it lies beyond that itself, it is passed over.
+        wanted = _beyond([job for job in mine if not job.is_pinned], wish, spool, sizes)
+        if any(job.is_pinned for job in mine):
+            wanted = [*wanted, *(job for job in _beyond(mine, wish, spool, sizes) if job.is_pinned)]
+    kept = [(job, why) for job in wanted if (why := why_kept(job, needed)) is not None]
+    staying = {job.id for job, _ in kept}
+    return Choice([job for job in wanted if job.id not in staying], kept)
+
+
+def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Job]) -> dict[int, str]:
+    """Number → why it must stay."""
+    jobs = list(jobs)
+    hosts = output_hosts(spool.layout, jobs)
+    return hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
+
+
+def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]) -> list[Job]:
+    by_id = {job.id: job for job in jobs if not wish.states or job.state in wish.states}
+    if not wish.limits:
+        return list(by_id.values())
+    items = []
+    for job in by_id.values():
+        try:
+            items.append(Item(job.id, spool.changed_at(job), sizes.get(job.id, 0)))
+        except FileNotFoundError:  # it moved on while we looked
+            continue
+    return [by_id[int(item.key)] for item in excess(items, wish.limits, now=time.time())]
+
+
+# -- refused files ----------------------------------------------------------------------------------------------------
+
+
+def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
+    """What lies in rejected/, each file with its reason; of one person alone where `uid` says so."""
+    found: list[Item] = []
+    for path in spool.rejected_dir.iterdir():
+        if path.name.endswith(".reason") and path.with_name(path.name.removesuffix(".reason")).exists():
+            continue
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
+            continue
+        if uid is None or refused_uid(path) == uid:
+            found.append(Item(path.name, info.st_ctime, info.st_size))
+    return found
+
+
+def remove_refused(spool: Spool, name: str) -> bool:
+    """Remove a refused file, its reason last: what a crash leaves alone is removed in its turn.
+
+    Returns False, with a word in the log, for a directory that holds another's, which is theirs to remove.
+    """
+    path = spool.rejected_dir / Path(name).name
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("%s: not removed: %s; root can: rm -r", path, error)
+            return False
+    if not name.endswith(".reason"):
+        path.with_name(f"{path.name}.reason").unlink(missing_ok=True)
+    return True
+
+
+# -- what the configuration says --------------------------------------------------------------------------------------
+
+
+def job_limits(config: RetentionConfig) -> Limits:
+    return Limits(_days(config.max_job_age_days), config.max_jobs, config.max_job_bytes)
+
+
+def checkpoint_limits(config: RetentionConfig) -> Limits:
+    """Of all finished jobs; the ages, which differ by how a job ended, are not among them."""
+    return Limits(None, config.max_checkpoint_jobs, config.max_checkpoint_bytes)
+
+
+def refused_limits(config: RetentionConfig) -> Limits:
+    return Limits(_days(config.max_rejected_age_days), config.max_rejected)
+
+
+def _days(value: float | None) -> float | None:
+    return None if value is None else value * DAY_SEC

@@ -1,0 +1,359 @@
+"""The spool: where a job's entry lies is the state the job is in. This module alone moves entries.
+
+    incoming/ claimed/ rejected/ seq                          what is no job yet, or never will be: see arrival.py
+    queued/ held/ running/ succeeded/ failed/ cancelled/      one entry <id>.json per job
+    pruned/         <id>.<state>.json: the last entry of a job whose directory is being removed, or is gone
+    ended/          <id>: this job's end has yet to be told, see notification.py
+    paused          there while starting of jobs is paused
+    lock            locked by the daemon that owns this spool
+
+Each change has one commit point, one rename, and is durable before the next thing happens. A move writes the new entry
+beside the old one, renames it into the new place, then removes the old: a crash between leaves two copies, of which
+recovery keeps the higher revision. (A rename between directories alone would not do: on btrfs both names can survive
+a power cut.) Directories are listed by path: a long-lived descriptor shows stale lists there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from honed.job.catalog import Catalog
+from honed.job.job import MOVES, Job, State
+from honed.system import durable
+from honed.system.durable import Steps
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import JobLayout, Layout
+from honed.system.log import about
+from honed.system.message import ENTRY_DAMAGED
+
+log = logging.getLogger(__name__)
+
+
+class Spool:
+    """One instance's spool, locked for the life of this object when `lock` is true."""
+
+    def __init__(self, layout: Layout, *, lock: bool = True) -> None:
+        self._layout = layout
+        self.dir = layout.spool_dir
+        self.incoming_dir = self.dir / "incoming"
+        self.claimed_dir = self.dir / "claimed"
+        self.rejected_dir = self.dir / "rejected"
+        self.pruned_dir = self.dir / "pruned"
+        self.ended_dir = self.dir / "ended"
+        #: Whether somebody wants to know of every job's end, whatever its spec says.
+        self.tells_every_end = False
+        for path in (self.incoming_dir, self.claimed_dir, self.rejected_dir, *map(self.state_dir, State)):
+            durable.make_dir(path)
+        durable.make_dir(layout.jobs_dir)
+        if lock:  # an older honed has not made them, and a reader may not
+            durable.make_dir(self.pruned_dir)
+            durable.make_dir(self.ended_dir)
+        self._lock_fd = self._take_lock() if lock else None
+        self._catalog: Catalog | None = None
+        self._begun: dict[int, int] = {}  # revisions that failed on their way to the disk, and may lie there
+
+    def _take_lock(self) -> int:
+        fd = os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, 0o600)  # whoever may open it can hold it
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise EnvironmentInvalidError(
+                f"{self.dir}: another honed owns this spool", hint="stop it, or give this one its own --root"
+            ) from None
+        return fd
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    @property
+    def catalog(self) -> Catalog:
+        """All jobs, in memory: of the spool's owner alone, once it has recovered."""
+        assert self._catalog is not None
+        return self._catalog
+
+    def all(self) -> Catalog:
+        """Every job; for a reader beside the daemon, as the entries are at this moment."""
+        return self._catalog if self._catalog is not None else Catalog(self.all_jobs().values())
+
+    @property
+    def root(self) -> Path:
+        """The prefix of the instance whose spool this is."""
+        return self._layout.root
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def state_dir(self, state: State) -> Path:
+        return self.dir / state.value
+
+    def _entry_path(self, job_id: int, state: State) -> Path:
+        return self.state_dir(state) / f"{job_id}.json"
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def adding(self, job: Job) -> Steps[None]:
+        """Steps that put a new entry into its place. Their rename is the commit: before it, nothing happened."""
+        temporary = yield from durable.writing_beside(self._entry_path(job.id, job.state), job.to_json())
+        temporary.rename(self._entry_path(job.id, job.state))
+        yield [self.state_dir(job.state)]
+        self.note(job)
+
+    def note(self, job: Job) -> None:
+        """Have in the catalog, if it is made, what lies on the disk."""
+        if self._catalog is not None:
+            self._catalog.put(job)
+
+    def jobs(self, state: State) -> Iterator[Job]:
+        """The jobs in a state, by number; an entry that cannot be read is logged and passed over."""
+        if self._catalog is not None:
+            yield from sorted(self._catalog.of_state(state), key=lambda job: job.id)
+            return
+        for path in self._entries(state):
+            if (job := read_entry(path, state)) is not None:
+                yield job
+
+    def all_jobs(self) -> dict[int, Job]:
+        """Every job once, by number, also for a reader beside whom the daemon moves entries.
+
+        In the middle of a move an entry lies in two places: the newer one counts. And it may move behind the reader's
+        back into a place already looked at: so the places are looked at twice.
+        """
+        if self._catalog is not None:
+            return {job.id: job for job in sorted(self._catalog, key=lambda job: job.id)}
+        found: dict[int, Job] = {}
+        places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
+        for path, state in places:
+            job = read_entry(path, state)
+            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
+                found[job.id] = job
+        return dict(sorted(found.items()))
+
+    def ids(self) -> set[int]:
+        """The numbers of all entries, without a look into them."""
+        return {int(path.stem) for _ in range(2) for state in State for path in self._entries(state)}
+
+    def _entries(self, state: State) -> list[Path]:
+        numbered = [path for path in self.state_dir(state).glob("*.json") if path.stem.isdecimal()]
+        return sorted(numbered, key=lambda path: int(path.stem))
+
+    def job(self, job_id: int) -> Job | None:
+        """One job, wherever it lies; of two copies the newer."""
+        if self._catalog is not None:
+            return self._catalog.get(job_id)
+        return self.job_on_disk(job_id)
+
+    def job_on_disk(self, job_id: int) -> Job | None:
+        """As job, whatever the catalog says."""
+        places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
+        found = [job for path, state in places if (job := read_entry(path, state)) is not None]
+        return max(found, key=lambda job: job.revision, default=None)
+
+    def named(self, name: str) -> list[Job]:
+        """The jobs of that name, oldest first."""
+        if self._catalog is not None:
+            return self._catalog.named(name)
+        return [job for job in self.all_jobs().values() if job.name == name]
+
+    def update(self, job: Job, **changes: Any) -> Job:
+        """Change an entry where it lies."""
+        with self._changed(job, job.state, changes) as changed:
+            durable.write(self._entry_path(job.id, job.state), changed.to_json())
+        return changed
+
+    def annotate(self, job: Job, **changes: Any) -> Job:
+        """As update, and the entry stays as old as it was: nothing has happened to the job."""
+        path = self._entry_path(job.id, job.state)
+        with self._changed(job, job.state, changes) as changed:
+            temporary = durable.write_beside(path, changed.to_json())
+            with contextlib.suppress(FileNotFoundError):  # a move that failed half-way may have taken it away
+                before = path.stat()
+                os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+            temporary.rename(path)
+            durable.sync_dir(path.parent)
+        return changed
+
+    def move(self, job: Job, to: State, **changes: Any) -> Job:
+        """Move an entry to another state, changed on the way; asserts that there is such a move."""
+        assert to in MOVES[job.state], f"no move from {job.state} to {to}"
+        with self._changed(job, to, changes) as moved:
+            if to.is_final and (self.tells_every_end or job.notify):
+                durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())
+            old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
+            durable.write_beside(old, moved.to_json()).rename(new)
+            durable.sync_dir(new.parent)
+            old.unlink(missing_ok=True)
+            durable.sync_dir(old.parent)
+        return moved
+
+    @contextlib.contextmanager
+    def _changed(self, job: Job, to: State, changes: dict[str, Any]) -> Iterator[Job]:
+        """The entry as it is to be: newer than all that may lie on the disk, of changes that failed half-way, too."""
+        failed = self._begun.get(job.id)
+        revision = max(job.revision, failed or 0) + 1
+        self._begun[job.id] = revision
+        changed = dataclasses.replace(job, state=to, revision=revision, **changes)
+        yield changed
+        if failed is not None:  # it may have left a copy in a third place
+            for path in [self._entry_path(job.id, state) for state in State if state is not to]:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+                    durable.sync_dir(path.parent)
+        del self._begun[job.id]
+        self.note(changed)
+
+    def not_in(self, states: dict[int, str]) -> Iterator[Job]:
+        """The jobs that lie elsewhere than `states` say, or are unknown to them."""
+        for state in State:
+            for job in self.jobs(state):
+                if states.get(job.id) != state:
+                    yield job
+
+    # -- pruned -------------------------------------------------------------------------------------------------------
+
+    def changed_at(self, job: Job) -> float:
+        """Seconds since the epoch: since when an entry is as it is. Raises FileNotFoundError where it is not there."""
+        return self._entry_path(job.id, job.state).stat().st_mtime
+
+    def prune(self, *jobs: Job) -> None:
+        """Give finished jobs up. The rename of an entry is the commit: before it, nothing happened; after it, the job's
+        directory and its rows are removed by somebody, however often that has to be begun."""
+        for job in jobs:
+            assert job.state.is_final
+            if job.id in self._begun:  # first what failed half-way: a copy of it may lie in a third place
+                self.annotate(job)
+            self._entry_path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
+            if self._catalog is not None:
+                self._catalog.drop(job.id)
+        for directory in [self.pruned_dir, *{self.state_dir(job.state) for job in jobs}]:
+            durable.sync_dir(directory)
+        for job in jobs:
+            (self.ended_dir / str(job.id)).unlink(missing_ok=True)
+
+    def _pruned_paths(self) -> list[Path]:
+        if not self.pruned_dir.is_dir():
+            return []
+        return [path for path in self.pruned_dir.iterdir() if path.name.partition(".")[0].isdecimal()]
+
+    def pruned_ids(self) -> set[int]:
+        """The jobs that were pruned, as far as is remembered."""
+        return {int(path.name.partition(".")[0]) for path in self._pruned_paths()}
+
+    def _pruned_places(self, job_id: int) -> list[Path]:
+        return [self.pruned_dir / f"{job_id}.{state}.json" for state in State if state.is_final]
+
+    def is_pruned(self, job_id: int) -> bool:
+        return any(path.exists() for path in self._pruned_places(job_id))
+
+    def pruned(self, reference: int | str) -> Job | None:
+        """The last entry of a job that was pruned, by its number, or the newest of that name."""
+        is_number = str(reference).isdecimal()
+        paths = self._pruned_places(int(reference)) if is_number else self._pruned_paths()
+        found = [job for path in paths if (job := _read_pruned(path)) is not None]
+        return max((job for job in found if reference in {job.id, job.name, str(job.id)}),
+                   key=lambda job: job.id, default=None)  # fmt: skip
+
+    def forget_pruned(self, job_ids: set[int]) -> None:
+        """Let go of the last entries of jobs of which nothing is left."""
+        for path in self._pruned_paths():
+            if int(path.name.partition(".")[0]) in job_ids:
+                path.unlink(missing_ok=True)
+
+    # -- pause --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        return (self.dir / "paused").exists()
+
+    def pause(self, paused: bool) -> None:
+        """Start no more jobs, or start them again; survives a restart."""
+        path = self.dir / "paused"
+        if paused:
+            durable.write(path, b"")
+        else:
+            path.unlink(missing_ok=True)
+            durable.sync_dir(self.dir)
+
+    # -- recovery -----------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Finish what a crash cut short: half moves, hidden files of writers that died. Arrivals come after it."""
+        for path in self.dir.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+        self._catalog = None
+        self._drop_pruned_copies()
+        self._catalog = Catalog(self._newest_copies())
+
+    def _drop_pruned_copies(self) -> None:
+        """A rename between directories can leave both names after a power cut: what is pruned is pruned."""
+        pruned = {f"{number}.json" for number in self.pruned_ids()}
+        for directory in map(self.state_dir, State) if pruned else ():
+            for name in pruned.intersection(names_in(directory)):
+                (directory / name).unlink()
+                durable.sync_dir(directory)
+
+    def _newest_copies(self) -> Iterable[Job]:
+        """Each job once; of two copies, which a move leaves that was cut short, the older is removed."""
+        newest: dict[int, Job] = {}
+        for state in State:
+            for job in self._entries_of(state):
+                other = newest.get(job.id)
+                newest[job.id] = job if other is None or job.revision > other.revision else other
+                if other is not None:
+                    older = other if newest[job.id] is job else job
+                    log.warning("job %d: dropped its older copy in %s", older.id, older.state)
+                    self._entry_path(older.id, older.state).unlink()
+                    durable.sync_dir(self.state_dir(older.state))
+        return newest.values()
+
+    def _entries_of(self, state: State) -> Iterator[Job]:
+        """What lies in a state's directory; hidden files of writers that died are removed."""
+        for name in names_in(self.state_dir(state)):
+            if name.startswith(".") and name.endswith(".tmp"):
+                (self.state_dir(state) / name).unlink(missing_ok=True)
+            elif name.endswith(".json") and name[:-5].isdecimal():
+                job = read_entry(self.state_dir(state) / name, state)
+                if job is not None:
+                    yield job
+
+    def job_layout(self, job_id: int) -> JobLayout:
+        return self._layout.job(job_id)
+
+
+def names_in(directory: Path) -> list[str]:
+    """Ten thousand Paths would take longer than to read what they name."""
+    return os.listdir(directory)  # noqa: PTH208
+
+
+def read_entry(path: Path, state: State) -> Job | None:
+    """None where it is gone, or damaged, which is logged."""
+    try:
+        return Job.from_json(path.read_bytes(), state)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # who asked for it made it up
+            return None
+        log.error("%s: damaged entry: %s", path, error, extra=about(message=ENTRY_DAMAGED))  # noqa: TRY400
+        return None
+
+
+def _read_pruned(path: Path) -> Job | None:
+    try:
+        return read_entry(path, State(path.name.split(".")[1]))
+    except (ValueError, IndexError):
+        return None

@@ -1,0 +1,46 @@
+"""Places of the copies that `submit --stage` makes (stage.py), apart from what makes them: honed removes them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from honed.system.layout import Layout
+
+#: How places are named.
+_PLACE = re.compile(r"[0-9a-f]{16}")
+
+
+def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
+    """The place of the copies that a job names, as far as its dropper made them: a spec may name anybody's."""
+    found = []
+    for place in sorted({place for text in _texts(job_spec) if (place := place_of(Path(text), layout)) is not None}):
+        with contextlib.suppress(OSError):
+            info = place.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == uid:
+                found.append(place)
+    return found
+
+
+def place_of(path: Path, layout: Layout) -> Path | None:
+    """The directory that `submit --stage` made for one job file, where a path lies in one."""
+    if not path.is_relative_to(layout.staged_dir) or ".." in path.parts or path == layout.staged_dir:
+        return None
+    name = path.relative_to(layout.staged_dir).parts[0]
+    return layout.staged_dir / name if _PLACE.fullmatch(name) else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case dict():
+            for each in value.values():
+                yield from _texts(each)
+        case list():
+            for each in value:
+                yield from _texts(each)

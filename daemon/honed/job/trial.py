@@ -1,0 +1,297 @@
+"""A trial: a job on eight of its rows for a few steps, and what that says of the whole, in plain words.
+
+    jobs/<id>/trial/plan.json          the job's own plan, made small by `reduced`
+    jobs/<id>/trial/attempts/<n>/      what its worker told, as of any job; `judge` reads the events
+
+All of the data is read and encoded, so that what is trained on, and how long it takes, is known of the whole. The eight
+rows are the longest one and seven drawn by the job's seed; a batch that holds more has them several times, so that a
+step takes the time and the memory of the job's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from honed.job.comparison import is_right
+from honed.job.event import Event
+from honed.job.progress import duration, figure
+
+#: Rows that a trial has to learn by heart.
+NUM_ROWS = 8
+#: Steps of a trial, at least, and how often each row is seen, at least.
+NUM_STEPS, NUM_EPOCHS = 30, 10
+#: Of the loss in the beginning: below the first share the rows count as learned, below the second as being learned.
+LEARNED, LEARNING = 0.2, 0.8
+#: A forward pass beside a whole step, which has a backward pass of twice that.
+FORWARD_SHARE = 1 / 3
+#: The head of the queue.
+MAX_PRIORITY = 1_000_000
+#: Predictions in one batch; see worker/train/prediction.py.
+PREDICTION_BATCH = 16
+#: Steps at the beginning that are slower than those that follow.
+NUM_SLOW = 2
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a trial found. None where it could not tell."""
+
+    verdict: str  #: learns, learns_slowly, does_not_learn
+    num_steps: int
+    loss_before: float | None
+    loss_after: float | None
+    num_asked: int  #: rows that the model was asked about, of those it was trained on
+    num_right_before: int
+    num_right: int
+    data: dict[str, Any]  #: counts of the whole, as in the event
+    segments: list[dict[str, Any]]  #: the first row, masked
+    whole_steps: int | None
+    step_sec: float | None  #: one step of the whole
+    whole_sec: float | None  #: evaluations and predictions included
+    peak_bytes: int | None
+    available_bytes: int | None
+    estimated_bytes: int | None
+    device: str  #: cuda, cpu or mps
+    warnings: list[str]  #: what the worker warned of on its way
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Findings:
+        return cls(**{name: data.get(name) for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+
+
+def only(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A job file's content, of a job that does nothing but try it, before all others."""
+    kept = {key: value for key, value in document.items() if key not in {"output_dir", "notify", "depends_on", "pin"}}
+    return {**kept, "trial": "only", "priority": MAX_PRIORITY, "name": f"trial of {document.get('name') or name}"[:100]}
+
+
+def reduced(plan: Mapping[str, Any], output_dir: str) -> dict[str, Any]:
+    """The plan of a job's trial: its own learning rate, batch and precision, without schedule, checkpoints and ends."""
+    spec = dict(plan["spec"])
+    training = {name: value for name, value in spec.get("training", {}).items() if name not in _LEFT_OUT}
+    batch = int(training.get("per_device_train_batch_size", 8))
+    steps = max(NUM_STEPS, NUM_EPOCHS * math.ceil(NUM_ROWS / batch))
+    training |= {"max_steps": steps, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1,
+                 "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1}  # fmt: skip
+    predictions = {**spec.get("predictions", {}), "sample_frequency": "eval", "num_samples": max(NUM_ROWS, batch),
+                   "prompts": None}  # fmt: skip
+    spec |= {"trial": False, "training": training, "predictions": predictions, "save_interval_sec": None, "guard": None,
+             "early_stopping_patience": None, "report_to": [], "notify": None, "save_merged": "none"}  # fmt: skip
+    return {**plan, "spec": spec, "output_dir": output_dir, "is_trial": True}
+
+
+_LEFT_OUT = {
+    "num_train_epochs", "warmup_steps", "lr_scheduler_kwargs", "eval_steps", "eval_delay", "eval_on_start",
+    "save_steps", "save_total_limit", "save_on_each_node", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "logging_strategy", "logging_first_step", "max_steps",
+}  # fmt: skip
+
+
+def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
+    """What the events of a trial say of the whole job, whose plan this is."""
+    steps = [item for item in events if item.kind == "step"]
+    losses = [item.data["loss"] for item in steps if isinstance(item.data.get("loss"), int | float)]
+    data = _last(events, "data")
+    training = plan["spec"].get("training", {})
+    per_epoch = max(1, math.ceil(NUM_ROWS / int(training.get("per_device_train_batch_size", 8))))
+    before = statistics.fmean(losses[:per_epoch]) if losses else None
+    after = statistics.fmean(losses[-per_epoch:]) if losses else None
+    rounds = [_answers(item.data.get("rows", [])) for item in events if item.kind == "predictions"]
+    right_before, right = (sum(rounds[at].values()) if rounds else 0 for at in (0, -1))
+    num_asked = len(rounds[-1]) if rounds else 0
+    memory, device = _last(events, "memory"), plan.get("device") or {}
+    is_gpu = bool(memory.get("device_peak_bytes"))
+    whole_steps, step_sec, whole_sec = _time(events, plan, data)
+    return Findings(
+        verdict=_verdict(before, after, right, num_asked), num_steps=len(steps), loss_before=before, loss_after=after,
+        num_asked=num_asked, num_right_before=right_before, num_right=right, data=data,
+        segments=_last(events, "example").get("segments", []),
+        whole_steps=whole_steps, step_sec=step_sec, whole_sec=whole_sec,
+        peak_bytes=memory.get("device_peak_bytes" if is_gpu else "resident_peak_bytes"),
+        available_bytes=device.get("total_bytes"), estimated_bytes=(plan.get("memory") or {}).get("total_bytes"),
+        device=str(device.get("kind", "cpu")),
+        warnings=[str(item.data.get("evidence") or item.data.get("message")) for item in events
+                  if item.kind == "log" and item.data.get("level") == "warning"],
+    )  # fmt: skip
+
+
+def _verdict(before: float | None, after: float | None, num_right: int, num_asked: int) -> str:
+    if num_asked and num_right * 2 > num_asked:
+        return "learns"
+    if before is None or after is None or not before > 0:
+        return "does_not_learn"
+    return "learns" if after < LEARNED * before else "learns_slowly" if after < LEARNING * before else "does_not_learn"
+
+
+def _answers(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Tell for each prompt whether it was answered as in the truth: never, where that is longer than an answer may
+    be."""
+    return {str(row.get("prompt")): is_right(row) for row in rows}
+
+
+def _last(events: Sequence[Event], kind: str) -> dict[str, Any]:
+    return next((item.data for item in reversed(events) if item.kind == kind), {})
+
+
+# -- how long ---------------------------------------------------------------------------------------------------------
+
+
+def _time(
+    events: Sequence[Event], plan: Mapping[str, Any], data: Mapping[str, Any]
+) -> tuple[int | None, float | None, float | None]:
+    """Steps of the whole, seconds of one, and seconds in all."""
+    spec = plan["spec"]
+    training, predictions = spec.get("training", {}), spec.get("predictions", {})
+    times = [item.time for item in events if item.kind == "step"]
+    took = [after - before for before, after in itertools.pairwise(times)][NUM_SLOW:]
+    count, tokens = data.get("num_train"), data.get("num_tokens")
+    tried = data.get("trial") or {}
+    if not took or not count or not tokens or not tried.get("num_tokens"):
+        return None, None, None
+    batch = int(training.get("per_device_train_batch_size", 8))
+    accumulation = int(training.get("gradient_accumulation_steps", 1))
+    is_packed = bool(training.get("packing"))
+    if is_packed:
+        count = math.ceil(tokens / int(training.get("max_length") or 1024))
+    per_epoch = math.ceil(math.ceil(count / batch) / accumulation)
+    max_steps = int(training.get("max_steps", -1))
+    steps = max_steps if max_steps > 0 else math.ceil(float(training.get("num_train_epochs", 3)) * per_epoch)
+    # A batch takes as long as its tokens are many: the whole's rows may be shorter than the longest of all and seven.
+    shorter = 1.0 if is_packed else (tokens / count) / (tried["num_tokens"] / tried["num_rows"])
+    forward_backward = statistics.median(took) * shorter
+    num_evaluations = _occasions(training, steps, per_epoch) if data.get("num_eval") else 0
+    evaluation = math.ceil(data.get("num_eval", 0) / batch) * forward_backward * FORWARD_SHARE
+    asking = _prediction_sec(events) * math.ceil(int(predictions.get("num_samples", 5)) / PREDICTION_BATCH)
+    match predictions.get("sample_frequency", "eval"):
+        case "off":
+            num_rounds = 0
+        case "eval":
+            num_rounds = 2 + num_evaluations
+        case "epoch":
+            num_rounds = 2 + math.ceil(steps / per_epoch)
+        case every:
+            num_rounds = 2 + steps // int(every)
+    step_sec = forward_backward * accumulation
+    seconds = _start_sec(events) + steps * step_sec + num_evaluations * evaluation + num_rounds * asking
+    return steps, step_sec, seconds
+
+
+def _occasions(training: Mapping[str, Any], steps: int, per_epoch: int) -> int:
+    """How often a run is evaluated, where there is something to evaluate on."""
+    every = training.get("eval_steps")
+    match training.get("eval_strategy") or ("steps" if every else "epoch"):
+        case "no":
+            return 0
+        case "steps":
+            every = float(every or training.get("logging_steps") or 500)
+            return int(steps // max(1, every if every >= 1 else math.ceil(every * steps)))
+        case _:
+            return math.ceil(steps / per_epoch)
+
+
+def _prediction_sec(events: Sequence[Event]) -> float:
+    """Seconds of the predictions before the first step, of one batch or less of it."""
+    baseline = _moment(events, "baseline")
+    told = next((item.time for item in events if item.kind == "predictions"), None)
+    return max(0.0, told - baseline) if baseline is not None and told is not None else 0.0
+
+
+def _start_sec(events: Sequence[Event]) -> float:
+    baseline = _moment(events, "baseline")
+    return max(0.0, baseline - events[0].time) if baseline is not None else 0.0
+
+
+def _moment(events: Sequence[Event], stage: str) -> float | None:
+    return next((item.time for item in events if item.kind == "stage" and item.data.get("stage") == stage), None)
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+_VERDICTS = {
+    "learns": "It learns them",
+    "learns_slowly": "It learns them, but slowly",
+    "does_not_learn": "It does not learn them",
+}
+
+
+#: The first question.
+ASKED = "Does it learn?"
+
+
+def headline(found: Findings) -> str:
+    """Whether it overfits, in a sentence."""
+    loss = ""
+    if found.loss_before is not None and found.loss_after is not None:
+        word = "fell" if found.loss_after < found.loss_before else "went"
+        loss = f": the loss of {NUM_ROWS} rows {word} from {figure(found.loss_before)} to {figure(found.loss_after)}"
+    return f"{_VERDICTS[found.verdict]}{loss} in {found.num_steps} steps"
+
+
+def words(found: Findings) -> Iterator[tuple[str, str]]:
+    """(what is asked, the answer) of all but the first row's text."""
+    asked = f"; {found.num_right} of {found.num_asked} are answered as in the truth, {found.num_right_before} before"
+    yield ASKED, f"{headline(found)}{asked if found.num_asked else ''}."
+    if found.verdict != "learns":
+        yield "What to do", _ADVICE[found.verdict]
+    yield "What is trained on", f"{_trained(found.data)}."
+    for warning in found.warnings or ():
+        yield "Beware", f"{warning}."
+    yield "How long", _how_long(found)
+    yield "How much memory", _how_much(found)
+
+
+_ADVICE = {
+    "learns_slowly": "A higher learning_rate or more of the model in the adapter (lora.r, target_modules) may be "
+    "wanted; a long run may do without.",
+    "does_not_learn": "Eight rows can be learned by heart by any model that trains: look at what is trained on "
+    "(honectl preview FILE), and try another learning_rate.",
+}
+
+
+def _trained(data: Mapping[str, Any]) -> str:
+    tokens, trained = data.get("num_tokens") or 0, data.get("num_trained_tokens") or 0
+    share = f" ({trained / tokens:.0%})" if tokens else ""
+    lost = [f"{data.get(key, 0)} {word}" for key, word in (("num_truncated", "cut to max_length"),
+                                                          ("num_dropped", "left out"))]  # fmt: skip
+    return (
+        f"{data.get('num_train', 0)} rows, {data.get('num_eval', 0)} held out, {', '.join(lost)}; "
+        f"{trained:,} of {tokens:,} tokens are trained on{share}"
+    )
+
+
+def _how_long(found: Findings) -> str:
+    if found.whole_sec is None or found.step_sec is None:
+        return "Not known: there were too few steps."
+    return (
+        f"About {duration(found.whole_sec)} for the whole: {found.whole_steps} steps of {found.step_sec:.2g} s, with "
+        "its start, evaluations and predictions; checkpoints and the export come on top."
+    )
+
+
+def _how_much(found: Findings) -> str:
+    if not found.peak_bytes:
+        return "Not known: the system does not say."
+    there = f", of {_gib(found.available_bytes)} there" if found.available_bytes else ""
+    batch = "with a batch that has the longest row in it"
+    if found.device == "cuda":
+        estimated = f" (estimated: {_gib(found.estimated_bytes)})" if found.estimated_bytes else ""
+        return f"{_gib(found.peak_bytes)} at the peak on the GPU{there}{estimated}, {batch}."
+    # What is measured here is a process, of which most is libraries where the model is small; no estimate has those.
+    alone = f" For the model and its training alone {_gib(found.estimated_bytes)} were estimated."
+    return (
+        f"{_gib(found.peak_bytes)} at the peak of the whole process, Python and its libraries included{there}, {batch}."
+        f"{alone if found.estimated_bytes else ''}"
+    )
+
+
+def _gib(num_bytes: int | None) -> str:
+    size = num_bytes or 0
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,51 @@
+"""Remove the copies that `submit --stage` made for a job, once the job is done."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from honed.job import staging
+from honed.job.job import Job
+from honed.system import untrusted
+from honed.system.layout import Layout
+from honed.system.log import about
+
+log = logging.getLogger(__name__)
+
+
+def remove_copies(layout: Layout, job: Job, unfinished: Iterable[Job]) -> None:
+    """Remove what `submit --stage` had copied for a job that is done; what another job of the same person names
+    stays."""
+    for place in copies_of_its_own(layout, job, unfinished):
+        # Aside: a hundred thousand images take their time.
+        threading.Thread(target=_remove, args=(job, place)).start()
+
+
+def copies_of_its_own(layout: Layout, job: Job, unfinished: Iterable[Job]) -> set[Path]:
+    """The copies that were made for a job, and that no unfinished one of the same person names."""
+    places = staging.places(_spec_of(layout, job), layout, job.uid)
+    others = [other for other in unfinished if other.uid == job.uid] if places else []
+    needed = {place for other in others for place in staging.places(_spec_of(layout, other), layout, other.uid)}
+    return set(places) - needed
+
+
+def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:
+    try:
+        return dict(json.loads(untrusted.read_plain(layout.job(job.id).plan_path, num_names=1))["spec"])
+    except (OSError, ValueError, KeyError, TypeError):  # told elsewhere, where it matters
+        return {}
+
+
+def _remove(job: Job, place: Path) -> None:
+    try:
+        shutil.rmtree(place)
+    except OSError as error:
+        log.warning("job %d (%s): its staged copies stay: %s", job.id, job.name, error, extra=about(job))
+    else:
+        log.info("job %d (%s): removed its staged copies, %s", job.id, job.name, place, extra=about(job))

@@ -1,0 +1,358 @@
+"""The JSON API of honed-web: each address with its parameters and the type of its answer, and from these the
+OpenAPI description, so that the two cannot differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from honed import __version__
+from honed.job.job import State
+from honed.job.query import Asker
+from honed.page.source import Page, Source
+
+#: Rows of one page, at most and by default.
+MAX_ROWS, ROWS = 500, 100
+#: A whole number that SQLite can hold.
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+class NoParameters(_Answer):
+    """None."""
+
+
+class Paging(_Answer):
+    """Which rows."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_ROWS)] = ROWS
+    """Rows on a page."""
+    cursor: Annotated[str, Field(max_length=1000)] | None = None
+    """Where the page begins, as the one before it says in `next`."""
+
+
+class JobPaging(Paging):
+    """Which jobs."""
+
+    state: State | None = None
+    """Jobs in this state alone."""
+
+
+class MetricPaging(Paging):
+    """Which figures."""
+
+    name: Annotated[str, Field(max_length=200)] | None = None
+    """This figure alone: loss, eval_loss, learning_rate, …"""
+
+
+class PredictionPaging(Paging):
+    """Which predictions."""
+
+    step: Number | None = None
+    """Those of this step alone."""
+    sample_index: Number | None = None
+    """Those of this example alone: its way through the steps."""
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+class Progress(_Answer):
+    """The progress of a job."""
+
+    step: int | None
+    num_steps: int | None
+    epoch: float | None
+    loss: float | None
+    eta_sec: float | None
+
+
+class WaitingFor(_Answer):
+    """The reason why a job does not run."""
+
+    reason: str
+    """A word for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
+    detail: str
+    """The same for people; empty for somebody else's job, and where it changes by the second."""
+
+
+class JobRow(_Answer):
+    """One job. Of somebody else's, where results are not shared, no more than number, state and progress."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    id: int
+    name: str
+    state: State
+    outcome: str | None
+    """How it ended: succeeded, or the code of what ended it."""
+    remark: str = ""
+    """What is to be said of a success: that its loss never left where it began, or that it ended worse."""
+    priority: int
+    submitted_at: str
+    """ISO 8601, UTC."""
+    uid: int
+    """The user who dropped it."""
+    source: str | None
+    """The dropped file's name."""
+    is_pinned: bool
+    """Whether it is kept whatever [retention] says."""
+    waiting_for: WaitingFor | None
+    """Why it waits, of a job that is held and of the first 500 of the queue."""
+    needs_bytes: int | None
+    """Free disk space without which it is not started again."""
+    progress: Progress
+
+
+class JobList(_Answer):
+    """Jobs, the newest first."""
+
+    jobs: list[JobRow]
+    next: str | None
+    """The address of the next page; null on the last."""
+
+
+class Error(_Answer):
+    """What went wrong and what to do, each a sentence."""
+
+    code: str
+    message: str
+    hint: str
+    evidence: str | None = None
+    """The message with what it quotes of the job's files, where it quotes anything; no log has it."""
+    fix: dict[str, Any] | None = None
+    """What is to be changed in the job file, where that is the remedy: dotted key, new value or null to take it out."""
+
+
+class Failure(_Answer):
+    """An answer that is none."""
+
+    error: Error
+
+
+class AttemptRow(_Answer):
+    """One start of a worker."""
+
+    model_config = ConfigDict(extra="allow")
+
+    number: int
+    backend: str
+    started_at: str
+    ended_at: str | None
+    outcome: str | None
+    step: int
+
+
+class JobShown(JobRow):
+    """All that is known of one job, as in `honectl show --json`; later versions may say more."""
+
+    spec: dict[str, Any]
+    plan: dict[str, Any]
+    attempts: list[AttemptRow]
+    error: dict[str, Any] | None
+    artifacts: dict[str, Any]
+    metrics: dict[str, Any]
+    """The last value of each figure."""
+    adjustments: list[dict[str, Any]]
+    """What it does otherwise since it ran out of memory, a step each: attempt, text, changes."""
+    depends_on: list[str]
+    """Numbers and names of the jobs that it waits for."""
+    job_dir: str
+    memory: dict[str, Any]
+    """Bytes, as `estimated` and as `used`."""
+
+
+class Metric(_Answer):
+    """One figure, as it was told."""
+
+    attempt: int
+    step: int
+    epoch: float | None
+    name: str
+    value: float | None
+    created_at: str
+
+
+class MetricList(_Answer):
+    """Figures by name and step."""
+
+    metrics: list[Metric]
+    next: str | None
+    """The address of the next page; null on the last."""
+
+
+class Prediction(_Answer):
+    """What the model wrote for one held-out example at one step."""
+
+    epoch: float | None
+    step: int
+    sample_index: int
+    prompt: str | None
+    ground_truth: str | None
+    prediction: str | None
+    created_at: str
+
+
+class PredictionList(_Answer):
+    """Predictions by step; a page ends early where its texts are long."""
+
+    predictions: list[Prediction]
+    next: str | None
+    """The address of the next page; null on the last."""
+
+
+class DaemonHealth(_Answer):
+    """Whether honed answers."""
+
+    is_up: bool
+    version: str | None
+    is_paused: bool | None
+    detail: str | None
+
+
+class DatabaseHealth(_Answer):
+    """Whether honed.db can be read."""
+
+    is_open: bool
+    num_jobs: int | None
+    detail: str | None
+
+
+class Health(_Answer):
+    """ok with status 200, failing with 503."""
+
+    status: str
+    honed: DaemonHealth
+    database: DatabaseHealth
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------
+
+#: From a source, who asks, the job of the address (0 where it names none), and the parameters.
+Read = Callable[[Source, Asker, int, Any], Any]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One address. `rows`: the key of the answer that has a page's rows, where it comes in pages."""
+
+    path: str
+    summary: str
+    parameters: type[BaseModel]
+    answer: type[BaseModel]
+    read: Read
+    rows: str | None = None
+
+
+def _jobs(source: Source, asker: Asker, _job_id: int, asked: JobPaging) -> Page:
+    return source.jobs(asker, state=asked.state, limit=asked.limit, cursor=asked.cursor)
+
+
+def _metrics(source: Source, asker: Asker, job_id: int, asked: MetricPaging) -> Page:
+    return source.metrics(job_id, asker, name=asked.name, limit=asked.limit, cursor=asked.cursor)
+
+
+def _predictions(source: Source, asker: Asker, job_id: int, asked: PredictionPaging) -> Page:
+    return source.predictions(job_id, asker, step=asked.step, sample_index=asked.sample_index, limit=asked.limit,
+                              cursor=asked.cursor)  # fmt: skip
+
+
+ENDPOINTS = (
+    Endpoint("/api/jobs", "All jobs, the newest first", JobPaging, JobList, _jobs, "jobs"),
+    Endpoint("/api/jobs/{job_id}", "One job", NoParameters, JobShown,
+             lambda source, asker, job_id, _asked: source.show(job_id, asker)),
+    Endpoint("/api/jobs/{job_id}/metrics", "Its figures", MetricPaging, MetricList, _metrics, "metrics"),
+    Endpoint("/api/jobs/{job_id}/predictions", "What its model wrote", PredictionPaging, PredictionList, _predictions,
+             "predictions"),
+    Endpoint("/healthz", "Whether honed is up and its database can be read", NoParameters, Health,
+             lambda source, _asker, _job_id, _asked: source.health()),
+)  # fmt: skip
+#: What else there is: address, summary, type of the answer.
+_OTHERS = (
+    ("/", "The page over all jobs", "text/html"),
+    ("/jobs/{job_id}", "One job's report", "text/html"),
+    ("/api/events", "`changed` whenever a job moves or tells of a step", "text/event-stream"),
+    ("/api/jobs/{job_id}/events", "`progress` (with a row as of /api/jobs, stage, eval_loss, predicted_step and line) "
+     "when the job tells something, `ended` when it is over", "text/event-stream"),
+    ("/metrics", "Figures for Prometheus", "text/plain"),
+)  # fmt: skip
+_FAILURES = {
+    400: "a parameter that is wrong",
+    401: "a token is needed, and was not shown or is wrong",
+    403: "somebody else's job",
+    404: "no such job or address",
+    421: "a Host that is not this machine's",
+    503: "too many requests at a time, or nothing to read yet",
+}
+
+
+def openapi() -> dict[str, Any]:
+    """The description of all addresses, OpenAPI 3.1."""
+    models: set[type[BaseModel]] = {Failure, *(each.answer for each in ENDPOINTS)}
+    ordered = sorted(models, key=lambda model: model.__name__)
+    _, schemas = models_json_schema(
+        [(model, "serialization") for model in ordered], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, Any] = {}
+    for each in ENDPOINTS:
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{each.answer.__name__}"}}}
+        paths[each.path] = _path(each.path, each.summary, content, _query(each.parameters))
+    for path, summary, kind in _OTHERS:
+        paths[path] = _path(path, summary, {kind: {"schema": {"type": "string"}}}, [])
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "honed", "version": __version__, "summary": "What honed trains, to be read",
+                 "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer"},
+                "password": {"type": "http", "scheme": "basic", "description": "the token as password"},
+            },
+        },
+        "security": [{}, {"token": []}, {"password": []}],
+    }  # fmt: skip
+
+
+def _path(path: str, summary: str, content: dict[str, Any], query: list[dict[str, Any]]) -> dict[str, Any]:
+    job = {"name": "job_id", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
+    failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Failure"}}}
+    failures = {str(status): {"description": words, "content": failure} for status, words in _FAILURES.items()}
+    name = path.strip("/").replace("{job_id}", "job").replace("/", "_") or "index"
+    return {
+        "get": {
+            "operationId": f"get_{name}",
+            "summary": summary,
+            "parameters": [*([job] if "{job_id}" in path else []), *query],
+            "responses": {"200": {"description": summary, "content": content}, **failures},
+        }
+    }
+
+
+def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
+    schema = model.model_json_schema()
+    kinds = schema.get("$defs", {})
+    found = []
+    for name, told in schema.get("properties", {}).items():
+        words = {key: value for key, value in told.items() if key not in {"description", "title"}}
+        # A parameter is left out rather than null.
+        if "anyOf" in words:
+            (one,) = [each for each in words.pop("anyOf") if each.get("type") != "null"]
+            words = {**words, **one}
+            words.pop("default", None)
+        if "$ref" in words:
+            words = {"type": "string", "enum": kinds[words["$ref"].rpartition("/")[2]]["enum"]}
+        found.append({"name": name, "in": "query", "required": False, "description": told.get("description", ""),
+                      "schema": words})  # fmt: skip
+    return found

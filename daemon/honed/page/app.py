@@ -1,0 +1,508 @@
+"""The pages and the API of honed-web, and who may see what of them.
+
+    a request ── GET or HEAD? ── a Host of ours? ── who asks? ──► an endpoint of webapi, a page, a stream of events
+
+Who asks: one with the token reads every job. Over a unix socket it is a user of this machine, who reads what the
+control socket would let them read. Over loopback without a token it may be any user of this machine:
+they read what everybody may (policy.share_results), and of other jobs the number, state and progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+import anyio
+import prometheus_client
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from honed.job.job import State
+from honed.job.progress import progress_text
+from honed.job.query import Asker
+from honed.page import api, metrics, report
+from honed.page.api import ENDPOINTS, Endpoint
+from honed.page.job_page import Pages
+from honed.page.page import STYLE_SOURCE, document
+from honed.page.source import NoSuchJobError, Page, Source
+from honed.spec.config import PolicyConfig
+from honed.system import access
+from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
+
+log = logging.getLogger("honed.page.server")
+T = TypeVar("T")
+
+#: Streams of events at a time; they stay, so they get no more than a part of the connections.
+MAX_STREAMS = 32
+#: Seconds of one stream, after which a browser asks anew by itself; between looks at a job; between signs of life.
+STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
+#: Threads that read the spool and the database.
+MAX_READERS = 4
+#: Jobs on the page over all jobs; what waits and runs is always there, up to so many.
+INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
+#: Bytes of a page that wait for their reader.
+PIECE_BYTES = 64 * 1024
+#: Where the body begins; no title has it, for `<` is written otherwise there.
+_MARK = "<!-- the page -->"
+#: A number that no job has: as a file's name it is too long, and Python takes none of thousands of digits.
+_ENDLESS = re.compile(r"[0-9]{19}")
+#: No user of this machine has it: who asks over loopback without a token.
+NOBODY = -1
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+_POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src {style}; img-src data:; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+#: Makes a page live: the line on top as events tell it, and the whole page anew, as the server makes it, when there is
+#: more to see. What comes as an event is only ever set as text.
+SCRIPT = """\
+"use strict";
+(() => {
+  const MIN_MSEC = 3000;
+  const address = document.currentScript.dataset.events;
+  let refreshedAt = Date.now(), timer = 0, isOver = false;
+  const source = new EventSource(address);
+  const refresh = async () => {
+    timer = 0;
+    const selection = getSelection();
+    if (selection && !selection.isCollapsed && !isOver) { later(); return; }
+    refreshedAt = Date.now();
+    try {
+      const answer = await fetch(location.href, {cache: "no-store"});
+      if (!answer.ok) { later(); return; }
+      const made = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const places = [...document.querySelectorAll(".said,pre.block")].map(one => one.scrollTop);
+      document.title = made.title;
+      document.body.replaceChildren(...made.body.childNodes);
+      [...document.querySelectorAll(".said,pre.block")].forEach((one, n) => { one.scrollTop = places[n] || 0; });
+    } catch { later(); }
+  };
+  const later = () => {
+    if (!timer) timer = setTimeout(refresh, Math.max(0, refreshedAt + MIN_MSEC - Date.now()));
+  };
+  source.addEventListener("progress", event => {
+    const told = JSON.parse(event.data);
+    const line = document.querySelector(".outcome");
+    if (line && told.line) line.textContent = told.line;
+    later();
+  });
+  source.addEventListener("changed", later);
+  source.addEventListener("ended", () => { isOver = true; source.close(); later(); });
+})();
+"""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who is at the other end of a unix socket."""
+
+    uid: int
+    gids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Who may see what; read from the configuration, and again at a reload."""
+
+    policy: PolicyConfig
+    token: str | None
+    hosts: frozenset[str]
+    needs_token: bool  #: other machines reach us
+
+
+@dataclass
+class Web:
+    """The application. `rules` may be replaced at any time."""
+
+    source: Source
+    rules: Rules
+    is_ending: Callable[[], bool] = lambda: False
+    pages: Pages = field(init=False)
+    num_streams: int = 0
+
+    def __post_init__(self) -> None:
+        self.pages = Pages(self.source.layout)
+        self._readers = anyio.CapacityLimiter(MAX_READERS)
+        self._openapi = _encode(api.openapi())
+
+    @property
+    def app(self) -> ASGIApp:
+        routes = [
+            Route("/", self._index),
+            Route("/index.html", self._index),
+            Route("/login", _log_in),
+            Route("/jobs/{job_id:int}", self._job_page),
+            # As the index that honed writes has it.
+            Route(
+                "/jobs/{job_id:int}/report.html", lambda request: RedirectResponse(request.url.path.rpartition("/")[0])
+            ),
+            Route("/live.js", lambda _: Response(SCRIPT, media_type="text/javascript")),
+            Route("/api/events", self._all_events),
+            Route("/api/jobs/{job_id:int}/events", self._job_events),
+            Route("/openapi.json", lambda _: Response(self._openapi, media_type="application/json")),
+            Route("/metrics", self._metrics),
+            *(Route(each.path.replace("{job_id}", "{job_id:int}"), partial(self._answer, each)) for each in ENDPOINTS),
+        ]
+        handlers = {HonedError: _refusal, OSError: _unreadable, sqlite3.Error: _unreadable, HTTPException: _no_route}
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), self)  # type: ignore[arg-type]
+
+    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run what reads files in a thread."""
+        return await anyio.to_thread.run_sync(partial(function, *arguments), limiter=self._readers)
+
+    # -- the API ------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        asked = _parameters(endpoint, request)
+        found = await self.read(
+            endpoint.read, self.source, _asker(request), request.path_params.get("job_id", 0), asked
+        )
+        headers = {}
+        if isinstance(found, Page):
+            assert endpoint.rows is not None
+            words = {key: value for key, value in request.query_params.items() if key != "cursor"}
+            after = f"{request.url.path}?{urlencode({**words, 'cursor': found.next})}" if found.next else None
+            headers = {"Link": f'<{after}>; rel="next"'} if after else {}
+            found = {endpoint.rows: found.rows, "next": after}
+        status = 503 if endpoint.path == "/healthz" and found["status"] != "ok" else 200
+        body = await self.read(_encode, found)
+        return Response(body, status, headers, media_type="application/json")
+
+    async def _metrics(self, request: Request) -> Response:
+        body = await self.read(metrics.scrape, self.source, _asker(request))
+        return Response(body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    async def _index(self, request: Request) -> Response:
+        before = request.query_params.get("before", "")
+        if before and not re.fullmatch(r"[0-9]{1,18}", before):
+            raise UsageError(f"before: not a job's number: {before[:40]!r}", hint="follow the link to older jobs")
+        title, body = await self.read(self._index_body, _asker(request), int(before or 0))
+        if request.state.may_log_in:
+            body.append('<p><a href="/login">Log in with the token</a>, to see names and results.</p>')
+        return _html(title, body, events="/api/events")
+
+    def _index_body(self, asker: Asker, before: int) -> tuple[str, list[str]]:
+        rows = self.source.rows(asker)
+        over = {state.value for state in State if state.is_final}
+        waiting = [row for row in rows if row["state"] not in over][:MAX_INDEX_ROWS] if not before else []
+        done = [row for row in rows if row["state"] in over and (not before or row["id"] < before)]
+        body = report.index_body([*waiting, *done[:INDEX_ROWS]], lambda job_id: f"/jobs/{job_id}", now=time.time())
+        if len(done) > INDEX_ROWS:
+            body.append(f'<p><a href="/?before={done[INDEX_ROWS - 1]["id"]}">older jobs</a></p>')
+        body.append('<p class="dim small"><a href="/api/jobs">as JSON</a> <a href="/openapi.json">the API</a></p>')
+        return "honed: all jobs", body
+
+    async def _job_page(self, request: Request) -> Response:
+        job = await self.read(self.source.job, request.path_params["job_id"], _asker(request))
+        made = await self.pages.page(job)
+        more = f'<p class="dim small"><a href="/api/jobs/{job.id}">as JSON</a></p>'
+        events = "" if job.state.is_final else f"/api/jobs/{job.id}/events"
+        return _html(made.title, [more], events=events, made=made.body)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    async def _job_events(self, request: Request) -> Response:
+        asker, job_id = _asker(request), request.path_params["job_id"]
+        await self.read(self.source.job, job_id, asker)  # refused now, or not at all
+        return self._stream(self._tell_job(job_id, asker))
+
+    async def _all_events(self, request: Request) -> Response:
+        return self._stream(self._tell_all(_asker(request)))
+
+    def _stream(self, events: AsyncIterator[bytes]) -> Response:
+        if self.num_streams >= MAX_STREAMS:
+            raise EnvironmentInvalidError(f"{MAX_STREAMS} pages are live at the moment",
+                                          hint="close one, or reload this one now and then")  # fmt: skip
+        return _Stream(self, events)
+
+    async def _tell_job(self, job_id: int, asker: Asker) -> AsyncIterator[bytes]:
+        last: dict[str, Any] = {}
+        async for _ in self._ticks():
+            found = await self.read(self.source.state, job_id, asker)
+            if found != last:
+                last = found
+                yield _event("progress", {**found, "line": _line(found)})
+                if State(found["state"]).is_final:
+                    yield _event("ended", {"state": found["state"], "outcome": found["outcome"]})
+                    return
+            else:
+                yield b""
+
+    async def _tell_all(self, asker: Asker) -> AsyncIterator[bytes]:
+        last: list[Any] | None = None
+        async for _ in self._ticks():
+            rows = await self.read(self.source.rows, asker)
+            if rows is not last and rows != last:
+                if last is not None:
+                    yield _event("changed", {"num_jobs": len(rows)})
+                last = rows
+            yield b""
+
+    async def _ticks(self) -> AsyncIterator[None]:
+        ends_at = time.monotonic() + STREAM_SEC
+        while time.monotonic() < ends_at and not self.is_ending():
+            yield
+            await asyncio.sleep(POLL_SEC)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events, counted as long as somebody listens."""
+
+    def __init__(self, web: Web, events: AsyncIterator[bytes]) -> None:
+        super().__init__(self._framed(events), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self._web = web
+
+    @staticmethod
+    async def _framed(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        yield b"retry: 3000\n\n"
+        told_at = time.monotonic()
+        try:
+            async for event in events:
+                if event or time.monotonic() - told_at >= HEARTBEAT_SEC:
+                    told_at = time.monotonic()
+                    yield event or b": still here\n\n"
+        except (HonedError, OSError, sqlite3.Error) as error:  # a browser asks again, and is told then
+            log.info("a stream of events ends: %s", error)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._web.num_streams += 1
+        try:
+            if scope["method"] == "HEAD":
+                await Response(media_type=self.media_type)(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, send)
+        finally:
+            self._web.num_streams -= 1
+
+
+def _event(kind: str, data: Mapping[str, Any]) -> bytes:
+    # JSON has no line breaks of its own, so a text in it cannot end the event and begin another.
+    return b"event: " + kind.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+
+
+def _line(found: Mapping[str, Any]) -> str:
+    """The line on top of a job's page, while it goes on."""
+    if found["state"] != "running":
+        return ""
+    is_training = found["progress"].get("step") is not None
+    return f"running: {progress_text(found['progress']) if is_training else found['stage'] or 'starting'}"
+
+
+# -- who asks ---------------------------------------------------------------------------------------------------------
+
+
+class Guard:
+    """What every request goes through before anything looks at it, and every answer after."""
+
+    def __init__(self, app: ASGIApp, web: Web) -> None:
+        self._app = app
+        self._web = web
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                more = [each for each in _HEADERS if each[0] not in names]
+                if b"content-security-policy" not in names:
+                    more.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"))
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        refused = self._refused(scope)
+        await (refused or self._app)(scope, receive, send_guarded)
+
+    def _refused(self, scope: Scope) -> Response | None:
+        rules, peer = self._web.rules, scope.get("state", {}).get("peer")
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["method"] not in {"GET", "HEAD"}:
+            return _said(405, UsageError("honed-web is for reading: GET and HEAD", hint="honectl changes things"),
+                         {"Allow": "GET, HEAD"})  # fmt: skip
+        if peer is None and not rules.needs_token and not _is_ours(headers.get(b"host", ""), rules.hosts):
+            error = NotPermittedError(
+                "the Host of this request is no name of this machine", hint="web.hosts in honed.toml"
+            )
+            return _said(421, error)
+        shown = shown_token(headers.get(b"authorization"))
+        has_token = shown is not None and rules.token is not None and _equal(shown, rules.token)
+        if (shown is not None and rules.token is not None and not has_token) or (
+            peer is None and rules.needs_token and not has_token
+        ):
+            return _token_wanted()
+        if _ENDLESS.search(scope["path"]):
+            return _said(404, NoSuchJobError("no job has such a number", hint="GET /api/jobs lists them all"))
+        scope["state"] = {**scope.get("state", {}), "asker": asker_of(rules.policy, peer, has_token=has_token),
+                          "may_log_in": peer is None and rules.token is not None and not has_token}  # fmt: skip
+        return None
+
+
+def asker_of(policy: PolicyConfig, peer: Peer | None, *, has_token: bool) -> Asker:
+    """As the daemon has it for its control socket; over TCP nobody is known but by the token."""
+    if peer is None or has_token:
+        return Asker(NOBODY, is_administrator=False, reads_all=has_token or policy.share_results)
+    is_administrator = peer.uid in {0, os.getuid()} or access.group_id(policy.admin_group) in peer.gids
+    return Asker(peer.uid, is_administrator, is_administrator or policy.share_results)
+
+
+def shown_token(header: str | None) -> str | None:
+    """The token of an Authorization header: a bearer's, or the password of a browser, whatever its user name."""
+    kind, _, word = (header or "").strip().partition(" ")
+    match kind.lower():
+        case "bearer":
+            return word.strip()
+        case "basic":
+            with contextlib.suppress(ValueError):
+                return base64.b64decode(word, validate=True).decode().partition(":")[2]
+            return ""
+        case "":
+            return None
+        case _:
+            return ""
+
+
+def _equal(shown: str, token: str) -> bool:
+    """In a time that tells nothing of either, not even its length."""
+    digests = (hashlib.sha256(each.encode(errors="replace")).digest() for each in (shown, token))
+    return hmac.compare_digest(*digests)
+
+
+def _is_ours(host: str, names: frozenset[str]) -> bool:
+    """Whether a Host header names us. A page from elsewhere that has had its name lead to 127.0.0.1 sends its own."""
+    name = re.sub(r":[0-9]*$", "", host.strip().lower()).rstrip(".")
+    return name in names
+
+
+def _asker(request: Request) -> Asker:
+    asker: Asker = request.state.asker
+    return asker
+
+
+def _log_in(request: Request) -> Response:
+    """The page on which a browser is asked for the token: at the root, so that it shows it everywhere from then on."""
+    return _token_wanted() if request.state.may_log_in else RedirectResponse("/")
+
+
+def _token_wanted() -> Response:
+    error = NotPermittedError("honed-web wants its token", hint="Authorization: Bearer TOKEN, or TOKEN as the password")
+    return _said(401, error, {"WWW-Authenticate": 'Basic realm="honed", charset="UTF-8"'})
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _parameters(endpoint: Endpoint, request: Request) -> Any:
+    asked = request.query_params
+    try:
+        return endpoint.parameters.model_validate(dict(asked))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        known = ", ".join(endpoint.parameters.model_fields) or "there are none"
+        raise UsageError(f"{name[:80]}: {first['msg']}", hint=f"parameters: {known}; see /openapi.json") from None
+
+
+def _html(title: str, body: list[str], *, events: str, made: bytes = b"") -> Response:
+    """A page: what was `made` before, sent in pieces since many may be on their way at a time, and after it `body`."""
+    nonce = secrets.token_urlsafe(16)
+    live = f'<script nonce="{nonce}" src="/live.js" data-events="{events}" defer></script>' if events else ""
+    # For a browser without scripts.
+    live += '<noscript><meta http-equiv="refresh" content="30"></noscript>' if events else ""
+    first, mark, rest = document(title, [_MARK, *body], head=live, is_served=True).partition(_MARK.encode())
+    assert mark
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield first
+        for start in range(0, len(made), PIECE_BYTES):
+            yield made[start : start + PIECE_BYTES]
+        yield rest
+
+    headers = {"Content-Security-Policy": _POLICY.format(nonce=nonce, style=STYLE_SOURCE),
+               "Content-Length": str(len(first) + len(made) + len(rest))}  # fmt: skip
+    return StreamingResponse(pieces(), headers=headers, media_type="text/html")
+
+
+def _encode(value: Any) -> bytes:
+    """JSON as every parser takes it: no NaN, and a text that is none, as files hold it, is still UTF-8."""
+    try:
+        made = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        made = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return made.encode(errors="replace")
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case _:
+            return value
+
+
+def _said(status: int, error: HonedError, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encode({"error": error.as_dict()}), status, headers, media_type="application/json")
+
+
+async def _refusal(request: Request, error: HonedError) -> Response:
+    match error:
+        case NotPermittedError() if request.state.may_log_in:
+            return _token_wanted()
+        case NotPermittedError():
+            return _said(403, error)
+        case NoSuchJobError():
+            return _said(404, error)
+        case UsageError():
+            return _said(400, error)
+        case _:
+            return _said(503, error, {"Retry-After": "5"})
+
+
+async def _unreadable(request: Request, error: OSError | sqlite3.Error) -> Response:
+    log.error("%s: %s", request.url.path, error)
+    match error:
+        case OSError(filename=str(path), strerror=str(why)):
+            words = f"{path}: {why}"
+        case OSError():
+            words = str(error)
+        case _:
+            words = f"honed.db: {error}"
+    return await _refusal(request, EnvironmentInvalidError(words, hint="see honed's log; honectl doctor"))
+
+
+async def _no_route(_request: Request, error: HTTPException) -> Response:
+    return _said(error.status_code, UsageError("there is nothing at this address", hint="/openapi.json lists all"),
+                 error.headers)  # fmt: skip

@@ -1,0 +1,138 @@
+"""A job's page for honed-web: made by a short-lived program of its own, so that a page of many megabytes costs
+honed-web no memory afterwards, and one that takes long holds up nobody else. Made once for all who ask in a while.
+
+    python -m honed.page.job_page --root DIR ID     prints {"title": text, "body": html}
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from honed.job.job import Job
+from honed.job.spool import Spool
+from honed.page import report
+from honed.system import layout as layouts
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import Layout
+from honed.system.log import guard_tracebacks
+
+#: Seconds for which a page of a job that goes on, and of one that is over, is not made anew.
+RUNNING_SEC, FINAL_SEC = 3.0, 300.0
+#: Seconds that the making of one page may take.
+TIMEOUT_SEC = 60.0
+#: Pages that wait to be made; bytes of those that are kept; bytes of one.
+MAX_WAITING = 16
+MAX_KEPT_BYTES = 8 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
+#: What our environment has and the program does not need.
+_SECRETS = ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A page, and what it was made of."""
+
+    title: str
+    body: bytes
+    revision: int
+    made_at: float
+
+
+class Pages:
+    """Makes pages, one at a time."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._kept: OrderedDict[int, Made] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def page(self, job: Job) -> Made:
+        """Raises EnvironmentInvalidError where it cannot be made, or too many wait."""
+        if (made := self._fresh(job)) is not None:
+            return made
+        if self._num_waiting >= MAX_WAITING:
+            raise EnvironmentInvalidError("too many pages are being made", hint="ask again in a moment")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                return self._fresh(job) or self._keep(job, await self._make(job))
+        finally:
+            self._num_waiting -= 1
+
+    def _fresh(self, job: Job) -> Made | None:
+        made = self._kept.get(job.id)
+        seconds = FINAL_SEC if job.state.is_final else RUNNING_SEC
+        is_fresh = made is not None and made.revision == job.revision and time.monotonic() - made.made_at < seconds
+        return made if is_fresh else None
+
+    async def _make(self, job: Job) -> bytes:
+        # -P: what lies in the directory that we were started in is not ours.
+        command = [sys.executable, "-P", "-m", "honed.page.job_page", "--root", str(self._layout.root), str(job.id)]
+        environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment,
+            start_new_session=True, limit=1024 * 1024,
+        )  # fmt: skip
+        assert process.stdout is not None
+        data = bytearray()
+        try:
+            async with asyncio.timeout(TIMEOUT_SEC):
+                while chunk := await process.stdout.read(1024 * 1024):
+                    data += chunk
+                    if len(data) > MAX_BYTES:
+                        break
+                else:
+                    await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode != 0:
+            raise EnvironmentInvalidError(f"the page of job {job.id} could not be made",
+                                          hint="the log of honed-web says why; the API has what is on it")  # fmt: skip
+        return bytes(data)
+
+    def _keep(self, job: Job, data: bytes) -> Made:
+        told = json.loads(data)
+        made = Made(told["title"], told["body"].encode(errors="replace"), job.revision, time.monotonic())
+        self._kept.pop(job.id, None)
+        self._kept[job.id] = made
+        while self._kept and sum(len(each.body) for each in self._kept.values()) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="honed.page.job_page", description="Make the page of a job.")
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("id", type=int)
+    options = parser.parse_args(arguments)
+    guard_tracebacks()
+    with contextlib.suppress(OSError):  # the unit has no system call for it
+        os.nice(10)
+    layout = layouts.of(options.root)
+    spool = Spool(layout, lock=False)
+    if (job := spool.job(options.id)) is None:
+        return 1
+    title, body = report.parts(report.gather(spool, layout, job), now=time.time())
+    made = json.dumps({"title": title, "body": "\n".join(body)}, ensure_ascii=False)
+    sys.stdout.buffer.write(made.encode(errors="replace"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Plots as SVG, drawn here: two kinds, a hundred lines, and not the thirty megabytes of a plotting library in a daemon.
+
+They take their colors from the page around them, so that they are light and dark and printable with it. A series is
+told from another by its dashes as well as by its color.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from honed.page.page import text
+
+#: Pixels. As wide as a phone, so that the labels keep their size there.
+WIDTH, HEIGHT = 360, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 8, 34
+#: Points of a series that are drawn, at most: more than there are pixels show nothing more.
+MAX_POINTS = 600
+#: Of an axis, against its figures: a change in the eighth digit is none, and its labels would not fit.
+MIN_RANGE = 1e-3
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points by x, in order; all finite."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_zero: bool = False) -> str:
+    """A figure with up to four series on common axes; empty where no series has a point."""
+    series = [Series(each.name, thinned(each.points)) for each in series if each.points]
+    if not series:
+        return ""
+    xs = [x for each in series for x, _ in each.points]
+    ys = [y for each in series for _, y in each.points]
+    x_ticks = ticks(min(xs), max(xs), 5, is_whole=True)
+    y_ticks = ticks(min([*ys, 0.0] if from_zero else ys), max(ys), 5)
+    x_scale = _Scale(x_ticks[0], x_ticks[-1], _LEFT, WIDTH - _RIGHT)
+    y_scale = _Scale(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
+    drawn = [_series(number, each, x_scale, y_scale) for number, each in enumerate(series)]
+    return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(drawn), series)
+
+
+def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) -> str:
+    """A figure of how many (y) lie in each bin of that width (x), the first of which begins at 0."""
+    if not any(counts):
+        return ""
+    x_ticks = ticks(0, len(counts) * width, 5, is_whole=True)
+    y_ticks = ticks(0, max(counts), 4, is_whole=True)
+    x_scale = _Scale(0, max(x_ticks[-1], len(counts) * width), _LEFT, WIDTH - _RIGHT)
+    y_scale = _Scale(0, y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
+    bars = []
+    for place, count in enumerate(counts):
+        left, right, top = x_scale(place * width), x_scale((place + 1) * width), y_scale(count)
+        bars.append(
+            f'<rect class="bar" x="{left + 0.5:.1f}" y="{top:.1f}" width="{max(right - left - 1, 0.5):.1f}" '
+            f'height="{HEIGHT - _BOTTOM - top:.1f}"><title>{place * width:g} to {(place + 1) * width:g}: {count}'
+            "</title></rect>"
+        )
+    return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(bars), ())
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most MAX_POINTS of them, with the first, the last, and of each stretch the lowest and the highest: a spike of
+    one step stays to be seen."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / (MAX_POINTS // 2 - 1))
+    kept = {0, len(points) - 1}
+    for start in range(0, len(points), size):
+        stretch = range(start, min(start + size, len(points)))
+        kept |= {min(stretch, key=lambda n: points[n][1]), max(stretch, key=lambda n: points[n][1])}
+    return [points[n] for n in sorted(kept)]
+
+
+def ticks(low: float, high: float, number: int, *, is_whole: bool = False) -> list[float]:
+    """About that many round figures from at or below `low` to at or above `high`; at least two."""
+    if high <= low:
+        margin = abs(low) * 0.1
+        low, high = (low, low + 1) if is_whole or not margin else (low - margin, high + margin)
+    if not is_whole and high - low < (size := max(abs(low), abs(high))) * MIN_RANGE:
+        low, high = (low + high - size * MIN_RANGE) / 2, (low + high + size * MIN_RANGE) / 2
+    rough = (high - low) / number
+    power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    if is_whole:
+        step = max(1.0, math.ceil(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [n * step for n in range(first, max(last, first + 1) + 1)]
+
+
+def label(value: float, step: float) -> str:
+    """A figure as short as an axis with ticks at that distance needs it: 250, 2.5k, 6.1623, 2e-5."""
+    size = abs(value)
+    if size < step * 1e-6:
+        return "0"
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.4g}k"
+    if 0 < size < 1e-3:
+        mantissa, _, exponent = f"{value:.3g}".partition("e") if size < 1e-4 else (f"{value * 1e4:.3g}", "", "-4")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = max(0, 1 - math.floor(math.log10(step) + 1e-9)) if step < size * 1e-3 else 0
+    return f"{value:.{decimals}f}" if decimals else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From a value to its pixel."""
+
+    low: float
+    high: float
+    from_pixel: float
+    to_pixel: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / ((self.high - self.low) or 1.0)
+        return self.from_pixel + share * (self.to_pixel - self.from_pixel)
+
+
+def _axes(x_ticks: Sequence[float], y_ticks: Sequence[float], x_scale: _Scale, y_scale: _Scale, x_label: str) -> str:
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    parts = []
+    step = y_ticks[1] - y_ticks[0]
+    for tick in y_ticks:
+        y = y_scale(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label(tick, step)}</text>')
+    step = x_ticks[1] - x_ticks[0]
+    for tick in x_ticks:
+        x = x_scale(tick)
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        anchor = "end" if x > right - 12 else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="{anchor}">{label(tick, step)}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    middle = (_LEFT + right) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{text(x_label)}</text>')
+    return "".join(parts)
+
+
+def _series(number: int, series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
+    places = [(x_scale(x), y_scale(y)) for x, y in series.points]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    drawn = f'<path class="series s{number % 4}" d="{path}"/>' if len(places) > 1 else ""
+    if len(places) <= 40:
+        drawn += "".join(
+            f'<circle class="series s{number % 4}" cx="{px:.1f}" cy="{py:.1f}" r="2.6">'
+            f"<title>{text(series.name)} at {x:g}: {y:.5g}</title></circle>"
+            for (px, py), (x, y) in zip(places, series.points, strict=True)
+        )
+    return drawn
+
+
+def _figure(title: str, drawn: str, series: Sequence[Series]) -> str:
+    ends = [f"{each.name} from {each.points[0][1]:.4g} to {each.points[-1][1]:.4g}" for each in series]
+    keys = "".join(
+        '<span class="short"><svg class="key" viewBox="0 0 22 8" aria-hidden="true">'
+        f'<line class="s{number % 4}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(each.name)}</span>'
+        for number, each in enumerate(series)
+        if len(series) > 1
+    )
+    alternative = text("; ".join([title, *ends]))
+    return (
+        f'<figure><figcaption><b>{text(title)}</b> {keys}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{alternative}">{drawn}</svg></figure>'
+    )

@@ -1,0 +1,359 @@
+"""honed-web: what honed trains, as pages and as an API, for reading. A program of its own, off by default.
+
+    honed-web.socket ── the first request ── honed-web.service: sockets from systemd ──► webapp
+    honed-web        ── by hand: web.listen
+
+It listens on loopback addresses and unix sockets; on any other only with a token. Who connects and says nothing, or
+listens and does not read, is shown out; how many may be in at a time is bounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from honed import __version__
+from honed.page.app import Peer, Rules, Web
+from honed.page.source import Source
+from honed.spec import config
+from honed.spec.config import Config
+from honed.system import layout as layouts
+from honed.system import log as logs
+from honed.system import secret
+from honed.system.control import credentials
+from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
+from honed.system.layout import Layout
+from honed.system.notify import Notifier
+
+log = logging.getLogger("honed.page.server")
+
+#: Connections at a time, and of one user over a unix socket.
+MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 128, 48
+#: Seconds for the head of a request, from the connection's begin on, and twice as many in which a reader must take
+#: something; seconds that an idle connection is kept.
+PATIENCE_SEC, KEEP_ALIVE_SEC = 10.0, 15
+#: Bytes of the head of a request.
+MAX_HEAD_BYTES = 16 * 1024
+#: Seconds without a connection after which one that systemd started ends: it is started again by the next.
+IDLE_SEC = 600.0
+#: Seconds that open answers have at the end.
+GRACE_SEC = 3
+#: Characters of a token: whoever can connect can also guess.
+MIN_TOKEN = 16
+#: The unit's own credential.
+CREDENTIAL = "honed.web-token"
+#: The first descriptor that systemd hands over, sd_listen_fds(3).
+FIRST_FD = 3
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nRetry-After: 5\r\n"
+    b"Connection: close\r\nContent-Length: 54\r\n\r\ntoo many connections to honed-web; ask again in a bit.\n"[:-1]
+)
+
+
+class Connection(H11Protocol):
+    """One connection: uvicorn's own, bounded in number and in patience, and with who is at the other end."""
+
+    patience_sec = PATIENCE_SEC
+    _uid: int | None = None
+    #: End the connection of one who does not say what they want, and of one who does not take what they have asked
+    #: for: two, since answers may wait while the next request is there already.
+    _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        peer = transport.get_extra_info("socket")
+        if peer.family == socket.AF_UNIX:
+            uid, gids = credentials(peer)
+            self._uid = uid
+            self.app_state = {**self.app_state, "peer": Peer(uid, gids)}
+        theirs = sum(getattr(each, "_uid", None) == self._uid for each in self.connections) if self._uid else 0
+        super().connection_made(transport)
+        self._await_head(self.patience_sec)
+        if len(self.connections) > MAX_CONNECTIONS or theirs >= MAX_CONNECTIONS_PER_USER:
+            transport.write(_FULL)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._await_head(None)  # a whole head is there: from now on it is our turn
+
+    def on_response_complete(self) -> None:
+        self._await_head(self.patience_sec + KEEP_ALIVE_SEC)
+        before = self.cycle
+        super().on_response_complete()
+        if self.cycle is not before:  # the next request was there already
+            self._await_head(None)
+
+    def pause_writing(self) -> None:
+        self._await_reader(2 * self.patience_sec)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._await_reader(None)
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await_head(None)
+        self._await_reader(None)
+        super().connection_lost(exc)
+
+    def _await_head(self, seconds: float | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+    def _await_reader(self, seconds: float | None) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        self._reader_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which tells systemd how it is, and ends when nobody has asked for a while where it may."""
+
+    def __init__(self, settings: uvicorn.Config, *, idle_sec: float | None) -> None:
+        super().__init__(settings)
+        self._notifier = Notifier()
+        self._idle_sec = idle_sec
+        self._busy_at = time.monotonic()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._notifier.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._notifier.watchdog()
+        if self.server_state.connections:
+            self._busy_at = time.monotonic()
+        if counter % 50 == 0:
+            self._notifier.status(f"{len(self.server_state.connections)} connections, "
+                                  f"{self.server_state.total_requests} answers")  # fmt: skip
+        is_idle = self._idle_sec is not None and time.monotonic() - self._busy_at >= self._idle_sec
+        return await super().on_tick(counter) or is_idle
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.should_exit = True  # the streams look at it
+        self._notifier.stopping()
+        await super().shutdown(sockets)
+
+
+# -- where it listens -------------------------------------------------------------------------------------------------
+
+
+def passed_sockets() -> list[socket.socket]:
+    """What systemd listens on for us; none where it has not started us."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    number = int(os.environ.get("LISTEN_FDS", "0"))
+    found = []
+    for fd in range(FIRST_FD, FIRST_FD + number):
+        os.set_inheritable(fd, False)
+        found.append(socket.socket(fileno=fd))
+    return found
+
+
+def listen(address: str) -> socket.socket:
+    """Listen on `HOST:PORT` or `/path`. Raises SpecError for what is no address, EnvironmentInvalidError for one that
+    cannot be had."""
+    if address.startswith("/"):
+        kind, where = socket.AF_UNIX, address
+        _remove_dead(Path(address))
+    else:
+        host, _, port = address.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        try:
+            kind = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+            where = (host, int(port))  # type: ignore[assignment]
+            if not 0 <= int(port) < 65536:
+                raise ValueError("no such port")
+        except ValueError as error:
+            raise SpecError(f"web.listen: {address!r}: {error}",
+                            hint='"127.0.0.1:8470", "[::1]:8470" or the path of a socket') from None  # fmt: skip
+    made = socket.socket(kind, socket.SOCK_STREAM)
+    try:
+        if kind != socket.AF_UNIX:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(where)
+        if kind == socket.AF_UNIX:
+            Path(address).chmod(0o666)  # who asks is known from the socket, and read by it
+        made.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        made.close()
+        raise EnvironmentInvalidError(
+            f"{address}: {error.strerror}", hint="web.listen says where it listens"
+        ) from error
+    return made
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket that nobody listens on any more."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(FileNotFoundError):
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            if path.is_socket():
+                path.unlink()
+        except OSError:
+            pass  # bind says what it is
+
+
+def is_local(listening: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    if listening.family == socket.AF_UNIX:
+        return True
+    address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def shown_address(listening: socket.socket) -> str:
+    name = listening.getsockname()
+    if listening.family == socket.AF_UNIX:
+        return os.fsdecode(name)
+    return f"http://[{name[0]}]:{name[1]}/" if ":" in name[0] else f"http://{name[0]}:{name[1]}/"
+
+
+# -- who may ask ------------------------------------------------------------------------------------------------------
+
+
+def read_token(loaded: Config) -> str | None:
+    """The token, from the unit's credential or from a file. Raises EnvironmentInvalidError."""
+    path = secret.credential(CREDENTIAL) or Path(loaded.web.token_file or "")
+    if path == Path():
+        return None
+    return secret.read(path, "token", min_chars=MIN_TOKEN, hint=f"openssl rand -hex 32 >{path}")
+
+
+def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
+    """Raises EnvironmentInvalidError where other machines could ask, and no token says which may."""
+    token = read_token(loaded)
+    open_ones = [shown_address(each) for each in sockets if not is_local(each)]
+    if open_ones and token is None:
+        raise EnvironmentInvalidError(
+            f"{', '.join(open_ones)}: other machines reach it, and there is no token",
+            hint=f"listen on 127.0.0.1, or put a token into web.token_file or /etc/credstore/{CREDENTIAL}",
+        )
+    own = {each.getsockname()[0] for each in sockets if each.family != socket.AF_UNIX}
+    addresses = {f"[{each}]" if ":" in each else each for each in own}
+    names = {"localhost", "127.0.0.1", "[::1]", *addresses, *(each.lower().rstrip(".") for each in loaded.web.hosts)}
+    return Rules(loaded.policy, token, frozenset(names), needs_token=bool(open_ones))
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec: float) -> int:
+    """Answer until told to stop. Returns the exit status."""
+    loaded = config.load(layout)
+    Connection.patience_sec = patience_sec
+    sockets = passed_sockets()
+    is_activated = bool(sockets)
+    sockets = sockets or [listen(address or loaded.web.listen)]
+    web = Web(Source(layout), rules(loaded, sockets))
+    settings = uvicorn.Config(
+        web.app, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+        proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SEC,
+        timeout_graceful_shutdown=GRACE_SEC, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )  # fmt: skip
+    server = Server(settings, idle_sec=idle_sec if is_activated else None)
+    web.is_ending = lambda: server.should_exit
+    for each in sockets:
+        log.info("honed-web %s listens on %s", __version__, shown_address(each))
+    _warn(web.rules)
+
+    def reload() -> None:
+        try:
+            web.rules = rules(config.load(layout), sockets)
+        except HonedError as error:
+            log.error("the configuration is wrong and the old one stays: %s", error.message)  # noqa: TRY400
+        else:
+            log.info("configuration reloaded")
+
+    async def run() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        await server.serve(sockets)
+
+    # uvicorn hands on what it was ended with, when it has ended.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    own = [Path(each.getsockname()) for each in sockets if each.family == socket.AF_UNIX and not is_activated]
+    asyncio.run(run())
+    for path in own:
+        path.unlink(missing_ok=True)
+    return 0
+
+
+def _warn(found: Rules) -> None:
+    if found.needs_token:
+        log.warning("the token and all that is read go over the network in the clear: let a proxy with TLS ask for it")
+    elif found.token is None and not found.policy.share_results:
+        log.info(
+            "without a token, and with policy.share_results off: over TCP jobs show their number, state and progress"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `honed-web` command."""
+    options = parser().parse_args(arguments)
+    logs.set_up(verbose=options.verbose, identifier="honed-web")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # each request that is none would be a line
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    root = layouts.user_root() if options.user else options.root
+    try:
+        return serve(layouts.of(root), address=options.listen, patience_sec=options.patience_sec,
+                     idle_sec=options.idle_sec)  # fmt: skip
+    except HonedError as error:
+        log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
+        return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
+    except PermissionError as error:
+        log.critical("%s: %s", error.filename, error.strerror)
+        return 77  # EX_NOPERM
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="honed-web", description="Show what honed trains, as pages and as an API, for reading."
+    )
+    made.add_argument("--root", type=Path, default=layouts.default_root(),
+                      help="the directory below which the instance lies (default: $HONED_ROOT or /)")  # fmt: skip
+    made.add_argument("--user", action="store_true", help="one's own instance, where XDG says")
+    made.add_argument("--listen", metavar="ADDRESS",
+                      help="where to listen, HOST:PORT or a path (default: web.listen)")  # fmt: skip
+    made.add_argument(
+        "--patience-sec",
+        type=float,
+        default=PATIENCE_SEC,
+        metavar="SEC",
+        help="seconds for a request's head; twice as many for a reader (default: %(default)s)",
+    )
+    made.add_argument(
+        "--idle-sec",
+        type=float,
+        default=IDLE_SEC,
+        metavar="SEC",
+        help="end when nobody has connected for so long, if systemd started it (%(default)s)",
+    )
+    made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
+    made.add_argument("--version", action="version", version=f"honed-web {__version__}")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""The data that honed-web reads: the spool's entries, the database by the page, and whether honed is up. It writes
+nothing.
+
+Spool      entries, each read again only where its file has changed
+query      the shapes of `--json`, and who may read what
+pages      metrics and predictions, so many at a time: a cursor is a place in the order of an index, so that the
+           last page costs what the first one does
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.job import query
+from honed.job.database import PROGRESS_KEYS, connect_read_only
+from honed.job.job import Job, State
+from honed.job.query import Asker
+from honed.job.spool import Spool, read_entry
+from honed.system.control import Client
+from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
+from honed.system.layout import Layout
+
+#: Bytes of text on one page of predictions; a row that alone is larger comes alone.
+MAX_PAGE_BYTES = 1024 * 1024
+#: Seconds for which a list of jobs is good enough, and at least so many times as long as it took to make: with ten
+#: thousand jobs and many who watch, lists take a tenth of one core.
+LIST_SEC = 1.0
+REST = 10
+#: Lists that are kept, one for each who asks.
+MAX_LISTS = 32
+#: Seconds that honed has for a word.
+CONTROL_SEC = 3.0
+#: Queued jobs of which honed is asked why they wait, the first of the queue: what ten thousand wait for would keep it.
+MAX_REASONS = 500
+
+
+class Entries(Spool):
+    """The spool of an instance that somebody else owns, for one who asks often: an entry that has not changed is not
+    read again. Raises EnvironmentInvalidError where there is no spool; it makes none."""
+
+    def __init__(self, layout: Layout) -> None:
+        expected = [layout.jobs_dir, *(layout.spool_dir / name for name in ("incoming", "claimed", "rejected", *State))]
+        if missing := [path for path in expected if not path.is_dir()]:
+            raise EnvironmentInvalidError(
+                f"{missing[0]}: no such directory, or not ours to enter", hint="has honed ever run here?"
+            )
+        super().__init__(layout, lock=False)
+        self._known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
+        self._listed: dict[int, Job] = {}
+        self._list_until = 0.0
+        self._listing = threading.Lock()
+
+    def all_jobs(self) -> dict[int, Job]:
+        """As in Spool, a moment old."""
+        with self._listing:
+            if (began := time.monotonic()) >= self._list_until:
+                self._listed = self._list()
+                self._list_until = _good_until(began)
+            return self._listed
+
+    def _list(self) -> dict[int, Job]:
+        known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
+        for _ in range(2):  # as in Spool: an entry may move behind our back into a place already looked at
+            for state in State:
+                for path, stamp in _stamped(self.state_dir(state)):
+                    before = self._known.get(path)
+                    if before is None or before[0] != stamp:
+                        before = stamp, read_entry(path, state)
+                    known[path] = before
+        self._known = known
+        found: dict[int, Job] = {}
+        for _, job in known.values():
+            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
+                found[job.id] = job
+        return dict(sorted(found.items()))
+
+
+def _good_until(began: float) -> float:
+    now = time.monotonic()
+    return now + max(LIST_SEC, REST * (now - began))
+
+
+def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
+    """The entries in a directory, each with what changes when it is written anew."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(".json") and entry.name.removesuffix(".json").isdecimal():
+                with contextlib.suppress(FileNotFoundError):
+                    info = entry.stat(follow_symlinks=False)
+                    yield Path(entry.path), (info.st_ino, info.st_mtime_ns, info.st_size)
+
+
+class NoSuchJobError(UsageError):
+    """A number that no job has."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some rows, and the cursor of the next page; None on the last."""
+
+    rows: list[dict[str, Any]]
+    next: str | None
+
+
+class Source:
+    """One instance, as honed-web sees it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._entries: Entries | None = None
+        self._opening = threading.Lock()
+        self._lists: dict[Asker, tuple[float, list[dict[str, Any]]]] = {}
+        self._listing = threading.Lock()
+        self._reasons: dict[int, dict[str, str]] | None = None
+        self._reasons_until = 0.0
+        self._asking = threading.Lock()
+
+    @property
+    def entries(self) -> Entries:
+        """Raises EnvironmentInvalidError where there is no spool yet."""
+        with self._opening:
+            if self._entries is None:
+                self._entries = Entries(self.layout)
+            return self._entries
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def rows(self, asker: Asker) -> list[dict[str, Any]]:
+        """As `honectl list --json`, in its order: of other people's jobs what one wants to know who waits behind.
+
+        A moment old. Not to be changed: all who ask get the same."""
+        with self._listing:
+            good_until, rows = self._lists.get(asker, (0.0, []))
+            if (began := time.monotonic()) >= good_until:
+                rows = query.list_jobs(self.entries, self.layout, "", asker)
+                for row in rows:
+                    self._explain(row, asker)
+                while len(self._lists) >= MAX_LISTS:
+                    del self._lists[next(iter(self._lists))]
+                self._lists[asker] = _good_until(began), rows
+            return rows
+
+    def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
+        """The newest first."""
+        before = _place(cursor, int)[0] if cursor else None
+        found = sorted(
+            (row for row in self.rows(asker) if (state is None or row["state"] == state)
+             and (before is None or row["id"] < before)),
+            key=lambda row: -int(row["id"]),
+        )  # fmt: skip
+        has_more = len(found) > limit
+        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
+
+    def _explain(self, row: dict[str, Any], asker: Asker) -> None:
+        """Put into a row why its job waits: the files alone do not say that of queued ones while honed is up."""
+        if row["state"] != State.QUEUED or (reasons := self._why()) is None:
+            return
+        why = reasons.get(row["id"])
+        is_theirs = asker.reads_all or row["uid"] == asker.uid
+        row["waiting_for"] = why if why is None or is_theirs else {**why, "detail": ""}
+
+    def _why(self) -> dict[int, dict[str, str]] | None:
+        """What the first jobs of the queue wait for, a moment old; None where honed does not answer."""
+        with self._asking:
+            if (began := time.monotonic()) >= self._reasons_until:
+                try:
+                    rows = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
+                        "list", states=[State.QUEUED.value], limit=MAX_REASONS
+                    )
+                    told = {row["id"]: row["waiting_for"] for row in rows if row["waiting_for"] is not None}
+                    # Its detail has seconds in it: each would be news to all who watch.
+                    self._reasons = {job_id: {**why, "detail": ""} if why["reason"] == "retry" else why
+                                     for job_id, why in told.items()}  # fmt: skip
+                except (HonedError, ValueError, TypeError, KeyError):
+                    self._reasons = None
+                self._reasons_until = _good_until(began)
+            return self._reasons
+
+    def job(self, job_id: int, asker: Asker) -> Job:
+        """Raises UsageError where there is none, and NotPermittedError for somebody else's."""
+        job = self.entries.job(job_id)
+        if job is None and (pruned := self.entries.pruned(job_id)) is not None and asker.may_read(pruned):
+            raise NoSuchJobError(f"job {job_id} ({pruned.name}) {query.words_of_pruned(pruned)}",
+                                 hint="GET /api/jobs lists those that are there")  # fmt: skip
+        if job is None:
+            raise NoSuchJobError(f"no job {job_id}", hint="GET /api/jobs lists them all")
+        if not asker.may_read(job):
+            raise NotPermittedError(
+                f"job {job_id} is not for everybody to read", hint="policy.share_results, or the token of honed-web"
+            )
+        return job
+
+    def show(self, job_id: int, asker: Asker) -> dict[str, Any]:
+        """As `honectl show --json`."""
+        shown = query.show(self.entries, self.layout, str(self.job(job_id, asker).id), asker)
+        self._explain(shown, asker)
+        return shown
+
+    # -- what a job told ----------------------------------------------------------------------------------------------
+
+    def metrics(self, job_id: int, asker: Asker, *, name: str | None, limit: int, cursor: str | None) -> Page:
+        """Every figure as it was told, by name and step; repeated steps included."""
+        self.job(job_id, asker)
+        keys = ("attempt", "step", "epoch", "name", "value", "created_at")
+        where: list[str] = ["job_id = ?"]
+        arguments: list[Any] = [job_id]
+        if name is not None:
+            where.append("name = ?")
+            arguments.append(name)
+        if cursor is not None:
+            place = _place(cursor, str, int, int)
+            # With the name given as well, SQLite would look through all of its steps for the place.
+            where.append("(step, rowid) > (?, ?)" if name is not None else "(name, step, rowid) > (?, ?, ?)")
+            arguments += place[1:] if name is not None else place
+        sql = (
+            f"SELECT rowid, {', '.join(keys)} FROM metrics WHERE {' AND '.join(where)}"
+            " ORDER BY name, step, rowid LIMIT ?"
+        )
+        with self.database() as db:
+            rows = db.execute(sql, (*arguments, limit + 1)).fetchall() if db else []
+        found = [dict(zip(keys, row[1:], strict=True)) for row in rows[:limit]]
+        last = rows[limit - 1] if len(rows) > limit else None
+        return Page(found, _cursor(last[4], last[2], last[0]) if last else None)
+
+    def predictions(self, job_id: int, asker: Asker, *, step: int | None, sample_index: int | None, limit: int,
+                    cursor: str | None) -> Page:  # fmt: skip
+        """What the model wrote for each held-out example, by step; a page ends early where its texts are long."""
+        self.job(job_id, asker)
+        keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction", "created_at")
+        where: list[str] = ["job_id = ?"]
+        arguments: list[Any] = [job_id]
+        for key, value in (("step", step), ("sample_index", sample_index)):
+            if value is not None:
+                where.append(f"{key} = ?")
+                arguments.append(value)
+        if cursor is not None:
+            where.append("(step, sample_index) > (?, ?)")
+            arguments += _place(cursor, int, int)
+        sql = (
+            f"SELECT {', '.join(keys)} FROM training_predictions WHERE {' AND '.join(where)}"
+            " ORDER BY step, sample_index LIMIT ?"
+        )
+        found: list[dict[str, Any]] = []
+        num_bytes = 0
+        with self.database() as db:
+            for row in db.execute(sql, (*arguments, limit + 1)) if db else ():
+                num_bytes += sum(len(each) for each in row if isinstance(each, str))
+                if found and (len(found) == limit or num_bytes > MAX_PAGE_BYTES):
+                    return Page(found, _cursor(found[-1]["step"], found[-1]["sample_index"]))
+                found.append(dict(zip(keys, row, strict=True)))
+        return Page(found, None)
+
+    def state(self, job_id: int, asker: Asker) -> dict[str, Any]:
+        """What changes of a job while it goes on: its row, its stage, and the last step that has predictions."""
+        job = self.job(job_id, asker)
+        with self.database() as db:
+            progress = _one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"
+            stage = _one(db, "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1",
+                         job_id)  # fmt: skip
+            predicted = _one(db, "SELECT max(step) FROM training_predictions WHERE job_id = ?", job_id)
+            eval_loss = _one(db, "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_loss'"
+                             " ORDER BY step DESC, rowid DESC LIMIT 1", job_id)  # fmt: skip
+        row = query.summary(job, json.loads(progress))
+        self._explain(row, asker)
+        return {
+            **row,
+            "attempt": job.attempt.number if job.attempts else None,
+            "stage": json.loads(stage).get("stage") if stage else None,
+            "eval_loss": eval_loss,
+            "predicted_step": predicted,
+        }
+
+    # -- the machine --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def database(self) -> Iterator[sqlite3.Connection | None]:
+        """A connection for one thread and one answer; None where there is no database yet.
+
+        Raises EnvironmentInvalidError where it cannot be read.
+        """
+        path = self.layout.database_path
+        if not path.exists():
+            yield None
+            return
+        try:
+            with contextlib.closing(connect_read_only(path)) as db:
+                yield db
+        except sqlite3.Error as error:
+            raise EnvironmentInvalidError(f"{path}: {error}", hint="see honed's log; honectl doctor") from error
+
+    def health(self) -> dict[str, Any]:
+        """Whether honed goes round its loop, and whether its database can be read."""
+        try:
+            told = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
+            daemon = {"is_up": True, "version": told.get("version"), "is_paused": told.get("is_paused"), "detail": None}
+        except (HonedError, ValueError) as error:
+            daemon = {"is_up": False, "version": None, "is_paused": None, "detail": str(error)}
+        try:
+            with self.database() as db:
+                num_jobs = _one(db, "SELECT count(*) FROM jobs")
+            found = {"is_open": db is not None, "num_jobs": num_jobs,
+                     "detail": None if db is not None else "there is none yet"}  # fmt: skip
+        except HonedError as error:
+            found = {"is_open": False, "num_jobs": None, "detail": error.message}
+        is_well = daemon["is_up"] and found["is_open"]
+        return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
+
+    def running(self, job_ids: list[int]) -> dict[int, dict[str, Any]]:
+        """The progress of each of these jobs; where it has told them, the tokens of its rows, and those that it had
+        trained on at its last evaluation."""
+        found: dict[int, dict[str, Any]] = {}
+        with self.database() as db:
+            for job_id in job_ids if db else ():
+                progress = json.loads(_one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}")
+                sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'data' ORDER BY rowid DESC LIMIT 1"
+                data = _one(db, sql, job_id)
+                tokens = json.loads(data).get("num_tokens") if data else None
+                trained = _one(db, "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_num_tokens'"
+                               " ORDER BY step DESC, rowid DESC LIMIT 1", job_id)  # fmt: skip
+                found[job_id] = {**{key: progress.get(key) for key in PROGRESS_KEYS}, "num_tokens": tokens,
+                                 "num_trained": trained}  # fmt: skip
+        return found
+
+
+def _one(db: sqlite3.Connection | None, sql: str, *arguments: Any) -> Any:
+    row = db.execute(sql, arguments).fetchone() if db else None
+    return row[0] if row else None
+
+
+def _cursor(*place: str | int) -> str:
+    """A place in an order, as one word for an address."""
+    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+
+
+def _place(cursor: str, *kinds: type) -> list[Any]:
+    """Raises UsageError for what `_cursor` has not made."""
+    try:
+        place = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
+        is_ours = isinstance(place, list) and [type(each) for each in place] == list(kinds)
+        is_ours = is_ours and all(abs(each) < 2**63 for each in place if isinstance(each, int))
+    except (ValueError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise UsageError("cursor: not one of ours", hint="follow the address in `next`")
+    return list(place)

@@ -1,0 +1,1 @@
+"""Precision, memory and backend of one job, with the reasons."""

@@ -1,0 +1,197 @@
+"""Memory that a forward pass keeps for the backward one, estimated from a config's widths: rough, and on the small
+side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from honed.inputs.basemodel import BaseModelInfo
+from honed.inputs.media import NUM_FRAMES, Facts, fitted_size, num_taken
+from honed.inputs.modality import NOTHING, Cost
+from honed.plan import loss, parameter, precision
+from honed.plan.parameter import Parameter, Sizes
+from honed.plan.precision import Precision
+from honed.spec.media import Kind, MediaLimits
+from honed.spec.spec import JobSpec
+from honed.system.device import Device
+
+#: Tokens that a row is taken to have where nothing cuts it and no row was looked at.
+UNCUT_LENGTH = 1024
+#: What a layer keeps for its backward pass, measured on llama, qwen3, gpt2 and mixtral: numbers of its dtype for each
+#: token, in units of the hidden size beside the MLP, in units of the MLP's width, and what adapters add.
+KEPT_HIDDEN, KEPT_MLP, KEPT_ADAPTER = 10.5, 4.0, 2.5
+#: Eager attention keeps its scores this many times: masked, softmaxed in float32, cast back and multiplied.
+KEPT_SCORES = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that was looked at."""
+
+    num_text_tokens: int
+    media: tuple[Facts, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The amounts at one time."""
+
+    length: int  #: tokens of a batch's longest row
+    media: Cost  #: of the row whose media are the most, within it
+    kinds: frozenset[Kind]  #: of the media in the rows that were looked at
+    num_frames: int = 0  #: that are taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
+
+
+def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows: Sequence[Row] = ()) -> Extent:
+    """The load of rows and their media as the job cuts them: packed to max_length, else the longest seen, cut where it
+    cuts.
+
+    `num_row_tokens`: of the longest row without media that was looked at, if any was.
+    """
+    training = spec.training
+    kinds = frozenset(each.kind for row in rows for each in row.media)
+    taken = (_num_frames(each, spec.media.limits) for row in rows for each in row.media if each.kind == "video")
+    num_frames = max(taken, default=0)
+    seen = (each for row in rows for each in row.media if each.kind != "audio")
+    largest = max(seen, key=lambda each: each.width * each.height, default=None)
+    num_pixels = _num_pixels(largest, spec, model) if largest is not None else 0
+    if training.packing and training.max_length is not None:
+        return Extent(training.max_length, NOTHING, kinds, num_frames, num_pixels)
+    costs = [(row.num_text_tokens, media_cost(row, spec, model)) for row in rows]
+    cut_at = training.cut_at
+    whole = [(text, cost) for text, cost in costs if cut_at is None or cost.tokens <= cut_at]  # others are left out
+    lengths = [text + cost.tokens for text, cost in whole]
+    longest = max([*lengths, *([num_row_tokens] if num_row_tokens is not None else [])], default=None)
+    limits = [limit for limit in (cut_at, longest) if limit is not None]
+    media = max((cost for _, cost in whole), key=lambda cost: cost.positions, default=NOTHING)
+    return Extent(min(limits, default=UNCUT_LENGTH), media, kinds, num_frames, num_pixels)
+
+
+def media_cost(row: Row, spec: JobSpec, model: BaseModelInfo) -> Cost:
+    """What a row's images, videos and sounds are to the model, under the job's limits."""
+    return sum((_cost(each, spec.media.limits, model) for each in row.media), NOTHING)
+
+
+def _num_frames(seen: Facts, limits: MediaLimits) -> int:
+    return num_taken(seen.num_frames or NUM_FRAMES, limits, is_list=seen.is_list)
+
+
+def _num_pixels(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> int:
+    """Pixels of an image or a frame, halved for as long as the model's processor makes the same of it. 0 where
+    that makes no end: a processor whose images are all of one size, or one that is not known here."""
+    limits = spec.media.limits
+    pixels = math.prod(fitted_size(max(seen.width, 1), max(seen.height, 1), limits))
+    whole = _cost(seen, limits, model)
+    while pixels > 1:
+        less = _cost(seen, replace(limits, max_pixels=pixels // 2), model)
+        if less.tokens < whole.tokens or less.positions < whole.positions:
+            return pixels
+        pixels //= 2
+    return 0
+
+
+def _cost(seen: Facts, limits: MediaLimits, model: BaseModelInfo) -> Cost:
+    senses = model.senses
+    if seen.kind == "audio":
+        return senses.sound(seen.duration_sec or 0.0)
+    width, height = fitted_size(max(seen.width, 1), max(seen.height, 1), limits)
+    if seen.kind == "image":
+        return senses.image(width, height)
+    return senses.video(_num_frames(seen, limits), width, height)
+
+
+def num_bytes(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    choices: Precision,
+    loaded: Iterable[Parameter],
+    size: Extent,
+    num_rows: int | None,
+) -> tuple[int, int]:
+    """What a forward pass keeps for the backward one, or what an evaluation has at once; 0 where nothing is known.
+
+    And how much of it eyes and ears take.
+    """
+    widths = parameter.sizes(model.config)
+    if widths is None:
+        return 0, 0
+    training = spec.training
+    is_half = choices.load_dtype in precision.HALF or choices.bf16 or choices.fp16
+    bytes_each = 2 if is_half else 4
+    batch = rows_at_once(training.per_device_train_batch_size, num_rows)
+    tokens = batch * size.length
+    unit = tokens * bytes_each
+    layer = unit * (KEPT_HIDDEN * widths.hidden + KEPT_MLP * widths.mlp)
+    if not precision.is_full(spec):
+        layer += unit * KEPT_ADAPTER * widths.hidden + _experts_copied(spec, model, loaded, bytes_each, widths)
+    if choices.attn_implementation == "eager":
+        layer += unit * KEPT_SCORES * widths.heads * size.length
+    if training.activation_offloading:
+        kept = layer
+    elif training.gradient_checkpointing:
+        kept = unit * widths.hidden * widths.layers + layer
+    else:
+        kept = layer * widths.layers
+    kept += _autocast_copies(spec, choices, loaded)
+    kept += _logits_bytes(spec, model, device, tokens, widths.vocabulary, bytes_each)
+    towers = _towers_bytes(spec, model, choices, size.media, batch * bytes_each)
+    has_eval = bool(spec.eval_datasets or spec.eval_split)
+    eval_tokens = rows_at_once(training.per_device_eval_batch_size, num_rows) * size.length if has_eval else 0
+    evaluating = _logits_bytes(spec, model, device, eval_tokens, widths.vocabulary, bytes_each)
+    return int(max(kept + towers, evaluating)), int(towers)
+
+
+def _towers_bytes(spec: JobSpec, model: BaseModelInfo, choices: Precision, media: Cost, unit: int) -> float:
+    """What eyes or ears keep: all layers where they are trained, else what one has at a time."""
+    if not media.positions:
+        return 0
+    is_trained = bool(precision.trained_parts(spec) & {"vision", "audio"})
+    most = 0.0
+    for tower in filter(None, (model.senses.eyes, model.senses.ears)):
+        layer = unit * media.positions * (KEPT_HIDDEN * tower.hidden + KEPT_MLP * tower.mlp)
+        if choices.attn_implementation == "eager":
+            layer += unit * media.positions * KEPT_SCORES * tower.heads * media.window
+        if not is_trained:
+            kept = layer
+        elif spec.training.gradient_checkpointing:
+            kept = unit * media.positions * tower.hidden * tower.layers + layer
+        else:
+            kept = layer * tower.layers
+        most = max(most, kept)
+    return most
+
+
+def rows_at_once(batch_size: int, num_rows: int | None) -> int:
+    return batch_size if num_rows is None else min(batch_size, max(num_rows, 1))
+
+
+def _logits_bytes(spec: JobSpec, model: BaseModelInfo, device: Device, tokens: int, vocabulary: int, size: int) -> int:
+    """The largest part of a small model with many words."""
+    training = spec.training
+    # What the worker leaves to TRL on a GPU; elsewhere, and where the model's logits are its own, it asks for nll.
+    asks = training.loss_type == "chunked_nll" or (training.loss_type is None and device.kind == "cuda")
+    is_chunked = training.use_liger_kernel or (asks and not loss.why_whole(spec, None, model.config))
+    return loss.logits_bytes(tokens, vocabulary, size, is_chunked=is_chunked)
+
+
+def _experts_copied(
+    spec: JobSpec, model: BaseModelInfo, loaded: Iterable[Parameter], size: int, widths: Sizes
+) -> float:
+    """Under an adapter, peft adds up a layer's stacked experts anew in each pass: a copy for the backward one."""
+    names = parameter.EXPERT_NAMES.get(model.model_type, {})
+    if spec.lora is None or not names:
+        return 0
+    targeted = parameter.experts_targeted(spec.lora, tuple(loaded), names)
+    copied = [each for each in loaded if each.role == "experts" and each.name.rpartition(".")[2] in targeted]
+    return sum(each.num_elements for each in copied) * size / widths.layers
+
+
+def _autocast_copies(spec: JobSpec, choices: Precision, loaded: Iterable[Parameter]) -> int:
+    """Autocast keeps a half-precision copy of each trained float32 matrix through a pass."""
+    if not (precision.is_full(spec) and choices.load_dtype == "float32" and (choices.bf16 or choices.fp16)):
+        return 0
+    return 2 * sum(each.num_elements for each in loaded if each.role in ("linear", "head", "experts", "router"))

@@ -1,0 +1,120 @@
+"""Losses that a job's other keys and its model allow.
+
+What TRL takes by itself on a GPU goes in chunks and never has all logits: it passes an adapter on the head by, has
+nothing to smooth labels with, and multiplies by the head's weights alone, whatever else the model does on the way to
+its logits (Granite divides them). The worker takes the plain loss then. `worker/train/losscheck.py` compares the loss
+with the model's logits, for what is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
+from honed.spec.spec import JobSpec
+from honed.system import installed
+from honed.system.error import SpecError
+
+#: What families call the layer that writes.
+_HEADS = ("lm_head", "embed_out", "output_layer")
+#: Tokens of the logits that TRL's chunked loss has at a time.
+CHUNKED_TOKENS = 256
+#: What a model does to its logits, or to what its head is given, that the chunked loss leaves out: keys of config.json,
+#: and the value with which nothing is done.
+_SCALES: Mapping[str, float] = {"logits_scaling": 1, "lm_head_multiplier": 1, "logits_mup_width_multiplier": 1}
+#: Families that do so whatever their config.json says; whose head is more than one layer; that keep a key that the
+#: chunked loss applies, and they do not; or whose parts it cannot tell apart.
+_OWN_HEADS = frozenset({
+    "recurrent_gemma", "minicpm3", "modernbert-decoder", "mpt", "llama4", "llama4_text", "mllama", "mllama_text_model",
+    "inkling_text", "inkling_mm_model",
+})  # fmt: skip
+
+
+def own_head(config: Mapping[str, Any]) -> str | None:
+    """What a model does on the way to its logits that the chunked loss does not know; `config` is its config.json."""
+    for found in (config, config.get("text_config")):
+        if not isinstance(found, Mapping):
+            continue
+        for key, nothing in _SCALES.items():
+            if isinstance(value := found.get(key), int | float) and value != nothing:
+                return f"{key}: {value:g} of its config.json"
+        if (name := found.get("model_type")) in _OWN_HEADS:
+            return f"the head of {name}"
+    return None
+
+
+def why_whole(
+    spec: JobSpec, adapter_config: Mapping[str, Any] | None, config: Mapping[str, Any] | None = None
+) -> str | None:
+    """The reason why the loss must see all logits at once; None where it need not.
+
+    `adapter_config` is peft's, of `adapter:`; `config` the model's config.json.
+    """
+    if spec.training.label_smoothing_factor:
+        return "label_smoothing_factor"
+    lora = spec.lora.target_modules if spec.lora is not None else None
+    if any(_is_head(each) for each in _targets(lora)):
+        return "lora.target_modules with the head"
+    if adapter_config is not None and any(_is_head(each) for each in _targets(adapter_config.get("target_modules"))):
+        return "an adapter on the head"
+    return f"the model ({why})" if config is not None and (why := own_head(config)) else None
+
+
+def default_type(spec: JobSpec, *, has_gpu: bool, config: Mapping[str, Any] | None = None) -> str | None:
+    """What is taken where the spec names none; None leaves it to TRL, whose own saves a GPU's memory.
+
+    From TRL 1.15 on that one is a Triton kernel, which a CPU cannot run.
+    """
+    return None if has_gpu and why_whole(spec, _adapter_config(spec), config) is None else "nll"
+
+
+def logits_bytes(num_tokens: int, vocabulary: int, size: int, *, is_chunked: bool) -> int:
+    """What logits take: as computed, in `size` bytes each, in float32 for the loss, and their gradient."""
+    return (min(num_tokens, CHUNKED_TOKENS) if is_chunked else num_tokens) * vocabulary * (size + 8)
+
+
+def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
+    """Raises SpecError for a loss that the model or the adapter does not go with."""
+    why = why_whole(spec, adapter.config if adapter else None, model.config)
+    if spec.training.loss_type == "chunked_nll" and why:
+        raise SpecError(
+            f"training.loss_type: chunked_nll does not go with {why}: it never has the model's logits",
+            hint="write nll, or leave loss_type out",
+            fix={"training.loss_type": "nll"},
+        )
+    known, _ = installed.known_model_types()
+    is_own = "auto_map" in model.config and model.model_type not in known
+    if spec.training.label_smoothing_factor and (is_own or model.model_type in installed.unshifted_model_types()):
+        raise SpecError(
+            f"training.label_smoothing_factor: transformers would smooth the labels of {model.model_type} without "
+            "moving them to the token before, which trains it to repeat each token",
+            hint="leave it out",
+            fix={"training.label_smoothing_factor": None},
+        )
+
+
+def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
+    """adapter_config.json of the adapter that the job goes on from."""
+    if spec.adapter is None:
+        return None
+    found = json.loads((Path(spec.adapter) / "adapter_config.json").read_bytes())
+    return found if isinstance(found, dict) else None
+
+
+def _targets(wanted: Any) -> Iterator[str]:
+    """The names in peft's `target_modules`; of a regular expression, the heads' that fit."""
+    match wanted:
+        case "all-linear" | None:  # peft leaves the head out
+            return
+        case str():
+            yield from (head for head in _HEADS if re.fullmatch(wanted, head))
+        case list() | tuple():
+            yield from (str(each) for each in wanted)
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] in _HEADS

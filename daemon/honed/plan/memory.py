@@ -1,0 +1,198 @@
+"""Memory that a job will take, estimated before anything is loaded, without torch.
+
+    headers ──► the parameters as they will be loaded ──► weights (quantization state included)
+    lora, or all of them ──► the trained parameters ──► adapter, gradients, optimizer
+    config, batch, length ──► activations ◄── images, videos and sounds of the rows that were looked at
+
+Weights, adapter, gradients and optimizer are sums over tensors whose shapes are known, and within 5 % of what is held
+(tests/worker/test_memory_used.py). Activations are a model of what a forward pass keeps, and are rough. So a job is
+refused only where it cannot fit even if gradients and activations are never there at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from honed.inputs.basemodel import BITS, AdapterInfo, BaseModelInfo
+from honed.inputs.dataset import NUM_OPENED
+from honed.job.out_of_memory import ASSUMED_PIXELS
+from honed.plan import activation, parameter
+from honed.plan.activation import Extent, Row
+from honed.plan.parameter import Shape
+from honed.plan.precision import Precision
+from honed.spec.media import Kind
+from honed.spec.spec import JobSpec
+from honed.system.device import Device
+
+#: Parameters for one float32 of scale in an 8-bit optimizer's state; smaller tensors keep float32 states.
+BLOCK_OPTIMIZER, MIN_8BIT_SIZE = 256, 4096
+#: Elements from which a paged optimizer lets a state be moved into the machine's memory.
+MIN_PAGED_SIZE = 100_000
+#: Rank to which GaLore and APOLLO project a matrix where optim_args does not say.
+PROJECTED_RANK = 128
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimates, in bytes."""
+
+    weights_bytes: int  #: quantization state included
+    adapter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    available_bytes: int  #: the device's whole memory, less the administrator's reserve
+    batch_size: int
+    length: int  #: tokens of the longest row that is expected in a batch
+    num_media_tokens: int = 0  #: of a row, what is seen or heard
+    media: tuple[Kind, ...] = ()  #: what there is in the rows beside text
+    num_frames: int = 0  #: that are taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
+    tower_bytes: int = 0  #: of the activations, those of eyes and ears
+    paged_bytes: int = 0  #: of the optimizer's states, what the device may leave to the machine
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.parts)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        names = ("weights", "adapter", "gradient", "optimizer", "activation")
+        return tuple((name, getattr(self, f"{name}_bytes")) for name in names)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes - self.paged_bytes <= self.available_bytes
+
+    @property
+    def can_fit(self) -> bool:
+        """Whether it fits where gradients and activations are never whole at once, as without accumulation."""
+        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
+        return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "media": list(self.media), "total_bytes": self.total_bytes, "fits": self.fits}
+
+
+def estimate(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    choices: Precision,
+    *,
+    adapter: AdapterInfo | None = None,
+    reserve_bytes: int = 0,
+    num_row_tokens: int | None = None,
+    num_rows: int | None = None,
+    rows: Sequence[Row] = (),
+) -> Memory:
+    """What the job takes on a device. `num_row_tokens`: of the longest row without media that was looked at, if any
+    was; `rows`: those with media that were; `num_rows`: all that there are, where that is known: a batch has no more.
+    """
+    loaded = parameter.parameters(model)
+    available_bytes = max(0, device.total_bytes - reserve_bytes)
+    if spec.kind == "merge":  # goes from file to file, a module at a time
+        largest = max(each.num_elements for each in loaded) if model.tensors else 0
+        return Memory(3 * 4 * largest, adapter.num_bytes if adapter else 0, 0, 0, 0, available_bytes, 0, 0)
+    learns = parameter.trained(spec, model, adapter)
+    size = BITS[choices.adapter_dtype or choices.load_dtype] // 8
+    optim = choices.optim or spec.training.optim
+    states = [
+        (
+            shape,
+            _state_bytes(
+                optim, shape, size, is_embedding=place in learns.embeddings, is_compensated=_is_compensated(choices)
+            ),
+        )
+        for place, shape in enumerate(learns.shapes)
+    ]
+    is_paged = optim.startswith("paged_") and device.kind == "cuda"
+    has_gradients = not re.search("lomo|layerwise", optim)
+    extent = activation.extent(spec, model, num_row_tokens, rows)
+    activation_bytes, tower_bytes = activation.num_bytes(spec, model, device, choices, loaded, extent, num_rows)
+    if _is_compensated(choices) and model.tensors:  # a weight and its gradient are widened while it is stepped
+        activation_bytes = max(activation_bytes, 8 * max(map(math.prod, learns.shapes), default=0))
+        if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
+            activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
+    return Memory(
+        weights_bytes=parameter.weights_bytes(model, loaded, choices),
+        adapter_bytes=learns.num_added * size,
+        gradient_bytes=learns.num_parameters * size if has_gradients else max(map(math.prod, learns.shapes)) * size,
+        optimizer_bytes=sum(num_bytes for _, num_bytes in states),
+        activation_bytes=activation_bytes,
+        available_bytes=available_bytes,
+        batch_size=activation.rows_at_once(spec.training.per_device_train_batch_size, num_rows),
+        length=extent.length,
+        num_media_tokens=extent.media.tokens,
+        media=tuple(sorted(extent.kinds)),
+        num_frames=extent.num_frames,
+        num_pixels=_num_pixels(extent, rows, num_rows),
+        tower_bytes=tower_bytes,
+        paged_bytes=sum(each for shape, each in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
+    )
+
+
+def _num_pixels(extent: Extent, rows: Sequence[Row], num_rows: int | None) -> int:
+    """The size of the largest picture of all: where not every one was looked at, no fewer than one is taken to have."""
+    is_whole = num_rows is not None and sum(len(row.media) for row in rows) < NUM_OPENED
+    return extent.num_pixels if is_whole or not extent.num_pixels else max(extent.num_pixels, ASSUMED_PIXELS)
+
+
+# --- Optimizer --------------------------------------------------------------------------------------------------------
+
+#: Optimizers by a pattern of their name: what each parameter's state is made of. `8bit` and `32bit` are bitsandbytes',
+#: which keep float32 whatever the parameter's dtype; `own` states have the parameter's dtype.
+OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projected"], float], ...] = (
+    (r"(paged_)?(adamw_8bit)|adamw_bnb_8bit", "8bit", 2),
+    (r"(paged_)?ademamix_8bit", "8bit", 3),
+    (r"(paged_)?lion_8bit|rmsprop_bnb_8bit", "8bit", 1),
+    (r"paged_adamw_32bit", "32bit", 2),
+    (r"ademamix|paged_ademamix_32bit", "32bit", 3),
+    (r"(paged_)?lion_32bit|rmsprop_bnb(_32bit)?", "32bit", 1),
+    (r"adamw_anyprecision", "32bit", 1.5),  # the mean in float32, the variance in bfloat16
+    (r"adamw_torch_8bit", "32bit", 0.5),
+    (r"adamw_torch_4bit", "32bit", 0.25),
+    (r"adafactor", "factored", 0),
+    (r"sgd|lomo|adalomo", "own", 0),
+    (r"adagrad|rmsprop|schedule_free_sgd", "own", 1),
+    (r"grokadamw", "own", 3),
+    (r"(galore|apollo)_.*", "projected", 2),
+    (r".*", "own", 2),
+)
+
+
+def bytes_per_parameter(choices: Precision, optim: str) -> float:
+    """Bytes for each parameter of a large matrix in full fine-tuning: the weight, its gradient, and what the optimizer
+    keeps."""
+    size, shape = BITS[choices.load_dtype] // 8, (4096, 4096)
+    state = _state_bytes(optim, shape, size, is_embedding=False, is_compensated=_is_compensated(choices))
+    return 2 * size + state / math.prod(shape)
+
+
+def _is_compensated(choices: Precision) -> bool:
+    return choices.master_weights == "compensated"
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_bytes(name: str, shape: Shape, size: int, *, is_embedding: bool, is_compensated: bool) -> int:
+    """The optimizer's state for one trained tensor, whose elements have `size` bytes. Many tensors have one shape."""
+    number = math.prod(shape)
+    if is_compensated and size == 2:  # moments as for float32, and the remainders
+        return _state_bytes(name, shape, 4, is_embedding=is_embedding, is_compensated=False) + 2 * number
+    kind, num_states = next((kind, each) for pattern, kind, each in OPTIMIZERS if re.fullmatch(pattern, name))
+    match kind:
+        case "8bit" if number >= MIN_8BIT_SIZE and not is_embedding:
+            return int(num_states * (number + 4 * math.ceil(number / BLOCK_OPTIMIZER)))
+        case "8bit" | "32bit":
+            return int(4 * num_states * number)
+        case "factored":
+            return 4 * (number // shape[-1] + number // shape[-2] if len(shape) > 1 else number)
+        case "projected" if len(shape) > 1:
+            return int(size * (num_states * PROJECTED_RANK * max(shape) + PROJECTED_RANK * min(shape)))
+        case _:
+            return int(size * num_states * number) + (4 if num_states else 0)  # and its step, a float32

@@ -1,0 +1,86 @@
+"""The number of steps of a run, and the settings that do not fit that many; learning rates that few runs survive.
+
+At the check the number of rows is known of small data sets alone, and is the most that there can be: rows are left out,
+held out and packed. The worker knows the steps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from honed.plan import precision
+from honed.spec.spec import JobSpec
+
+#: Optimizers for whose learning rates the ranges below stand; others have scales of their own.
+_ADAM = re.compile(r"adam|lion|galore|apollo|stable")
+#: Learning rates beyond which hardly any run learns: of an adapter, and of whole weights.
+ADAPTER_RATES, FULL_RATES = (1e-6, 1e-2), (1e-8, 1e-3)
+#: Share of a run that may be warm-up without a word.
+MAX_WARMUP = 0.5
+
+
+def num_steps(spec: JobSpec, num_rows: int | None) -> int | None:
+    """The most steps that a run can have with so many rows in its data sets; None where that is not known."""
+    training = spec.training
+    if training.max_steps > 0:
+        return training.max_steps
+    if num_rows is None:
+        return None
+    held_out = 0.0 if spec.eval_datasets else spec.eval_split or 0.0
+    kept = max(num_rows - int(num_rows * held_out), 1)
+    batches = math.ceil(kept / training.per_device_train_batch_size)
+    return math.ceil(training.num_train_epochs * math.ceil(batches / training.gradient_accumulation_steps))
+
+
+def unfit(spec: JobSpec, steps: int, *, is_most: bool = False) -> Iterator[str]:
+    """What is said of settings that a run of so many steps, or at most so many, has no use for."""
+    training, given = spec.training, spec.training.model_fields_set
+    length = f"{'at most ' if is_most else ''}{steps:,} step{'s' if steps != 1 else ''}"
+    if (warmup := training.warmup_steps) >= 1 and warmup > steps:
+        yield (
+            f"training.warmup_steps: {warmup:g} of {length}: the learning rate gets to "
+            f"{steps / warmup:.0%} of {training.learning_rate:g} at most; write fewer, or a share such as 0.03"
+        )
+    elif (share := warmup if warmup < 1 else warmup / steps) > MAX_WARMUP:
+        yield (
+            f"training.warmup_steps: {warmup:g} of {length}: more than half of the run, {share:.0%}, is warm-up; write "
+            "fewer, or a share such as 0.03"
+        )
+    if spec.eval_strategy == "steps" and (every := training.eval_steps or 0) > steps:
+        yield f"training.eval_steps: {every:g} of {length}: there is no evaluation between the first and the last step"
+    if "save_steps" in given and training.save_strategy == "steps" and training.save_steps > steps:
+        yield (
+            f"training.save_steps: {training.save_steps:g} of {length}: there is no checkpoint before the last step, "
+            "and a run that is cut short starts over"
+        )
+    if "logging_steps" in given and training.logging_strategy == "steps" and training.logging_steps > steps:
+        yield f"training.logging_steps: {training.logging_steps:g} of {length}: no loss is told"
+    if isinstance(frequency := spec.predictions.sample_frequency, int) and frequency > steps:
+        yield f"predictions.sample_frequency: {frequency} of {length}: there are no predictions on the way"
+
+
+def rate(spec: JobSpec) -> Iterator[str]:
+    """What is said of a learning rate that is far from all usual ones."""
+    if spec.kind == "merge" or not _ADAM.search(spec.training.optim):
+        return
+    is_full, found = precision.is_full(spec), spec.training.learning_rate
+    low, high = FULL_RATES if is_full else ADAPTER_RATES
+    what, usual = ("whole weights", "1e-6 to 1e-4") if is_full else ("an adapter", "1e-5 to 1e-3")
+    if found > high:
+        yield (
+            f"training.learning_rate: {found:g} is very high for {what}: it is likely to destroy what the model "
+            f"knows; {usual} is usual"
+        )
+    elif found < low:
+        yield f"training.learning_rate: {found:g} is very low for {what}: hardly anything is learned; {usual} is usual"
+
+
+def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:
+    """All that is known at the check. `num_rows`: of the data sets that are trained on, where all were looked at."""
+    if spec.kind == "merge":
+        return []
+    steps = num_steps(spec, num_rows)
+    found = [] if steps is None else list(unfit(spec, steps, is_most=spec.training.max_steps < 0))
+    return [*rate(spec), *found]

@@ -1,0 +1,82 @@
+"""Models that carry one row into the next where several are packed into one sequence, or a batch into one line.
+
+What keeps packed rows apart are their positions, from which attention makes its mask. Nothing does where a layer hands
+a state on from token to token, nor where a model makes its mask without the positions. TRL warns, whatever the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from honed.inputs.basemodel import BaseModelInfo
+from honed.spec.spec import JobSpec
+from honed.system import installed
+from honed.system.error import SpecError
+
+#: Layers that hand a state on: what transformers calls stateful, short convolutions, MiniMax's linear attention.
+RECURRENT = frozenset({
+    "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling_text", "jamba",
+    "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2", "minicpmv4_6", "minimax", "nemotron_h",
+    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp",
+    "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+})  # fmt: skip
+#: Attention whose mask does not go by positions: in transformers 5.17 a change to the first of two packed rows changes
+#: what each of these writes for the second. Among them are those that count positions in three axes for images.
+UNMASKED = frozenset({
+    "afmoe", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot",
+    "blenderbot-small", "bloom", "camembert", "cpmant", "data2vec-text", "electra", "ernie", "ernie4_5_vl_moe",
+    "falcon", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "gpt_oss", "hunyuan_vl", "marian", "mbart",
+    "megatron-bert", "moshi", "mpt", "mvp", "openai-gpt", "opt", "paddleocr_vl", "pegasus", "qwen2_5_omni",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "trocr", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl",
+})  # fmt: skip
+
+#: What configs call their kinds of layers, and those among them that hand a state on.
+_LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
+_STATE = re.compile(r"mamba|linear|conv|recurr|ssm|rwkv|delta|hybrid")
+
+
+def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
+    """Raises SpecError where the job packs rows and the model would let them see each other."""
+    training = job_spec.training
+    # Rows that are put one after the other, and cut where a sequence is full, see each other in every model: so asked.
+    asked = () if training.packing_strategy == "wrapped" else ("packing", "eval_packing")
+    key = next((key for key in (*asked, "padding_free") if getattr(training, key)), None)
+    if key is None or (why := leak(model.model_type, model.config)) is None:
+        return
+    raise SpecError(
+        f"training.{key}: {model.path}: {why}: each row would be trained as if those before it were a part of it",
+        hint=f"leave {key} out; train_sampling_strategy: group_by_length saves most of the padding, too",
+        fix={f"training.{key}": None},
+    )
+
+
+def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
+    """The way in which packed rows reach each other in such a model; None where they do not, or nothing says so."""
+    types = [installed.MODEL_TYPE_ALIASES.get(each, each) for each in (model_type, *_nested_types(config))]
+    if found := next((each for each in types if each in RECURRENT), None):
+        return f"{found} has layers that hand a state on from token to token"
+    if found := next((each for each in types if each in UNMASKED), None):
+        return f"{found}'s attention goes by no positions to keep packed rows apart"
+    if found := next((each for each in _layer_kinds(config) if _STATE.search(each)), None):
+        return f"config.json names layers that hand a state on from token to token ({found})"
+    return None
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The config, and those of the language models in it."""
+    yield config
+    for key in ("thinker_config", "text_config", "llm_config"):
+        if isinstance(inner := config.get(key), dict):
+            yield from _sections(inner)
+
+
+def _nested_types(config: Mapping[str, Any]) -> list[str]:
+    return [each for section in _sections(config) if isinstance(each := section.get("model_type"), str)]
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    found = [section.get(key) for section in _sections(config) for key in _LAYER_KEYS]
+    return sorted({str(kind) for kinds in found if isinstance(kinds, list) for kind in kinds})

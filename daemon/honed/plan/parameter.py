@@ -1,0 +1,366 @@
+"""The parameters of a job, counted from a checkpoint's headers: as they will be loaded, and those that are trained.
+
+Sums over tensors whose shapes are known, and within 5 % of what is held (tests/worker/test_memory_used.py). No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from honed.inputs import modality
+from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseModelInfo, Tensor
+from honed.plan import precision
+from honed.plan.precision import Precision
+from honed.spec.spec import JobSpec, LoraSpec
+
+Shape = tuple[int, ...]
+#: `linear` and `head` are nn.Linear or GPT-2's Conv1D; of these bitsandbytes quantizes the first alone. `experts` are
+#: the stacked weights that transformers 5 makes of a mixture's experts, and `router` chooses among them: parameters of
+#: their own, which bitsandbytes leaves as they are.
+Role = Literal["linear", "head", "embedding", "experts", "router", "other"]
+
+#: Bytes of a bitsandbytes 4-bit weight beside its packed values, with the double quantization that the worker asks
+#: for: one byte of scale a block of 64, a float32 for each 256 of those, two tables of float32 and an offset.
+BLOCK_4BIT, NESTED_BLOCK_4BIT, TABLES_4BIT = 64, 256, 4 * (16 + 256 + 1)
+#: Families whose linear layers are Conv1D, stored as (in, out).
+CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+#: Families whose experts peft adapts although they are no linear layers, by their names in older checkpoints: a list,
+#: a regular expression or all-linear that meets these names means the stacked weights.
+EXPERT_NAMES: dict[str, dict[str, str]] = {
+    **{
+        family: {"gate": "router", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+        for family in ("mixtral", "minimax", "minimax_m2")
+    },
+    **{
+        family: {"gate": "router", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        for family in (
+            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe",
+            "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "solar_open", "mellum", "qwen3_moe", "qwen3_next",
+            "hunyuan_v1_moe", "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
+        )
+    },
+}  # fmt: skip
+
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$")
+_EMBEDDING = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")
+_EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]|(gate|up|down)_proj)\.weight")
+_STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+_ROUTER = re.compile(r".*\.(block_sparse_moe|mlp|moe|feed_forward)\.gate\.weight")
+#: Masks and frequencies that older checkpoints carry and transformers passes over.
+_BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter as it will be loaded."""
+
+    name: str  #: as in the checkpoint, or of the stacked weight that experts become
+    shape: Shape
+    role: Role
+    stored_bytes: int | None = None  #: of a quantized checkpoint's, which are held as they are stored
+    is_transposed: bool = False  #: Conv1D: (in, out)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight").removesuffix(".bias")
+
+    @property
+    def num_outputs(self) -> int:
+        return self.shape[1] if self.is_transposed else self.shape[0]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The shapes of all that is trained."""
+
+    added: tuple[Shape, ...]  #: by peft: low-rank matrices, magnitudes, whole copies of modules_to_save
+    own: tuple[Shape, ...]  #: the model's own: all in full fine-tuning, else the biases that are trained along
+    embeddings: frozenset[int] = frozenset()  #: places among `shapes` whose states 8-bit optimizers keep in 32 bits
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return self.added + self.own
+
+    @property
+    def num_added(self) -> int:
+        return sum(map(math.prod, self.added))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+
+# --- As loaded --------------------------------------------------------------------------------------------------------
+
+
+def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
+    """What the checkpoint's tensors become once loaded; one nameless parameter for pickled weights."""
+    if not model.tensors:
+        return (Parameter("", (model.num_parameters,), "other"),)
+    tensors = {
+        tensor.name: tensor
+        for tensor in model.tensors
+        if not QUANTIZATION_STATE.search(tensor.name) and (not model.speaks or tensor.name.startswith("thinker."))
+    }
+    state: dict[str, int] = {}
+    for tensor in model.tensors:
+        if QUANTIZATION_STATE.search(tensor.name):
+            owner = QUANTIZATION_STATE.sub("", tensor.name).removesuffix(".weight")
+            state[owner] = state.get(owner, 0) + tensor.num_bytes
+    experts: dict[str, list[tuple[str, Tensor]]] = {}
+    found = []
+    is_tied = model.config.get("tie_word_embeddings") is True and any(map(_is_embedding, tensors.values()))
+    for tensor in tensors.values():
+        if match := _EXPERT.fullmatch(tensor.name):
+            stacked = "down_proj" if match["leaf"] in ("w2", "down_proj") else "gate_up_proj"
+            experts.setdefault(f"{match['prefix']}.{stacked}", []).append((match["number"], tensor))
+        elif not (_is_buffer(tensor) or (is_tied and _HEAD.search(_module(tensor)))):
+            found.append(_parameter(tensor, model, state))
+    found += [_stacked(name, each, model, state) for name, each in experts.items()]
+    return tuple(found)
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.name.removesuffix(".weight")
+
+
+def _is_buffer(tensor: Tensor) -> bool:
+    is_bias = tensor.name.endswith(".bias") and len(tensor.shape) == 1
+    return _BUFFER.search(tensor.name) is not None and not is_bias
+
+
+def _is_embedding(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 2 and _EMBEDDING.search(_module(tensor)) is not None
+
+
+def _parameter(tensor: Tensor, model: BaseModelInfo, state: dict[str, int]) -> Parameter:
+    shape, role = tensor.shape, _role(tensor, model)
+    stored = None
+    if model.is_quantized and tensor.dtype in ("uint8", "int8", "int32"):
+        stored = tensor.num_bytes + state.get(_module(tensor), 0)
+        shape = _unpacked(tensor, model)
+    return Parameter(tensor.name, shape, role, stored, role == "linear" and model.model_type in CONV1D_TYPES)
+
+
+def _role(tensor: Tensor, model: BaseModelInfo) -> Role:
+    module = _module(tensor)
+    if _STACKED.fullmatch(tensor.name):
+        return "experts"
+    if module == tensor.name or len(tensor.shape) != 2:
+        return "other"  # norms, biases, convolutions
+    if _HEAD.search(module):
+        return "head"
+    if _EMBEDDING.search(module):
+        return "embedding"
+    if _ROUTER.fullmatch(tensor.name) and model.model_type in EXPERT_NAMES:
+        return "router"
+    return "linear"
+
+
+def _unpacked(tensor: Tensor, model: BaseModelInfo) -> Shape:
+    """The shape of a weight that bitsandbytes stores as a column of bytes, two weights each: one side is known."""
+    widths = sizes(model.config)
+    if tensor.dtype != "uint8" or model.quantization != "4bit" or widths is None:
+        return tensor.shape
+    number = 2 * tensor.num_elements
+    return (number // widths.hidden, widths.hidden) if number % widths.hidden == 0 else (number,)
+
+
+def _stacked(name: str, members: list[tuple[str, Tensor]], model: BaseModelInfo, state: dict[str, int]) -> Parameter:
+    """One weight for all experts of a layer: (experts, out, in), with gate above up."""
+    num_experts = len({number for number, _ in members})
+    number = sum(tensor.num_elements for _, tensor in members)
+    num_inputs = members[0][1].shape[-1]
+    stored = None
+    if model.is_quantized:
+        stored = sum(tensor.num_bytes + state.get(_module(tensor), 0) for _, tensor in members)
+    return Parameter(name, (num_experts, number // num_experts // max(1, num_inputs), num_inputs), "experts", stored)
+
+
+def weights_bytes(model: BaseModelInfo, loaded: Iterable[Parameter], choices: Precision) -> int:
+    size = BITS[choices.load_dtype] // 8
+    quantization = "none" if model.is_quantized else choices.quantization
+    return sum(_parameter_bytes(parameter, quantization, size) for parameter in loaded)
+
+
+def _parameter_bytes(parameter: Parameter, quantization: str, size: int) -> int:
+    number = parameter.num_elements
+    if parameter.stored_bytes is not None:
+        return parameter.stored_bytes
+    # The worker leaves eyes and ears as they are.
+    if quantization == "none" or parameter.role != "linear" or modality.part(parameter.module) != "language":
+        return number * size
+    if quantization == "8bit":
+        return number + 4 * parameter.num_outputs
+    blocks = math.ceil(number / BLOCK_4BIT)
+    return math.ceil(number / 2) + blocks + 4 * math.ceil(blocks / NESTED_BLOCK_4BIT) + TABLES_4BIT
+
+
+# --- Widths -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a config says of a model's widths."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    mlp: int  #: width, of all experts that see one token together
+
+
+def sizes(config: dict[str, Any]) -> Sizes | None:
+    """None where the config tells nothing, under the names that families give them."""
+    for inner in ("thinker_config", "text_config"):
+        config = nested if isinstance(nested := config.get(inner), dict) else config
+
+    def first(*names: str) -> int | None:
+        return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+    hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "num_layers")
+    heads, vocabulary = first("num_attention_heads", "n_head", "num_heads"), first("vocab_size")
+    if not (hidden and layers and heads and vocabulary):
+        return None
+    wide = first("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+    active = first("num_experts_per_tok", "num_experts_per_token", "moe_topk") or 1
+    return Sizes(hidden, layers, heads, vocabulary, wide * active)
+
+
+# --- What is trained --------------------------------------------------------------------------------------------------
+
+
+def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> Trained:
+    """All that has a gradient."""
+    if adapter is not None:
+        shapes = tuple(tensor.shape for tensor in adapter.tensors)
+        return Trained(shapes or ((adapter.num_parameters,),), ())
+    loaded, parts = parameters(model), precision.trained_parts(spec)
+    inside = tuple(each for each in loaded if modality.part(each.module) in parts)
+    if spec.lora is None:
+        embeddings = frozenset(place for place, parameter in enumerate(inside) if parameter.role == "embedding")
+        return Trained((), tuple(parameter.shape for parameter in inside), embeddings)
+    return _lora(spec.lora, loaded, inside, model.model_type)
+
+
+def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter, ...], model_type: str) -> Trained:
+    """What peft adds for a LoraConfig; `inside` are the parts of the model that get an adapter."""
+    saved = _saved(lora, loaded)
+    names = EXPERT_NAMES.get(model_type, {})
+    through_experts = experts_targeted(lora, loaded, names)
+    added: list[Shape] = []
+    targets = []
+    for parameter in _with_tied_head(inside):
+        rank = _rank(lora, parameter)
+        if parameter.role in ("experts", "router") and names:
+            added += _expert_adapter(parameter, lora.r, through_experts)
+        elif _is_target(lora, parameter, set(names)) and parameter.name not in saved:
+            targets.append(parameter)
+            added += [(rank, _num_inputs(parameter)), (parameter.num_outputs, rank)]
+            added += [(parameter.num_outputs,)] if lora.use_dora else []
+    embeddings = frozenset(
+        place for place, parameter in enumerate(saved.values(), len(added)) if parameter.role == "embedding"
+    )
+    added += [parameter.shape for parameter in saved.values()]
+    biases = _biases(lora, loaded, {parameter.module for parameter in targets})
+    return Trained(tuple(added), tuple(biases), embeddings)
+
+
+def _num_inputs(parameter: Parameter) -> int:
+    return parameter.num_elements // max(1, parameter.num_outputs)
+
+
+def _with_tied_head(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
+    """The parameters, and a head of the embedding's shape where the checkpoint stores them as one."""
+    yield from loaded
+    if not any(parameter.role == "head" for parameter in loaded):
+        embedding = max(
+            (each for each in loaded if each.role == "embedding"), key=lambda each: each.num_elements, default=None
+        )
+        if embedding is not None:
+            yield Parameter("lm_head.weight", embedding.shape, "head")
+
+
+def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> bool:
+    """peft's own matching: `all-linear`, a regular expression for the whole name, or the ends of names."""
+    module = parameter.module
+    if parameter.role not in ("linear", "head", "embedding") or not parameter.name.endswith(".weight"):
+        return False
+    if lora.exclude_modules and _matches(module, lora.exclude_modules):
+        return False
+    leaf = module.rpartition(".")[2]
+    if leaf in expert_names and not isinstance(lora.target_modules, list):
+        return False  # peft resolves these to the ends of names, and gives those to the experts
+    if isinstance(lora.target_modules, list) and expert_names & {leaf} & set(lora.target_modules):
+        return False
+    if lora.target_modules == "all-linear":
+        return parameter.role == "linear" and _is_in_layers(lora, module)
+    return _matches(module, lora.target_modules) and _is_in_layers(lora, module)
+
+
+def _is_in_layers(lora: LoraSpec, module: str) -> bool:
+    if not lora.layers_to_transform:
+        return True
+    match = _LAYER.match(module)
+    return match is not None and int(match[1]) in lora.layers_to_transform
+
+
+def _matches(module: str, names: str | list[str]) -> bool:
+    if isinstance(names, str):  # a checkpoint of the bare model lacks the first part of the name
+        return any(re.fullmatch(names, prefix + module) for prefix in ("", "model.", "transformer."))
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _rank(lora: LoraSpec, parameter: Parameter) -> int:
+    for pattern, rank in (lora.rank_pattern or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", parameter.module):
+            return rank
+    return lora.r
+
+
+def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[str, str]) -> set[str]:
+    """Those of router, gate_up_proj and down_proj that get an adapter."""
+    targets = lora.target_modules
+    if targets == "all-linear":
+        return set(names.values())
+    if isinstance(targets, list):
+        return {names[leaf] for leaf in (target.rpartition(".")[2] for target in targets) if leaf in names}
+    prefixes = {parameter.module.rpartition(".")[0] for parameter in loaded if parameter.role in ("experts", "router")}
+    return {to for leaf, to in names.items() if any(_matches(f"{prefix}.{leaf}", targets) for prefix in prefixes)}
+
+
+def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list[Shape]:
+    """peft stacks the experts' matrices; gate and up have one of twice the rank."""
+    if parameter.role == "router":
+        return [(rank, parameter.shape[1]), (parameter.shape[0], rank)] if "router" in targeted else []
+    leaf = parameter.name.rpartition(".")[2]
+    if leaf not in targeted:
+        return []
+    num_experts, num_outputs, num_inputs = parameter.shape
+    stacked = num_experts * rank * (2 if leaf == "gate_up_proj" else 1)
+    return [(stacked, num_inputs), (num_outputs, stacked)]
+
+
+def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter]:
+    """modules_to_save: peft goes by the ends of modules' names, and copies all that is below."""
+
+    def is_saved(parameter: Parameter) -> bool:
+        parts = parameter.module.split(".")
+        above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        return any(module.endswith(name) for module in above for name in lora.modules_to_save or ())
+
+    return {parameter.name: parameter for parameter in _with_tied_head(loaded) if is_saved(parameter)}
+
+
+def _biases(lora: LoraSpec, loaded: tuple[Parameter, ...], targets: set[str]) -> list[Shape]:
+    biases = [parameter for parameter in loaded if parameter.name.endswith(".bias") and lora.bias != "none"]
+    return [bias.shape for bias in biases if lora.bias == "all" or bias.module in targets]

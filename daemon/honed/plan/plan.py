@@ -1,0 +1,307 @@
+"""The plan: what will be done with a job, and why, decided before any model is loaded.
+
+Backend, precision and an estimate of memory, in the shape that `honectl plan --json` prints and plan.json keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
+from honed.job.progress import gib
+from honed.plan import loss, memory, parameter, precision
+from honed.plan.activation import Row
+from honed.plan.memory import Memory
+from honed.plan.precision import Precision
+from honed.plan.rung import Rung
+from honed.spec.config import Config
+from honed.spec.spec import JobSpec
+from honed.system.device import Device
+from honed.system.error import BackendError
+from honed.system.installed import Installed, known_model_types
+
+#: In what a merged checkpoint may be stored.
+MERGED_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What loads the model, and why."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The way in which the loss is computed, and why."""
+
+    type: str | None  #: SFTConfig's `loss_type`; None leaves it to the backend
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rung of full fine-tuning, as it was looked at on the way down."""
+
+    master_weights: str
+    optim: str
+    bytes_per_parameter: float  #: weight, gradient and what the optimizer keeps; activations are beside them
+    total_bytes: int  #: of the whole job
+    fits: bool
+    is_chosen: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that was decided."""
+
+    backend: Backend
+    precision: Precision
+    memory: Memory
+    model: BaseModelInfo
+    device: Device
+    num_trained: int  #: parameters
+    loss: Loss
+    warnings: tuple[str, ...]
+    rows_template: Path | None = None  #: what rows are rendered by, where that is not the base's chat template
+    rungs: tuple[Step, ...] = ()  #: of full fine-tuning
+
+    @property
+    def num_passed(self) -> int:
+        """The better rungs that did not fit."""
+        return next((place for place, each in enumerate(self.rungs) if each.is_chosen), 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "backend": {"name": self.backend.name, "reasons": list(self.backend.reasons)},
+            "precision": self.precision.as_dict(),
+            "memory": self.memory.as_dict(),
+            "loss": {"type": self.loss.type, "reasons": list(self.loss.reasons)},
+            "rungs": [each.as_dict() for each in self.rungs],
+            "checkpoint": {
+                "num_parameters": model.num_parameters,
+                "num_trained": self.num_trained,
+                "stored_dtypes": model.stored_dtypes,
+                "num_weight_bytes": model.num_weight_bytes,
+                "model_type": model.model_type,
+                "architectures": list(model.architectures),
+                "quantization_method": model.quantization_method,
+                "has_chat_template": model.has_chat_template,
+                "has_vision": model.has_vision or model.has_audio,
+                "is_pickled": model.is_pickled,
+            },
+            "base_model_path": str(model.path),
+            "device": self.device.as_dict(),
+            "training_chat_template": None if self.rows_template is None else str(self.rows_template),
+            "warnings": list(self.warnings),
+            # Rows that say the same are kept on one side of eval_split. A plan from before it has no such word.
+            "splits_by_meaning": True,
+        }
+
+
+def make(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    *,
+    config: Config,
+    installed: Installed,
+    adapter: AdapterInfo | None = None,
+    num_row_tokens: int | None = None,
+    num_rows: int | None = None,
+    rows: Sequence[Row] = (),
+    pinned: Rung | None = None,
+    adapter_dtype: str | None = None,
+) -> Plan:
+    """The plan for a job on a device. Raises what `precision.decide` raises, and BackendError.
+
+    `num_row_tokens` is the length of the longest row without media that was looked at, `rows` are those with media,
+    and `num_rows` is how many there are in all. `pinned` and `adapter_dtype` are the rung and
+    the adapter's dtype that an earlier plan of the job has chosen.
+    """
+    if spec.kind == "merge":
+        return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
+
+    def look(rung: Rung | None) -> tuple[Precision, Memory]:
+        choices = precision.decide(
+            spec, model, device, has_flash_attn=installed.has("flash_attn"), rung=rung, adapter_dtype=adapter_dtype
+        )
+        return choices, memory.estimate(
+            spec, model, device, choices, adapter=adapter, reserve_bytes=config.device.reserve_bytes,
+            num_row_tokens=num_row_tokens, num_rows=num_rows, rows=rows,
+        )  # fmt: skip
+
+    steps: tuple[Step, ...] = ()
+    if not precision.is_full(spec):
+        choices, needed = look(None)
+    elif pinned is not None:
+        choices, needed = look(pinned)
+    else:
+        found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
+        choices, needed, steps = _descend([look(rung) for rung in found], spec)
+    backend = choose_backend(spec, model, choices, device, installed)
+    num_trained = parameter.trained(spec, model, adapter).num_parameters
+    chosen = choose_loss(spec, model, device, adapter)
+    warnings = tuple(_warnings(model, choices, needed))
+    return Plan(backend, choices, needed, model, device, num_trained, chosen, warnings, rungs=steps)
+
+
+def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple[Precision, Memory, tuple[Step, ...]]:
+    """The first rung that fits, or the smallest; and all of them, for who wants to know why."""
+    chosen = next((place for place, (_, needed) in enumerate(looked) if needed.fits), len(looked) - 1)
+    steps = tuple(
+        Step(
+            str(choices.master_weights), choices.optim or spec.training.optim,
+            round(memory.bytes_per_parameter(choices, choices.optim or spec.training.optim), 1),
+            needed.total_bytes, needed.fits, place == chosen,
+        )
+        for place, (choices, needed) in enumerate(looked)
+    )  # fmt: skip
+    choices, needed = looked[chosen]
+    if chosen:
+        best = steps[0]
+        why = (
+            f"{best.master_weights} with {best.optim} would need {gib(best.total_bytes)}, and there are "
+            f"{gib(needed.available_bytes)}"
+        )
+        reasons = choices.reasons | {name: f"{choices.reasons[name]}: {why}" for name in ("master_weights", "optim")}
+        choices = replace(choices, reasons=reasons)
+    return choices, needed, steps
+
+
+def _merge(
+    spec: JobSpec, model: BaseModelInfo, device: Device, *, reserve_bytes: int, adapter: AdapterInfo | None
+) -> Plan:
+    """The precision of a merge, that of every parameter. Nothing is computed but sums of weights, in float32, on the
+    CPU."""
+    stored = model.stored_dtype if model.stored_dtype in MERGED_DTYPES else "float32"
+    reasons = {
+        "load_dtype": "what the base model stores" if spec.dtype == "auto" else "as the job asks",
+        "compute_dtype": "a sum in half precision would be rounded twice",
+        "quantization": "the merged checkpoint is whole, whatever the adapter was trained on",
+    }
+    choices = Precision(
+        load_dtype=stored if spec.dtype == "auto" else spec.dtype, compute_dtype="float32", bf16=False, fp16=False,
+        adapter_dtype=None, quantization="none", attn_implementation="auto", reasons=reasons,
+    )  # fmt: skip
+    needed = memory.estimate(spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes)
+    backend = Backend("transformers", ("a merge goes through transformers and peft",))
+    return Plan(backend, choices, needed, model, device, 0, Loss(None), tuple(_warnings(model, choices, needed)))
+
+
+def choose_backend(
+    spec: JobSpec, model: BaseModelInfo, choices: Precision, device: Device, installed: Installed
+) -> Backend:
+    """Unsloth where it is faster and changes nothing; by name, wherever it does what is planned, else BackendError."""
+    obstacle = _unsloth_obstacle(spec, model, choices, device, installed)
+    match spec.backend:
+        case "transformers":
+            return Backend("transformers", ("as the job asks",))
+        case "unsloth" if obstacle:
+            raise BackendError(f"backend: unsloth: {obstacle}", hint="backend: transformers, or auto",
+                               fix={"backend": "auto"})  # fmt: skip
+        case "unsloth":
+            return Backend("unsloth", ("as the job asks",))
+        case _ if obstacle:
+            return Backend("transformers", (obstacle,))
+        case _ if device.kind != "cuda":
+            return Backend("transformers", ("Unsloth is no faster without an NVIDIA GPU",))
+        case _:
+            return Backend(
+                "unsloth", (f"Unsloth {installed.versions['unsloth']} is installed, and trains this on {device.name}",)
+            )
+
+
+def _unsloth_obstacle(
+    spec: JobSpec, model: BaseModelInfo, choices: Precision, device: Device, installed: Installed
+) -> str:
+    """The reason why Unsloth cannot do what is planned, or would silently do something else; empty where it can."""
+    if not (installed.has("unsloth") and installed.has("unsloth_zoo")):
+        return "Unsloth is not installed here"
+    if device.kind == "mps":
+        return "Unsloth does not run on Apple GPUs"
+    if device.kind == "cuda" and (device.compute_capability or (0, 0)) < (7, 0):
+        return f"Unsloth needs compute capability 7.0, and {device.name} has less"
+    named, (known, _) = model.config.get("model_type"), known_model_types()
+    if named not in known and "auto_map" not in model.config and known:
+        return f"Unsloth reads config.json for itself, whose model_type ({named}) is none that transformers knows"
+    if spec.parts.patterns:
+        return "Unsloth knows the parts of a model by names of its own, and this job names them"
+    if device.kind != "cuda" and (model.has_vision or model.has_audio):
+        return "Unsloth trains no vision or audio models without an NVIDIA GPU"
+    if device.kind != "cuda" and precision.is_full(spec):
+        return "Unsloth trains adapters alone without an NVIDIA GPU"
+    if choices.master_weights in ("compensated", "none"):
+        return f"Unsloth's full fine-tuning is not used with master_weights: {choices.master_weights}"
+    if device.kind != "cuda" and choices.quantization == "8bit":
+        return "Unsloth would load in 16 bits what was asked in 8 bits, on a CPU"
+    if device.kind != "cuda" and choices.load_dtype == "float16":
+        return "Unsloth would load in bfloat16 what was planned in float16, on a CPU"
+    return _unsloth_changes(spec, model, choices) if device.kind == "cuda" else ""
+
+
+#: Families that Unsloth 2026.10 has models of its own for, which train no module whole but these and norms; a test
+#: holds both against its code.
+UNSLOTH_FAMILIES = frozenset({"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"})
+UNSLOTH_SAVED = frozenset({"embed_tokens", "lm_head"})
+
+
+def _unsloth_changes(spec: JobSpec, model: BaseModelInfo, choices: Precision) -> str:
+    """What Unsloth would do otherwise on a GPU, behind the plan and mostly without a word. See docs/gpu.md."""
+    is_float32 = choices.load_dtype == "float32"
+    if is_float32 and not (choices.bf16 or choices.fp16):
+        return "Unsloth computes float32 models in half precision, under autocast"
+    if precision.is_full(spec) and not is_float32:
+        return "Unsloth turns autocast off where it trains half-precision weights whole"
+    if choices.load_dtype == "float16" and precision.overflows_float16(model):
+        return f"Unsloth takes another dtype than float16 for {model.model_type}, which is known to overflow in it"
+    lora = spec.lora
+    if lora is None:
+        return ""
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
+    if found := [name for name in targets if name.rpartition(".")[2] in UNSLOTH_SAVED]:
+        return f"Unsloth trains {found[0]} whole where it is among the target_modules"
+    is_own = model.model_type in UNSLOTH_FAMILIES and choices.quantization != "8bit"
+    for name in lora.modules_to_save or ():
+        if is_own and name.rpartition(".")[2] not in UNSLOTH_SAVED and "norm" not in name:
+            return f"Unsloth trains no module whole but head, embeddings and norms, and modules_to_save names {name}"
+    return ""
+
+
+def choose_loss(spec: JobSpec, model: BaseModelInfo, device: Device, adapter: AdapterInfo | None) -> Loss:
+    """The job's, else the plain one where the one that goes in chunks would be another, else the backend's own."""
+    if spec.training.loss_type is not None:
+        return Loss(spec.training.loss_type, ("as the job asks",))
+    if why := loss.why_whole(spec, adapter.config if adapter else None, model.config):
+        return Loss("nll", (f"TRL's loss in chunks does not go with {why}",))
+    return Loss("nll", ("chunks save nothing on a CPU",)) if device.kind != "cuda" else Loss(None)
+
+
+# --- Warnings ---------------------------------------------------------------------------------------------------------
+
+
+def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[str]:
+    found = list(choices.warnings)
+    if not needed.fits:
+        found.append(
+            f"memory: {gib(needed.total_bytes)} are estimated, and there are "
+            f"{gib(needed.available_bytes)}: it may run out; "
+            f"a smaller per_device_train_batch_size or {'media.max_image_size' if needed.media else 'max_length'} "
+            "takes less"
+        )
+    if model.is_pickled:
+        found.append(f"{model.path}: the weights are pickled; their number and dtype are estimated from their size")
+    claimed, stored = model.config.get("dtype") or model.config.get("torch_dtype"), model.stored_dtype
+    if isinstance(claimed, str) and claimed != stored and not model.is_quantized:
+        found.append(
+            f"{model.path / 'config.json'}: says {claimed}, but the weights are stored in {stored}; those count"
+        )
+    return found

@@ -1,0 +1,67 @@
+"""The number of positions of a model, where it looks them up in a table: past its end there is no number to take.
+
+Models that turn by the position (RoPE) have no such table: they go on, and worse than they were trained to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from honed.inputs.basemodel import BaseModelInfo
+from honed.spec.spec import JobSpec
+from honed.system.error import DatasetError, SpecError
+
+#: Families with a table of positions.
+TABLED = frozenset({
+    "biogpt", "codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt",
+})  # fmt: skip
+_KEYS = ("n_positions", "max_position_embeddings", "max_seq_len")
+
+
+def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> list[str]:
+    """What to tell of rows that may be longer than the model has positions. `num_row_tokens`: about the longest that
+    was looked at, from its bytes; the worker counts. Raises SpecError where packing makes them too long for sure.
+    """
+    limit, cut_at = positions(model.config), spec.training.max_length
+    if limit is None or (cut_at is not None and cut_at <= limit):
+        return []
+    # Rows that are packed one after the other fill max_length, however short they are.
+    fills = spec.training.packing and spec.training.packing_strategy == "wrapped"
+    longest = cut_at if fills else num_row_tokens
+    if longest is None or longest <= limit:
+        return []
+    asked = f"training.max_length: {'null' if cut_at is None else cut_at}"
+    is_tabled = model.model_type in TABLED
+    if fills and is_tabled:
+        raise SpecError(
+            f"{asked}: {model.path} has {limit} positions, and packing_strategy: wrapped fills all of {longest}",
+            hint=f"write training.max_length: {limit}",
+            fix={"training.max_length": limit},
+        )
+    longest = longest if cut_at is None else min(longest, cut_at)
+    end = f"; a row that has more ends the job: max_length: {limit} cuts it" if is_tabled else ""
+    return [
+        f"{asked}: rows have up to about {longest} tokens, and config.json says that the model has {limit} positions"
+        + end
+    ]
+
+
+def check_rows(spec: JobSpec, model_type: str, config: Mapping[str, Any], longest: int) -> None:
+    """The same of rows whose tokens are counted. Raises DatasetError."""
+    limit = positions(config)
+    longest = min(longest, spec.training.max_length or longest)  # a packing that splits rows does so later
+    if model_type in TABLED and limit is not None and longest > limit:
+        raise DatasetError(
+            f"the longest row has {longest} tokens, and the model has {limit} positions",
+            hint=f"write training.max_length: {limit}, which cuts it",
+            fix={"training.max_length": limit},
+        )
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """The language model's positions, as config.json has them."""
+    inner = config.get("thinker_config") or config
+    inner = inner.get("text_config") or inner if isinstance(inner, dict) else config
+    found = [inner.get(key) for key in _KEYS] if isinstance(inner, dict) else []
+    return next((each for each in found if type(each) is int and each > 0), None)

@@ -1,0 +1,505 @@
+"""Precision, decided once, before anything is loaded: a pure function of the spec, the checkpoint and the device.
+
+    load dtype ──► the trainer's bf16/fp16 ──► the adapter's dtype
+        └──► bitsandbytes' compute dtype (the same) and the attention implementation
+
+Every choice carries its reason. What was asked for by name and cannot be is refused, never replaced in silence; what
+`auto` stands for is chosen here. tests/unit/plan/test_precision.py tells the failure that each rule prevents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from honed.inputs.basemodel import BaseModelInfo
+from honed.plan.rung import Rung, accumulates, candidates, loses
+from honed.spec.media import Part
+from honed.spec.spec import JobSpec
+from honed.system.device import Device
+from honed.system.error import ModelError, SpecError
+
+#: bfloat16 in hardware begins with Ampere, and so does FlashAttention 2.
+BFLOAT16_CAPABILITY = (8, 0)
+#: LLM.int8() multiplies on the int8 tensor cores that Turing brought. On a V100 the loss is silently 0.0
+#: (bitsandbytes#343), and its authors' word is that 8-bit is not supported there and 4-bit is (bitsandbytes#529).
+INT8_CAPABILITY = (7, 5)
+#: Families, by the beginning of their model_type, that leave float16's range (65504): some in their activations, so
+#: that the loss is not a number, some in the backward pass alone, so that the gradient is not and steps are skipped.
+OVERFLOWS_FLOAT16 = (
+    *("gemma", "embedding_gemma", "recurrent_gemma", "shieldgemma", "vaultgemma"),
+    *("t5", "mt5", "umt5", "longt5"),
+    *("gpt_oss", "glm4_moe", "qwen3_5", "qwen3_moe"),
+)
+#: Architectures that scaled_dot_product_attention computes wrongly or not at all, each with the reason.
+EAGER_ONLY = {
+    "gemma2": "gemma2 caps its attention scores, which sdpa leaves out",
+    "gpt_oss": "gpt_oss has attention sinks, which sdpa does not know",
+    "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not know",
+}
+#: Architectures that transformers has no scaled_dot_product_attention for; a test holds the list.
+NO_SDPA = frozenset({
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "git", "got_ocr2",
+    "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "mamba", "mamba2",
+    "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
+    "rwkv", "trocr", "xglm", "xlm", "xlnet", "xlstm",
+})  # fmt: skip
+#: For each quantization, why bitsandbytes computes as it does.
+COMPUTE_REASONS = {
+    "none": "nothing is quantized",
+    "4bit": "bitsandbytes computes in the dtype that the rest is loaded in: two dtypes would meet in one product",
+    "8bit": "LLM.int8() takes its inputs through float16 and answers in the dtype that the rest is loaded in",
+}
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Every choice; dtypes in torch's words. The invariants are those of `_check`."""
+
+    load_dtype: str  #: handed to from_pretrained
+    compute_dtype: str | None  #: bitsandbytes'; None without quantization
+    bf16: bool  #: the trainer's flag: autocast to bfloat16
+    fp16: bool  #: the trainer's flag: autocast to float16, with a GradScaler
+    adapter_dtype: str | None  #: of every trainable parameter beside a frozen base; None for full fine-tuning
+    quantization: str  #: none, 4bit, 8bit
+    attn_implementation: str
+    reasons: dict[str, str]  #: why, for each of these fields
+    warnings: tuple[str, ...] = ()
+    #: Of full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
+    master_weights: str | None = None
+    optim: str | None = None  #: what the plan has chosen to step the weights; None: what the job says
+    save_dtype: str | None = None  #: of a full fine-tuning's output; None: as it was trained
+
+    def as_dict(self) -> dict[str, Any]:
+        choices = asdict(self)
+        del choices["warnings"]  # they stand with the plan's others
+        return choices
+
+
+@dataclass(frozen=True)
+class _Choice:
+    value: str
+    reason: str
+    warning: str = ""
+
+
+def decide(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    *,
+    has_flash_attn: bool = False,
+    rung: Rung | None = None,
+    adapter_dtype: str | None = None,
+) -> Precision:
+    """All of a job's precision. Raises SpecError or ModelError where what was asked for cannot be had here.
+
+    `rung`: of full fine-tuning, the way to keep the weights; by default the best that the job may be trained on.
+    `adapter_dtype`: the one that an earlier plan of the job has chosen.
+    """
+    quantization = _quantization(spec, model, device)
+    if is_full(spec) and rung is None:
+        rung = rungs(spec, model, device)[0]
+    load = _load_dtype(spec, model, device, rung, is_quantized=quantization.value != "none")
+    flag = _flag(spec, model, device, load.value)
+    adapter = _adapter_dtype(spec, load.value, adapter_dtype)
+    attention = _attention(spec, model, device, load.value, quantization.value, has_flash_attn=has_flash_attn,
+                           has_autocast=flag.value != "")  # fmt: skip
+    master, optim, save = _kept(spec, model, rung)
+    is_quantized = quantization.value != "none"
+    precision = Precision(
+        load_dtype=load.value,
+        compute_dtype=load.value if is_quantized else None,
+        bf16=flag.value == "bf16",
+        fp16=flag.value == "fp16",
+        adapter_dtype=adapter.value or None,
+        quantization=quantization.value,
+        attn_implementation=attention.value,
+        reasons={
+            "load_dtype": load.reason,
+            "compute_dtype": COMPUTE_REASONS[quantization.value],
+            "bf16": "never beside fp16" if flag.value == "fp16" else flag.reason,
+            "fp16": "never beside bf16" if flag.value == "bf16" else flag.reason,
+            "adapter_dtype": adapter.reason,
+            "quantization": quantization.reason,
+            "attn_implementation": attention.reason,
+            "master_weights": master.reason,
+            "optim": optim.reason,
+            "save_dtype": save.reason,
+        },
+        warnings=tuple(
+            choice.warning
+            for choice in (quantization, load, flag, adapter, attention, master, optim, save)
+            if choice.warning
+        ),
+        master_weights=master.value or None,
+        optim=optim.value or None,
+        save_dtype=save.value or None,
+    )
+    _check(precision, device)
+    return precision
+
+
+def _check(precision: Precision, device: Device) -> None:
+    """What must hold whatever was asked; a failure here is a bug of ours."""
+    assert not (precision.bf16 and precision.fp16)
+    assert not (precision.load_dtype == "bfloat16" and precision.fp16)
+    assert not (precision.load_dtype == "float16" and precision.bf16)
+    assert not precision.fp16 or device.kind == "cuda"
+    assert not precision.fp16 or precision.adapter_dtype == "float32" or precision.load_dtype == "float32"
+    assert precision.compute_dtype in (None, precision.load_dtype)
+    # A float32 model gets no flag, except full fine-tuning under autocast.
+    assert (
+        precision.load_dtype != "float32" or precision.adapter_dtype is None or not (precision.bf16 or precision.fp16)
+    )
+    assert precision.master_weights is None or precision.adapter_dtype is None
+    assert (precision.master_weights == "float32") == (
+        precision.load_dtype == "float32" and precision.master_weights is not None
+    )
+
+
+def is_full(spec: JobSpec) -> bool:
+    """Whether every parameter is trained: no new adapter, and none to go on from."""
+    return spec.lora is None and not spec.adapter
+
+
+#: For each part of a model, the key under `lora:` that says whether it gets an adapter.
+PART_KEYS: dict[Part, str] = {
+    "language": "finetune_language_layers",
+    "vision": "finetune_vision_layers",
+    "audio": "finetune_audio_layers",
+    "projector": "finetune_projector",
+}
+
+
+def trained_parts(spec: JobSpec) -> frozenset[Part]:
+    """The parts of a model that are trained: without `lora` by themselves, by default the language model."""
+    if spec.lora is None:
+        return frozenset(spec.train_parts)
+    return frozenset(part for part, key in PART_KEYS.items() if getattr(spec.lora, key))
+
+
+def can_bfloat16(device: Device) -> bool:
+    """A CPU computes in bfloat16, if slowly; an Apple GPU from macOS 14 on; an NVIDIA GPU from Ampere on.
+
+    torch.cuda.is_bf16_supported() is no help: it says yes on a T4, which emulates.
+    """
+    if device.kind == "mps":
+        return device.has_bfloat16
+    return device.kind != "cuda" or (device.compute_capability or (0, 0)) >= BFLOAT16_CAPABILITY
+
+
+def can_int8(device: Device) -> bool:
+    return device.kind != "cuda" or (device.compute_capability or (0, 0)) >= INT8_CAPABILITY
+
+
+def overflows_float16(model: BaseModelInfo) -> bool:
+    return any(family.startswith(OVERFLOWS_FLOAT16) for family in _families(model))
+
+
+def _families(model: BaseModelInfo) -> tuple[str, ...]:
+    """The model's own type, and that of the language model in it: PaliGemma has Gemma's numbers."""
+    text = model.config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    return (model.model_type, inner) if isinstance(inner, str) else (model.model_type,)
+
+
+def _device_words(device: Device) -> str:
+    if device.kind != "cuda" or device.compute_capability is None:
+        return device.name
+    return "{} (compute capability {}.{})".format(device.name, *device.compute_capability)
+
+
+def _quantization(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
+    asked, stored = spec.quantization, model.quantization
+    if model.is_quantized and stored is None:
+        raise ModelError(
+            f"{model.path / 'config.json'}: {model.quantization_method} checkpoints are not trained by this version",
+            hint="take the unquantized checkpoint, with quantization: 4bit if memory is short",
+        )
+    if stored is not None:
+        return _stored_quantization(spec, model, device, stored)
+    if asked == "none":
+        return _Choice("none", "not asked for, and the checkpoint is not quantized")
+    if device.kind == "mps":
+        why = f"bitsandbytes has no {asked} kernels for Apple GPUs: full precision instead"
+        return _Choice("none", why, f"quantization: {why}")
+    if asked == "8bit" and not can_int8(device):
+        raise SpecError(
+            f"quantization: 8bit needs compute capability 7.5; {_device_words(device)} has less",
+            hint="quantization: 4bit runs on it",
+            fix={"quantization": "4bit"},
+        )
+    return _Choice(asked, "as the job asks", _int8_warning(asked, model))
+
+
+def _int8_warning(quantization: str, model: BaseModelInfo) -> str:
+    if quantization != "8bit" or not overflows_float16(model):
+        return ""
+    return (
+        f"quantization: 8bit takes every input through float16, in which {model.model_type} is known to overflow; "
+        "4bit does not"
+    )
+
+
+def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, stored: str) -> _Choice:
+    where = f"{model.path / 'config.json'}: the checkpoint is quantized to {stored}"
+    if is_full(spec):
+        raise ModelError(
+            f"{where}, so only an adapter can be trained on it",
+            hint="add `lora:`, or take the unquantized one",
+            fix={"lora": {}},
+        )
+    if spec.quantization not in ("none", stored):
+        raise ModelError(
+            f"{where}, not {spec.quantization}", hint="leave quantization out, or take the unquantized checkpoint",
+            fix={"quantization": None},
+        )  # fmt: skip
+    if device.kind == "mps":
+        raise ModelError(
+            f"{where}, and bitsandbytes does not run on Apple GPUs", hint="take the unquantized checkpoint"
+        )
+    if stored == "8bit" and not can_int8(device):
+        raise ModelError(
+            f"{where}, which needs compute capability 7.5; {_device_words(device)} has less",
+            hint="take the unquantized checkpoint, with quantization: 4bit if memory is short",
+        )
+    return _Choice(stored, "the checkpoint is stored so", _int8_warning(stored, model))
+
+
+def _load_dtype(
+    spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung | None, *, is_quantized: bool
+) -> _Choice:
+    if rung is not None:
+        return _full_dtype(spec, model, device, rung)
+    if spec.dtype != "auto":
+        return _asked_dtype(spec, model, device)
+    stored = "float32" if model.stored_dtype == "float64" else model.stored_dtype
+    fragile = overflows_float16(model)
+    if stored == "bfloat16" or (stored == "float16" and not fragile):
+        if stored == "float16" or can_bfloat16(device):
+            return _Choice(stored, f"the checkpoint stores {stored}")
+        return _without_bfloat16(model, device, stored)
+    if can_bfloat16(device):
+        if stored == "float16":
+            return _Choice("bfloat16", f"stored in float16, in which {model.model_type} is known to overflow")
+        what = "what is not quantized" if is_quantized else "a frozen base"
+        return _Choice("bfloat16", f"stored in {stored}; {what} loads in half of that without loss of training")
+    return _without_bfloat16(model, device, stored)
+
+
+def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
+    """A frozen base on a device that has no bfloat16."""
+    why = f"stored in {stored}; {_device_words(device)} has no bfloat16"
+    if overflows_float16(model):
+        return _Choice("float32", f"{why}, and {model.model_type} is known to overflow in float16")
+    return _Choice("float16", f"{why}, so float16")
+
+
+def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbytes: bool = False) -> tuple[Rung, ...]:
+    """The ways to keep the weights of a full fine-tuning here, the best first. Raises SpecError where there is none.
+
+    float16 weights are none: their gradients cannot be unscaled.
+    """
+    if model.quantization is not None:
+        raise ModelError(
+            f"{model.path / 'config.json'}: the checkpoint is quantized, so only an adapter can be trained on it",
+            hint="add `lora:`, or take the unquantized one",
+            fix={"lora": {}},
+        )
+    _check_bfloat16(spec, device)
+    can_half = can_bfloat16(device) and spec.dtype in ("auto", "bfloat16")
+    if device.kind == "mps" and spec.master_weights == "compensated":
+        raise SpecError(
+            "master_weights: compensated is not tried on Apple GPUs",
+            hint="master_weights: float32, or none",
+            fix={"master_weights": "float32"},
+        )
+    found = candidates(spec, can_half=can_half, has_8bit=has_bitsandbytes and device.kind != "mps")
+    if device.kind == "mps":
+        found = tuple(each for each in found if each.master_weights != "compensated")
+    if not found:
+        raise SpecError(
+            f"master_weights: {spec.master_weights} is for bfloat16, which {_device_words(device)} does not have",
+            hint="master_weights: auto takes float32 here",
+            fix={"master_weights": "auto"},
+        )
+    return found
+
+
+def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung) -> _Choice:
+    """The weights' dtype in full fine-tuning."""
+    stored = model.stored_dtype
+    if rung.master_weights == "float32":
+        what = "full fine-tuning keeps float32 weights: half precision would round small updates away"
+        return _Choice("float32", "as the job asks" if spec.dtype == "float32" else what)
+    if not can_bfloat16(device):
+        raise SpecError(
+            f"this job was planned with bfloat16 weights, which {_device_words(device)} cannot compute with",
+            hint="it runs on a device with bfloat16",
+        )
+    what = "bfloat16 weights, " + (
+        "with the rest of a float32 beside each" if rung.master_weights == "compensated" else "without a master copy"
+    )
+    if stored in ("bfloat16", "float16") or rung.is_pinned:
+        return _Choice("bfloat16", what)
+    return _Choice(
+        "bfloat16", what, f"the checkpoint stores {stored}, of which bfloat16 weights keep 8 bits of the mantissa"
+    )
+
+
+def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choice, _Choice, _Choice]:
+    """The way in which full fine-tuning keeps the weights, the optimizer, and the dtype of the output."""
+    is_asked = "optim" in spec.training.model_fields_set
+    if rung is None:
+        optim_reason = "as the job asks" if is_asked else "the default of training.optim"
+        nothing = _Choice("", "the base is frozen")
+        return nothing, _Choice("", optim_reason), _Choice("", "an adapter is saved as it was trained")
+    if rung.is_pinned:
+        chosen = "chosen when the job was planned first, and kept for its life"
+    else:
+        chosen = "as the job asks" if spec.master_weights != "auto" else "the best that fits into the device's memory"
+    name = rung.optim or spec.training.optim
+    warning = loses(name, spec.training.optim_args) if rung.master_weights == "none" else ""
+    master = _Choice(rung.master_weights, chosen, f"master_weights: {warning}" if warning else "")
+    added = accumulates(rung, spec.training.gradient_accumulation_steps)
+    optim = _Choice(rung.optim or "", "as the job asks" if is_asked else chosen, added)
+    return master, optim, _save_dtype(spec, model, rung)
+
+
+def _save_dtype(spec: JobSpec, model: BaseModelInfo, rung: Rung) -> _Choice:
+    if rung.is_pinned:
+        return _Choice(rung.save_dtype or "", "chosen when the job was planned first")
+    if spec.save_dtype != "auto":
+        return _Choice(spec.save_dtype, "as the job asks")
+    if model.stored_dtype in (*HALF, "float32"):
+        return _Choice(model.stored_dtype, "what the checkpoint stores: cast once, when all is trained")
+    return _Choice("float32", f"the checkpoint stores {model.stored_dtype}")
+
+
+def _asked_dtype(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
+    asked = spec.dtype
+    _check_bfloat16(spec, device)
+    if asked == "float16" and overflows_float16(model):
+        return _Choice(asked, "as the job asks", f"dtype: {model.model_type} is known to overflow in float16")
+    return _Choice(asked, "as the job asks")
+
+
+def _check_bfloat16(spec: JobSpec, device: Device) -> None:
+    if spec.dtype == "bfloat16" and not can_bfloat16(device):
+        raise SpecError(
+            f"dtype: bfloat16 needs {'macOS 14' if device.kind == 'mps' else 'compute capability 8.0'}; "
+            f"{_device_words(device)} has less",
+            hint="dtype: auto chooses what this device can",
+            fix={"dtype": "auto"},
+        )
+
+
+def _flag(spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str) -> _Choice:
+    match load_dtype:
+        case "bfloat16":
+            return _Choice("bf16", "the model is in bfloat16, and a half-precision model gets its own flag")
+        case "float16" if device.kind == "cuda":
+            return _Choice("fp16", "the model is in float16, and a half-precision model gets its own flag")
+        case "float16":
+            return _Choice("", "float16 autocast exists on CUDA alone")
+        case _ if is_full(spec) and spec.dtype != "float32":
+            return _full_autocast(spec, model, device)
+        case _ if is_full(spec):
+            return _Choice("", "float32 throughout, as the job asks")
+        case _:
+            return _Choice("", "a float32 model gets no flag")
+
+
+def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
+    """Float32 weights under autocast: bfloat16 where the checkpoint's numbers are of its range, or float32's."""
+    wants_float16 = spec.dtype == "float16" or (spec.dtype == "auto" and model.stored_dtype == "float16")
+    fragile = overflows_float16(model)
+    if device.kind == "mps":
+        what = "autocast on Apple GPUs is not proven"
+        return _Choice("", f"float32 throughout: {what}", _no_float16(spec, what))
+    if device.kind == "cpu" and (wants_float16 or (spec.dtype == "auto" and model.stored_dtype != "bfloat16")):
+        what = "float16 autocast exists on CUDA alone" if wants_float16 else "autocast would gain nothing here"
+        return _Choice("", f"float32 throughout: {what}", _no_float16(spec, what))
+    if can_bfloat16(device) and (fragile or not wants_float16):
+        why = "full fine-tuning with float32 weights, computed in bfloat16 under autocast"
+        return _Choice("bf16", why, _no_float16(spec, f"bfloat16 instead: {model.model_type} is known to overflow"))
+    if fragile:
+        why = f"float32 throughout: no bfloat16 here, and {model.model_type} is known to overflow in float16"
+        return _Choice("", why, _no_float16(spec, why))
+    return _Choice("fp16", "full fine-tuning with float32 weights, computed in float16 under autocast")
+
+
+def _no_float16(spec: JobSpec, why: str) -> str:
+    """A warning where a job asks for float16 and is not computed in it."""
+    return f"dtype: float16: {why}" if spec.dtype == "float16" else ""
+
+
+def _adapter_dtype(spec: JobSpec, load_dtype: str, pinned: str | None) -> _Choice:
+    """The dtype of what is trained beside a frozen base: float32, whatever the base is loaded or quantized in."""
+    if is_full(spec):
+        return _Choice("", "full fine-tuning: there is no adapter")
+    if spec.adapter_dtype == "bfloat16":
+        if load_dtype != "bfloat16":
+            raise SpecError(
+                f"adapter_dtype: bfloat16 goes with a model in bfloat16; this one is loaded in {load_dtype}",
+                hint="adapter_dtype: auto keeps adapters in float32",
+                fix={"adapter_dtype": "auto"},
+            )
+        why = "adapters in bfloat16 lose updates smaller than 1/256 of a weight; docs/precision.md has the figures"
+        return _Choice("bfloat16", "as the job asks", f"adapter_dtype: {why}")
+    if spec.adapter_dtype == "float32":
+        return _Choice("float32", "as the job asks")
+    if pinned == "bfloat16" and load_dtype == "bfloat16":
+        return _Choice("bfloat16", "chosen when the job was planned first, and kept for its life")
+    if load_dtype == "float16":
+        return _Choice("float32", "a GradScaler cannot unscale half-precision gradients")
+    if load_dtype == "bfloat16":
+        return _Choice("float32", "small updates would be lost in bfloat16, and an adapter is a small part of memory")
+    return _Choice("float32", "as the model")
+
+
+def _attention(
+    spec: JobSpec,
+    model: BaseModelInfo,
+    device: Device,
+    load_dtype: str,
+    quantization: str,
+    *,
+    has_flash_attn: bool,
+    has_autocast: bool,
+) -> _Choice:
+    asked = spec.attn_implementation
+    if asked == "flash_attention_2":
+        _check_flash_attention(device, load_dtype, has_flash_attn=has_flash_attn, has_autocast=has_autocast)
+        warning = ""
+        if quantization != "none":
+            warning = (
+                "attn_implementation: FlashAttention beside quantized weights has failed in the field; sdpa has not"
+            )
+        return _Choice(asked, "as the job asks", warning)
+    eager_reason = next((EAGER_ONLY[family] for family in _families(model) if family in EAGER_ONLY), None)
+    if eager_reason is None and NO_SDPA.intersection(_families(model)):
+        eager_reason = f"transformers has no other for {model.model_type}"
+    if asked == "auto" and eager_reason:
+        return _Choice("eager", eager_reason)
+    if asked == "auto":
+        return _Choice("sdpa", "torch's own, in every dtype and on every device")
+    warning = f"attn_implementation: {eager_reason}" if asked == "sdpa" and eager_reason else ""
+    return _Choice(asked, "as the job asks", warning)
+
+
+def _check_flash_attention(device: Device, load_dtype: str, *, has_flash_attn: bool, has_autocast: bool) -> None:
+    reasons = {
+        f"FlashAttention runs on NVIDIA GPUs alone, and this is {device.name}": device.kind != "cuda",
+        f"FlashAttention 2 needs compute capability 8.0; {_device_words(device)} has less": device.kind == "cuda"
+        and not can_bfloat16(device),
+        f"FlashAttention takes half precision, and the model is loaded in {load_dtype}": load_dtype not in HALF
+        and not has_autocast,
+        "the package flash_attn is not installed": not has_flash_attn,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise SpecError(f"attn_implementation: {reason}", hint="attn_implementation: auto takes sdpa",
+                            fix={"attn_implementation": None})  # fmt: skip

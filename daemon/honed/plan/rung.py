@@ -1,0 +1,103 @@
+"""The rungs of full fine-tuning: how the weights are kept and what steps them, from the best to the smallest.
+
+    master_weights   weights           optimizer      bytes a parameter (weight, gradient, states)
+    float32          float32           AdamW          4 + 4 + 8   = 16
+    float32          float32           8-bit AdamW    4 + 4 + 2   = 10
+    compensated      bfloat16 + rest   8-bit AdamW    2 + 2 + 2+2 =  8   float32, half of it beside the weight
+    none             bfloat16          8-bit AdamW    2 + 2 + 2   =  6   updates that are too small are lost
+
+Float32 weights are computed with in half precision under autocast, which copies each matrix for the length of a pass
+(activation.py counts that). A job takes the first rung that fits into its device's whole memory, or the one it names,
+and keeps it for its life: plan.json has it, and a plan that is made again is made with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from honed.spec.optimizer import ADAMW, ADAMW_8BIT, COMPENSATED, asked_optim
+
+if TYPE_CHECKING:
+    from honed.spec.spec import JobSpec
+
+MasterWeights = Literal["float32", "compensated", "none"]
+#: Gradients added up in bfloat16 before a step, from which on that is warned about; figures in docs/precision.md.
+MANY_ACCUMULATED = 16
+#: Optimizers that keep what bfloat16 weights lose, as `optim` and, where it has to be asked, a part of `optim_args`.
+_KEEPS_WEIGHTS = (
+    (re.compile("adamw_torch_[48]bit"), re.compile(r"bf16_stochastic_round=(true|yes|on|y|t|1)", re.IGNORECASE)),
+    (re.compile("adamw_anyprecision"), re.compile(r"use_kahan_summation=(true|yes|on|y|t|1)", re.IGNORECASE)),
+    (re.compile("stable_adamw"), re.compile(r"^(?!.*kahan_sum=)")),
+)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to keep and step the weights."""
+
+    master_weights: MasterWeights
+    optim: str | None  #: in training.optim's words; None: what the job says, whatever that is
+    save_dtype: str | None = None  #: of the output, where the rung is that of an earlier plan; None: as trained
+    is_pinned: bool = False  #: whether an earlier plan of this job has chosen it
+
+
+def candidates(spec: JobSpec, *, can_half: bool, has_8bit: bool) -> tuple[Rung, ...]:
+    """The rungs that a job may be trained on, the best first; empty where what it asks for cannot be.
+
+    `can_half`: whether the weights may be bfloat16 on this device; `has_8bit`: whether bitsandbytes runs on it.
+    """
+    asked = asked_optim(spec)
+    small = ADAMW_8BIT if has_8bit else ADAMW
+    found: list[Rung] = []
+    if spec.master_weights in ("auto", "float32"):
+        found += [Rung("float32", each) for each in ([asked] if asked else dict.fromkeys((ADAMW, small)))]
+    if spec.master_weights in ("auto", "compensated") and can_half and (asked is None or asked in COMPENSATED):
+        found.append(Rung("compensated", asked or small))
+    if spec.master_weights in ("auto", "none") and can_half:
+        # By name it is AdamW where that fits: that is what other tools mean by it.
+        wanted = dict.fromkeys((ADAMW, small)) if spec.master_weights == "none" else (small,)
+        found += [Rung("none", each) for each in ([asked] if asked else wanted)]
+    return tuple(found)
+
+
+def pinned(precision: Mapping[str, Any]) -> Rung | None:
+    """The rung that an earlier plan has chosen, by what plan.json has of its precision; None for adapters.
+
+    Plans made before there were rungs say by their dtype which it was, and their outputs are as they were trained.
+    """
+    if precision.get("adapter_dtype") is not None or precision.get("load_dtype") is None:
+        return None
+    kept: MasterWeights = precision.get("master_weights") or (
+        "float32" if precision["load_dtype"] == "float32" else "none"
+    )
+    return Rung(kept, precision.get("optim"), precision.get("save_dtype"), is_pinned=True)
+
+
+def accumulates(rung: Rung, num_accumulated: int) -> str:
+    """What is lost where gradients are added up in the weights' bfloat16, in words; empty where that is little."""
+    if rung.master_weights == "float32" or num_accumulated < MANY_ACCUMULATED:
+        return ""
+    return (
+        f"training.gradient_accumulation_steps: {num_accumulated} gradients are added up in bfloat16 for a step, which "
+        f"puts the sum off by about {0.1 * num_accumulated**0.5:.1g} % (docs/precision.md): take a larger "
+        "per_device_train_batch_size with fewer of them, or master_weights: float32"
+    )
+
+
+def loses(optim: str, optim_args: str | None) -> str:
+    """What is lost with bfloat16 weights and no master copy, in words; empty where the optimizer keeps it."""
+    for name, asked in _KEEPS_WEIGHTS:
+        if name.fullmatch(optim) and asked.search(optim_args or ""):
+            if "stochastic" in asked.pattern:
+                return ""
+            return (
+                f"{optim} keeps what rounding takes from the weights, but its moments are bfloat16: too coarse for an "
+                "adam_beta2 of 0.999"
+            )
+    return (
+        f"bfloat16 weights without a master copy, stepped by {optim}: updates below 1/256 of a weight are rounded "
+        "away, so at usual learning rates most weights never change (docs/precision.md has the figures)"
+    )

@@ -1,0 +1,61 @@
+"""The choice between systemd's units and honed's own processes for workers and fetches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from honed.run.fetcher import FetchRunner, ProcessFetchRunner
+from honed.run.process import ProcessRunner
+from honed.run.runner import Runner
+from honed.run.sender_process import is_a_unit
+from honed.run.systemd import SystemdRunner, why_not
+from honed.run.systemd_fetch import UnitFetchRunner
+from honed.spec.config import Config
+from honed.system.dbus import Systemd
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+
+def choose_runner(
+    layout: Layout, config: Callable[[], Config], *, clock: Callable[[], float]
+) -> tuple[Runner, Systemd | None]:
+    """Units where they can be, processes elsewhere; which and why is said. With it, where the units are.
+
+    `config` is asked whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
+    """
+    asked = config().jobs.runner
+    systemd = Systemd()
+    reason = "the configuration says so" if asked == "process" else why_not(layout, systemd)
+    if reason is None:
+        log.info("workers are units, honed-job@ID.service")
+        runner = SystemdRunner(
+            layout,
+            systemd,
+            watchdog_sec=lambda: config().jobs.stall_timeout_sec,
+            stop_timeout_sec=lambda: config().jobs.stop_timeout_sec,
+            clock=clock,
+        )
+        return runner, systemd
+    systemd.close()
+    if asked == "systemd":
+        raise EnvironmentInvalidError(
+            f"jobs.runner is systemd, but workers cannot be units: {reason}",
+            hint='honectl doctor; or runner = "auto"',
+        )
+    # Below another directory nobody expects units; of the system's own instance the administrator should know.
+    is_expected = asked == "process" or layout.root != Path("/")
+    log.log(logging.INFO if is_expected else logging.WARNING, "workers are processes of honed's own: %s", reason)
+    return ProcessRunner(layout), None
+
+
+def choose_fetch_runner(layout: Layout, config: Config, systemd: Systemd | None) -> FetchRunner:
+    """`systemd`: where workers are units."""
+    if systemd is not None:
+        return UnitFetchRunner(layout, systemd)
+    if config.policy.hub and is_a_unit(layout):
+        log.warning("policy.hub is on, but fetches are processes of honed's own, whose unit has no network")
+    return ProcessFetchRunner(layout)

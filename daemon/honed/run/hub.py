@@ -1,0 +1,181 @@
+"""The hub as fetch.py asks it: what a revision is made of, what a file is, its bytes; and what goes wrong, in words.
+
+huggingface_hub's sessions, addresses and errors are used, not its downloads: 1.33 downloads into a file with a random
+name, which it deletes when it is interrupted, so that of a shard of 5 GB nothing stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from honed import __version__
+from honed.run.snapshot import DATASET, Missing
+from honed.system.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError
+
+#: Seconds in which the hub has to answer, or to send something more.
+TIMEOUT_SEC = 30.0
+#: Statuses that pass by themselves.
+TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the repository."""
+
+    name: str
+    num_bytes: int
+    blob: str  #: its name in blobs/: the SHA-256 of a large file, git's SHA-1 of a small one
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a revision is made of, by name."""
+
+    commit: str
+    files: Mapping[str, File]
+
+
+class TransientError(Exception):
+    """What passes by itself; the message is one for people."""
+
+
+class Hub:
+    """One revision of a repository. Each question raises TransientError or HonedError; an OSError is this machine's."""
+
+    def __init__(self, wanted: Missing, token: str | None) -> None:
+        self._wanted = wanted
+        self._repo_id = wanted.repo_id
+        self._revision = wanted.revision
+        self._token: str | bool = token or False  # False: not the one of the environment either
+
+    @property
+    def where(self) -> str:
+        return f"{self._repo_id} at {self._revision}"
+
+    def fault(self, message: str, *, hint: str = "") -> HonedError:
+        """What is wrong with the repository itself, as the error of its kind, which names its key."""
+        kind = DatasetError if self._wanted.repo_type == DATASET else ModelError
+        return kind(f"{self._wanted.key}: {message}", hint=hint)
+
+    def list(self) -> Listing:
+        """A mirror may leave sizes (-1) and hashes ("") to the file's own address."""
+        import huggingface_hub  # noqa: PLC0415  (it belongs to the worker's packages)
+
+        with self._translated():
+            found = huggingface_hub.HfApi(token=self._token).repo_info(
+                self._repo_id, repo_type=self._wanted.repo_type, revision=self._revision, files_metadata=True,
+                timeout=TIMEOUT_SEC,
+            )  # fmt: skip
+        commit = str(found.sha)
+        if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
+            raise EnvironmentInvalidError(f"{self.where}: the hub gives {commit!r} as its commit")
+        files = {}
+        for each in found.siblings or []:
+            blob, size = (each.lfs.sha256, each.lfs.size) if each.lfs else (each.blob_id, each.size)
+            files[each.rfilename] = File(each.rfilename, -1 if size is None else size, blob or "")
+        return Listing(commit, files)
+
+    def ask(self, commit: str, name: str) -> File:
+        """A file with its size and hash, from its own address."""
+        import huggingface_hub  # noqa: PLC0415
+
+        with self._translated():
+            found = huggingface_hub.get_hf_file_metadata(
+                self._url(commit, name), token=self._token, timeout=TIMEOUT_SEC, retry_on_errors=False
+            )
+        if found.etag is None or found.size is None:
+            raise EnvironmentInvalidError(f"{self.where}: the hub gives no ETag or size of {name}")
+        return File(name, found.size, found.etag)
+
+    @contextlib.contextmanager
+    def open(self, commit: str, name: str, begin: int) -> Iterator[Any]:
+        """The answer for a file from a byte on: its status is 206, 200 where the hub gives all of it, or 416 where it
+        has nothing from there on. What fails in reading it is translated, too."""
+        import huggingface_hub  # noqa: PLC0415
+
+        with self._translated():
+            headers = huggingface_hub.utils.build_hf_headers(
+                token=self._token, library_name="honed", library_version=__version__
+            )
+            headers |= {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begin}-"} if begin else {})
+            session = huggingface_hub.get_session()
+            url = self._url(commit, name)
+            with session.stream("GET", url, headers=headers, timeout=TIMEOUT_SEC, follow_redirects=True) as response:
+                if response.status_code != 416:
+                    huggingface_hub.utils.hf_raise_for_status(response)
+                yield response
+
+    def _url(self, commit: str, name: str) -> str:
+        import huggingface_hub  # noqa: PLC0415
+
+        return str(huggingface_hub.hf_hub_url(self._repo_id, name, repo_type=self._wanted.repo_type, revision=commit))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """What the library raises, in words for people; what passes by itself as TransientError."""
+        import httpx  # noqa: PLC0415
+        from huggingface_hub import errors  # noqa: PLC0415
+
+        try:
+            yield
+        except errors.OfflineModeIsEnabled as error:
+            raise EnvironmentInvalidError(
+                f"{self._wanted.key}: {self.where} cannot be fetched: HF_HUB_OFFLINE is set",
+                hint="take it out of honed's environment, or set policy.hub = false",
+            ) from error
+        except errors.HfHubHTTPError as error:
+            raise self._from_status(error) from error
+        except errors.HFValidationError as error:
+            raise self.fault(f"{self.where}: {error}") from error
+        except httpx.TransportError as error:
+            raise TransientError(f"the hub cannot be reached ({type(error).__name__}: {error})") from error
+        except OSError:  # some are ValueErrors as well
+            raise
+        except (httpx.HTTPError, ValueError) as error:
+            raise EnvironmentInvalidError(
+                f"{self.where}: {_endpoint()} does not answer as a hub does ({type(error).__name__}: {error})",
+                hint="is there a proxy before it, or a wrong HF_ENDPOINT?",
+            ) from error
+
+    def _from_status(self, error: Any) -> Exception:
+        from huggingface_hub import errors  # noqa: PLC0415
+
+        where, status, what = f"{self._wanted.key}: {self.where}", error.response.status_code, self._wanted.what
+        page = f"{_endpoint()}/{'datasets/' if self._wanted.repo_type == DATASET else ''}{self._repo_id}"
+        files = "/etc/honed/hf-token, or the credential hf-token"
+        with_token = "with the token that there is" if self._token else "without a token"
+        match error:
+            case errors.GatedRepoError():
+                return EnvironmentInvalidError(
+                    f"{where} is gated, and is not given out {with_token}",
+                    hint=f"accept its terms at {page}, and put a token of that account into {files}",
+                )
+            case errors.RevisionNotFoundError():
+                return self.fault(
+                    f"{self.where}: no such revision", hint=f"name a branch, a tag or a commit of that {what}"
+                )
+            case errors.RepositoryNotFoundError() | errors.DisabledRepoError():
+                return self.fault(
+                    f"{self.where}: {_endpoint()} gives out no such {what} {with_token}",
+                    hint=f"is the name right? a private {what} needs a token, in {files}",
+                )
+            case _ if status in {401, 403}:
+                return EnvironmentInvalidError(
+                    f"{where}: the hub refuses it {with_token} ({status})", hint=f"put a valid token into {files}"
+                )
+            case errors.EntryNotFoundError():
+                return self.fault(f"{self.where}: the hub has not the files that it lists: {error.response.url}")
+            case _ if status in TRANSIENT_STATUSES:
+                return TransientError(f"the hub answers {status}")
+            case _:
+                return EnvironmentInvalidError(f"{where}: the hub answers {status} to {error.response.url.path}")
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return str(constants.ENDPOINT)

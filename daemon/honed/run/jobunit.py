@@ -1,0 +1,186 @@
+"""Programs that a job's unit calls: honed-job@ID.service starts with `honed-job-start ID` and ends with `honed-job-end
+ID`.
+
+The daemon has written jobs/<id>/start.json before it asks systemd for the unit:
+
+    number, start        which attempt, and which start of it
+    backend              for the worker
+    environment          {name: value}, for the worker
+    watchdog_sec         seconds without progress after which systemd ends the worker
+    stop_timeout_sec     seconds that a worker which was asked to stop has for its checkpoint
+
+Both run as the workers' user. The first becomes the shim (shim.py). The second runs whatever the end was, also while
+honed is down, and adds to exit.json what systemd knows; where the shim was killed, it writes exit.json itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.run.runner import read_exit_record, read_lock_record
+from honed.system import durable
+from honed.system.clock import Moment
+from honed.system.layout import JobLayout, Layout
+
+#: Of what a worker makes: the daemon, another member of its group, has to read and to remove it.
+DIRECTORY_MODE = 0o770
+
+
+@dataclass(frozen=True)
+class Start:
+    """What start.json asks for."""
+
+    number: int
+    start: int
+    backend: str
+    environment: dict[str, str]
+    watchdog_sec: float
+    stop_timeout_sec: float
+
+    def write(self, job: JobLayout) -> None:
+        """Make it durable; after a crash there is the old one or this."""
+        durable.write_json(job.start_path, self.__dict__, mode=0o640)
+
+
+def read(job: JobLayout) -> Start:
+    """Raises ValueError or OSError where there is none."""
+    raw = json.loads(job.start_path.read_bytes())
+    try:
+        return Start(
+            number=int(raw["number"]),
+            start=int(raw["start"]),
+            backend=str(raw["backend"]),
+            environment={str(name): str(value) for name, value in raw["environment"].items()},
+            watchdog_sec=float(raw["watchdog_sec"]),
+            stop_timeout_sec=float(raw["stop_timeout_sec"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no start that honed wrote: {error!r}") from error
+
+
+def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
+    """Become the shim of the worker that start.json asks for. Returns only where that cannot be, and says why."""
+    try:
+        wanted = read(job)
+    except (OSError, ValueError) as error:
+        return f"{job.start_path}: {error}; honed starts jobs, `honectl release` and `honectl requeue` have it do so"
+    attempt = job.attempt(wanted.number)
+    try:
+        durable.make_dir(attempt.dir, mode=DIRECTORY_MODE)
+        os.chdir(job.dir)
+        worker = [*(command or [sys.executable, "-m", "honed.worker"]), str(job.dir), str(wanted.number)]
+        shim = [sys.executable, "-I", "-S", str(Path(__file__).with_name("shim.py")), "--relay"]
+        environment = {
+            **os.environ,
+            **wanted.environment,
+            "HONED_WATCHDOG_SEC": f"{wanted.watchdog_sec:g}",
+            "HONED_STOP_TIMEOUT_SEC": f"{wanted.stop_timeout_sec:g}",
+        }
+        os.execve(
+            sys.executable,
+            [*shim, str(attempt.dir), str(wanted.start), *worker, "--backend", wanted.backend],
+            environment,
+        )
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+
+
+def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "") -> dict[str, Any]:
+    """Write down what systemd tells ExecStopPost= in its environment. Returns exit.json as it is now.
+
+    Raises OSError or ValueError where there is nothing to write it to.
+    """
+    wanted = read(job)
+    attempt = job.attempt(wanted.number)
+    record = read_exit_record(attempt, wanted.start)
+    if record is not None and "service_result" in record:
+        return record  # somebody started the unit by hand, after its end: the shim has done nothing
+    how, what = environment.get("EXIT_CODE", ""), environment.get("EXIT_STATUS", "")
+    if record is None:
+        lock, ended = read_lock_record(attempt, wanted.start), Moment.now()
+        record = {
+            "start": wanted.start,
+            "status": int(what) if how == "exited" and what.isdecimal() else None,
+            "signal": _signal_number(what) if how in {"killed", "dumped"} else None,
+            "ended_at": ended.wall,
+            "ended_monotonic": ended.monotonic,
+            "boot_id": ended.boot_id,
+            "was_asked": lock.get("was_asked", False),
+            "ran": bool(lock),
+        }
+    record |= {
+        "service_result": environment.get("SERVICE_RESULT", ""),
+        "exit_code": how,
+        "exit_status": what,
+        "invocation_id": environment.get("INVOCATION_ID", ""),
+        "system_state": system_state,
+    }
+    durable.make_dir(attempt.dir, mode=DIRECTORY_MODE)
+    durable.write_json(attempt.exit_path, record)
+    return record
+
+
+def open_up(directory: Path) -> None:
+    """Let the group into the directories that the worker has made below its job's: the daemon, a member of it, is to
+    remove them one day, and nobody else could. tempfile's own, for one, are closed to all but their owner."""
+    for _path, names, _files, fd in os.fwalk(directory, onerror=lambda _error: None):
+        for name in names:
+            with contextlib.suppress(OSError):  # its owner's affair, or gone
+                below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+                try:
+                    info = os.fstat(below)
+                    if info.st_uid == os.geteuid() and info.st_mode & 0o070 != 0o070:
+                        os.fchmod(below, stat.S_IMODE(info.st_mode) | 0o070)
+                finally:
+                    os.close(below)
+
+
+def _signal_number(name: str) -> int | None:
+    """The number of a signal in systemd's spelling: KILL, ABRT."""
+    try:
+        return int(signal.Signals[f"SIG{name}"])
+    except KeyError:
+        return None
+
+
+def start_main() -> int:
+    """The `honed-job-start` command."""
+    print(f"<3>{start(_job())}", file=sys.stderr)
+    return 78  # EX_CONFIG
+
+
+def end_main() -> int:
+    """The `honed-job-end` command."""
+    open_up(_job().dir)
+    try:
+        end(_job(), os.environ, system_state=_system_state())
+    except (OSError, ValueError) as error:
+        print(f"<3>how the job ended cannot be written down: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _job() -> JobLayout:
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+        print(f"usage: {Path(sys.argv[0]).name} ID (called by honed-job@ID.service)", file=sys.stderr)
+        raise SystemExit(2)
+    return Layout(Path("/")).job(int(sys.argv[1]))
+
+
+def _system_state() -> str:
+    """`stopping` in a shutdown, when nobody but us may be left to write it down; empty where nobody tells."""
+    from honed.system.dbus import BusError, Systemd  # noqa: PLC0415 - a start needs none of it
+
+    try:
+        return Systemd().system_state()
+    except BusError:
+        return ""

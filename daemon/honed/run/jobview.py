@@ -1,0 +1,225 @@
+"""The view of a job's unit: `honed-view ID`, as root, before honed-job@ID.service; `honed-view ID --remove` after it.
+
+    /run/userdb/honed-j<id>.user              the unit's user: a second name of the job's submitter, with no password
+    /run/userdb/honed-j<id>:honed-g<gid>.membership      and their groups, each beside its honed-g<gid>.group
+    /run/honed-view/<id>/                     what the unit sees as /var/lib/honed
+        jobs/<id>/                            an empty directory: the unit binds the job's own there
+        jobs/<other>/  staged/<copy>/         inputs that lie there, each bound after it was opened as the submitter
+
+systemd resolves `User=honed-j%i` by these records (nss-systemd), so that the worker starts with its submitter's rights
+and the unit needs no capability. The user is read from the ACL of the job's directory: the one who may write there.
+Jobs of root and of system accounts, and those that were accepted before there was such an ACL, run as honed-job.
+
+honed, whose files these are, gets nothing from it: it names inputs that are opened with the submitter's rights, and no
+user below FIRST_PERSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from honed.system import access
+from honed.system.access import Person
+from honed.system.layout import JobLayout, Layout
+
+VIEW_DIR = Path("/run/honed-view")
+USERDB_DIR = Path("/run/userdb")
+LOCK_PATH = Path("/run/honed-view.lock")
+#: mount(2) and umount2(2).
+_MS_BIND, _MNT_DETACH, _NOFOLLOW = 0x1000, 2, 8
+
+
+class ViewError(Exception):
+    """The job cannot have a view; one sentence."""
+
+
+def user_name(job_id: int) -> str:
+    """The User= of a job's unit."""
+    return f"honed-j{job_id}"
+
+
+def worker(job: JobLayout) -> Person:
+    """The user that a job's worker runs as. Raises ViewError where there is none."""
+    uid = access.job_user(job.dir)
+    found = access.person(uid if uid is not None else access.WORKERS_USER)
+    if found is None:
+        raise ViewError(f"the user {access.WORKERS_USER} is missing: systemd-sysusers makes it")
+    try:
+        pwd.getpwuid(found.uid)
+    except KeyError:
+        raise ViewError(f"{job.dir}: its submitter, user {found.uid}, is no user of this machine any more") from None
+    return found
+
+
+def add(layout: Layout, job_id: int) -> None:
+    """Make a job's view, in the place of one that was left. Raises ViewError or OSError."""
+    remove(job_id)
+    try:
+        with _locked():
+            _add(layout, job_id)
+    except BaseException:
+        remove(job_id)
+        raise
+
+
+def _add(layout: Layout, job_id: int) -> None:
+    job = layout.job(job_id)
+    who = worker(job)
+    _register(job_id, who)
+    _check_registered(job_id, who)
+    submitter = access.submitter_of(job.dir)
+    # Of a system account, whose worker is honed-job, the submitter's own rights count as well.
+    opener = who if submitter in {None, 0} else access.person(submitter) or who
+    view = VIEW_DIR / str(job_id)
+    (view / "jobs" / str(job_id)).mkdir(parents=True)
+    for place in _inputs(layout, job):
+        target = view / place.relative_to(layout.state_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        with _opened_as(opener, place) as fd:
+            _mount(f"/proc/self/fd/{fd}", target)
+
+
+def remove(job_id: int) -> None:
+    """Take a job's view away, and the groups that only it has had; what is bound elsewhere stays there."""
+    with _locked():
+        _remove(job_id)
+
+
+def _remove(job_id: int) -> None:
+    view = VIEW_DIR / str(job_id)
+    for path in sorted([*view.glob("jobs/*"), *view.glob("staged/*")]):
+        while os.path.ismount(path):
+            _unmount(path)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(view)
+    for path in [*USERDB_DIR.glob(f"{user_name(job_id)}.user"), *USERDB_DIR.glob(f"{user_name(job_id)}:*")]:
+        path.unlink(missing_ok=True)
+    used = {path.stem.partition(":")[2] for path in USERDB_DIR.glob(f"{user_name(0)[:-1]}*:*.membership")}
+    for path in USERDB_DIR.glob("honed-g*.group"):
+        if path.stem not in used:
+            path.unlink()
+    with contextlib.suppress(OSError):  # others have theirs there
+        VIEW_DIR.rmdir()
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """One view at a time: they share groups and directories. Nobody else may open the lock, and so hold it."""
+    USERDB_DIR.mkdir(mode=0o755, exist_ok=True)
+    fd = os.open(LOCK_PATH, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _inputs(layout: Layout, job: JobLayout) -> Iterator[Path]:
+    """The directories right below jobs/ and staged/ that a job's plan grants, but for its own."""
+    grant = json.loads(job.plan_path.read_bytes()).get("may_read") or {}
+    places = {
+        top / Path(path).relative_to(top).parts[0]
+        for path in map(str, grant.get("inputs", []))
+        for top in (layout.jobs_dir, layout.staged_dir)
+        if ".." not in Path(path).parts and Path(path).is_relative_to(top) and Path(path) != top
+    }
+    yield from sorted(places - {job.dir})
+
+
+# -- the user ----------------------------------------------------------------------------------------------------------
+
+
+def _register(job_id: int, who: Person) -> None:
+    name = user_name(job_id)
+    for gid in sorted(who.gids):
+        _write(USERDB_DIR / f"honed-g{gid}.group", {"groupName": f"honed-g{gid}", "gid": gid})
+        _write(USERDB_DIR / f"{name}:honed-g{gid}.membership", {})
+    record = {
+        "userName": name, "uid": who.uid, "gid": pwd.getpwuid(who.uid).pw_gid, "homeDirectory": "/nonexistent",
+        "shell": "/usr/sbin/nologin", "locked": True, "disposition": "dynamic",
+    }  # fmt: skip
+    _write(USERDB_DIR / f"{name}.user", record)
+
+
+def _write(path: Path, record: dict[str, object]) -> None:
+    """Not empty, whatever it says: an empty file counts as one that is masked."""
+    path.with_suffix(".new").write_text(json.dumps(record) + "\n", encoding="ascii")
+    path.with_suffix(".new").replace(path)
+
+
+def _check_registered(job_id: int, who: Person) -> None:
+    try:
+        uid, groups = pwd.getpwnam(user_name(job_id)).pw_uid, os.getgrouplist(user_name(job_id), min(who.gids))
+    except KeyError:
+        uid, groups = None, []
+    if uid != who.uid or set(groups) != who.gids:
+        raise ViewError(
+            "the user database does not read /run/userdb: install libnss-systemd, and let /etc/nsswitch.conf have "
+            "`systemd` in the lines passwd: and group:"
+        )
+
+
+# -- the directories ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened_as(who: Person, path: Path) -> Iterator[int]:
+    """A directory, opened with somebody's rights, so that nobody is shown by us what is closed to them."""
+    groups = os.getgroups()
+    os.setgroups(sorted(who.gids))
+    os.setegid(min(who.gids))
+    os.seteuid(who.uid)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ViewError(f"{path}: {error.strerror}, for the user {who.name}") from error
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _mount(source: str, target: Path) -> None:
+    if _libc.mount(source.encode(), os.fsencode(target), None, ctypes.c_ulong(_MS_BIND), None):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(target))
+
+
+def _unmount(target: Path) -> None:
+    if _libc.umount2(os.fsencode(target), _MNT_DETACH | _NOFOLLOW):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(target))
+
+
+def main() -> int:
+    """The `honed-view` command."""
+    parser = argparse.ArgumentParser(prog="honed-view", description=__doc__)
+    parser.add_argument("job", type=int)
+    parser.add_argument("--remove", action="store_true")
+    options = parser.parse_args()
+    try:
+        if options.remove:
+            remove(options.job)
+        else:
+            add(Layout(Path("/")), options.job)
+    except (ViewError, OSError, ValueError) as error:
+        print(f"<3>job {options.job} gets no view: {error}", file=sys.stderr)
+        return 1
+    return 0

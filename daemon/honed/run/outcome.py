@@ -1,0 +1,147 @@
+"""The end of an attempt, from its two witnesses: the worker's result file and its process's exit.
+
+What the worker explains is believed; success needs both, a result that says so and an exit that does not belie it. A
+worker that died without a word (a signal, an exit without its result) is `killed`, and tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honed.job import event
+from honed.run.runner import Exit
+from honed.system import durable, error, untrusted
+
+SUCCEEDED = "succeeded"
+#: Characters of a remark.
+MAX_REMARK = 400
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`code` is `succeeded` or the code of an error."""
+
+    code: str
+    error: error.HonedError | None = None
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    artifacts: dict[str, str] = field(default_factory=dict)
+    phase: str = ""  #: what the worker was at, by its own word
+    needed_bytes: int = 0  #: free space without which it cannot go on
+    remark: str = ""  #: what is to be said of a success
+
+    @property
+    def is_success(self) -> bool:
+        return self.code == SUCCEEDED
+
+    @property
+    def is_worth_another_backend(self) -> bool:
+        """Whether a fresh process with another backend may do better: this one cannot, or not as planned, and found out
+        before a step was trained."""
+        is_before_training = not self.step
+        is_other = self.code in {error.PrecisionError.code, error.LossError.code}
+        return self.code == error.BackendError.code or (is_other and is_before_training)
+
+
+def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
+    """Read the worker's result and weigh it against its exit.
+
+    Raises OSError where the machine keeps us from reading it: that is no word on how the worker ended. With
+    `is_readable` false it is judged without.
+    """
+    result = _read(result_path) if is_readable else None
+    if result is None:
+        return _of(_died(ended))
+    facts: dict[str, Any] = {
+        "step": step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
+        "metrics": _mapping(result.get("metrics")),
+        "artifacts": {key: str(value) for key, value in _mapping(result.get("artifacts")).items() if value},
+        "remark": error.plain(str(result.get("remark") or "")).replace("\n", " ")[:MAX_REMARK],
+        "phase": str(result.get("phase") or "")[:32],
+        "needed_bytes": number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
+    }
+    if result.get("outcome") == SUCCEEDED:
+        # Its result is the last that it writes, once all else is durable. Where it was killed from outside after that,
+        # or nobody saw it end, the work is done; doing it again would be a second success.
+        if ended.status == 0 or (ended.status is None and ended.signal in {None, signal.SIGKILL}):
+            return Outcome(SUCCEEDED, **facts)
+        return _of(_died(ended), **facts)
+    reported = result.get("error")
+    if not isinstance(reported, dict):
+        reported = error.InternalError("the worker failed and did not say why").as_dict()
+    return _of(
+        error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), **facts
+    )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _of(problem: error.HonedError, **facts: Any) -> Outcome:
+    return Outcome(problem.code, problem, **facts)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        result = event.encodable(json.loads(untrusted.read_plain(path)))
+    except (OSError, ValueError, RecursionError) as problem:
+        if durable.machine_fault(problem):
+            raise
+        return None
+    return result if isinstance(result, dict) else None
+
+
+#: What the kernel's killer has, and a MemoryError or CUDA has not: nobody in the process could have caught it.
+_OUT_OF_MEMORY_HINT = (
+    "main memory ran out, of the machine or of the unit's MemoryMax=: a smaller batch, fewer data loaders, another "
+    "job at another time, or more memory; `journalctl -k` has the kernel's account"
+)
+
+
+def _died(ended: Exit) -> error.HonedError:
+    match ended:
+        case Exit(service_result="watchdog"):
+            return error.StalledError(
+                "no progress for so long that systemd's watchdog ended it",
+                hint="every thread's stack is in its log: honectl logs",
+            )
+        case Exit(service_result="oom-kill") | Exit(was_out_of_memory=True):
+            return error.OutOfMemoryError(
+                "the kernel's out-of-memory killer ended the worker", hint=_OUT_OF_MEMORY_HINT
+            )
+        case Exit(ran=False):
+            status = f" (exit status {ended.status})" if ended.status is not None else ""
+            return error.EnvironmentInvalidError(
+                f"its unit could not start the worker{status}",
+                hint="journalctl -u honed-job@ID -u honed-view@ID says which line of the unit; honectl doctor",
+            )
+        case Exit(service_result="timeout"):
+            return error.KilledError(
+                "it was killed: it did not come up, or did not end, in the time that its unit gives it",
+                hint="jobs.stop_timeout_sec, TimeoutStartSec= and TimeoutStopSec= of honed-job@.service",
+            )
+        case Exit(signal=int(number)):
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            hint = (
+                "SIGKILL often is the kernel's out-of-memory killer: see `journalctl -k`"
+                if number == signal.SIGKILL
+                else ""
+            )
+            return error.KilledError(f"the worker was killed by {name}", hint=hint)
+        case Exit(status=0):
+            return error.KilledError(
+                "the worker exited with status 0 but left no result", hint="see its log: honectl logs"
+            )
+        case Exit(status=int(status)):
+            return error.KilledError(
+                f"the worker exited with status {status} and left no result", hint="see its log: honectl logs"
+            )
+        case _:
+            return error.KilledError(
+                "the worker vanished, and nobody saw how", hint="the machine went down, or its shim was killed"
+            )

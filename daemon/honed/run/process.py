@@ -1,0 +1,168 @@
+"""Workers as processes of the daemon's user, each in a session of its own, behind the shim.
+
+A daemon that comes back adopts such workers by the shim's lock and reads their exit from exit.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.run.runner import Exit, exit_of, read_exit_record, read_lock_record
+from honed.system import durable, untrusted
+from honed.system.layout import AttemptLayout, Layout
+
+log = logging.getLogger(__name__)
+
+#: What a worker must not inherit: it would speak to systemd in the daemon's name.
+DAEMON_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "JOURNAL_STREAM", "INVOCATION_ID", "LISTEN_FDS")
+#: Nor what is meant for honed-send and for the fetch.
+SECRET_VARIABLES = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+@dataclass
+class _Child:
+    layout: AttemptLayout
+    start: int
+    process: subprocess.Popen[bytes] | None  #: None for an adopted one
+
+
+class ProcessRunner:
+    """Workers as processes of the daemon's user, each in its own session."""
+
+    name = "process"
+
+    def __init__(
+        self, layout: Layout, *, command: Sequence[str] | None = None, popen: Callable[..., Any] = subprocess.Popen
+    ) -> None:
+        """`popen` starts a process as subprocess.Popen does: tests have one whose libraries are imported already."""
+        self._layout = layout
+        self._popen = popen
+        self._command = list(command or [sys.executable, "-m", "honed.worker"])
+        self._children: dict[int, _Child] = {}
+
+    def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
+        attempt = self._layout.job(job_id).attempt(number)
+        durable.make_dir(attempt.dir)
+        shim = Path(__file__).with_name("shim.py")
+        worker = [*self._command, str(self._layout.job(job_id).dir), str(number), "--backend", backend]
+        with attempt.log_path.open("ab") as log_file:
+            process = self._popen(
+                [sys.executable, "-I", "-S", str(shim), str(attempt.dir), str(start), *worker],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                cwd=self._layout.job(job_id).dir,
+                env={**_inherited(), **environment},
+                start_new_session=True,
+                restore_signals=True,
+            )
+        self._children[job_id] = _Child(attempt, start, process)
+
+    def adopt(self, job_id: int, number: int, start: int) -> bool:
+        attempt = self._layout.job(job_id).attempt(number)
+        durable.make_dir(attempt.dir)
+        self._children[job_id] = _Child(attempt, start, None)
+        return True
+
+    def is_supervised(self, job_id: int) -> bool:  # noqa: ARG002
+        return False
+
+    def is_machine_going_down(self) -> bool:
+        return False  # nobody tells us; but then honed is asked to stop, too
+
+    def stop(self, job_id: int) -> None:
+        pid = self._shim_pid(self._children[job_id])
+        if pid is not None:
+            _signal(pid, signal.SIGTERM)
+
+    def dump(self, job_id: int) -> None:
+        pid = self._worker_pid(self._children[job_id])
+        if pid is not None:
+            _signal(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
+            _signal(pid, signal.SIGCONT)  # a stopped one would never get to it
+
+    def kill(self, job_id: int, *, shim_too: bool = False) -> None:
+        child = self._children[job_id]
+        shim_pid = self._shim_pid(child)
+        if shim_pid is None:
+            return
+        worker_pid = self._worker_pid(child)
+        # The worker first: the shim then still writes down how it ended. What the worker started shares the session.
+        doomed = _session(shim_pid) | ({worker_pid} if worker_pid else set())
+        for pid in doomed if shim_too else doomed - {shim_pid}:
+            _signal(pid, signal.SIGKILL)
+
+    def poll(self, job_id: int) -> Exit | None:
+        child = self._children[job_id]
+        if child.process is not None:
+            if child.process.poll() is None:
+                return None
+        elif not self._settle(child):
+            return None
+        del self._children[job_id]
+        return exit_of(read_exit_record(child.layout, child.start))
+
+    def _settle(self, child: _Child) -> bool:
+        """Whether an adopted worker has ended. If nobody wrote down how, we do: then no late shim starts it."""
+        fd = untrusted.open_plain(child.layout.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            if read_exit_record(child.layout, child.start) is None:
+                record = {"start": child.start, "status": None, "signal": None}
+                durable.write_json(child.layout.exit_path, record)
+            return True
+        finally:
+            os.close(fd)
+
+    def _worker_pid(self, child: _Child) -> int | None:
+        return _process(read_lock_record(child.layout, child.start).get("worker_pid"))
+
+    def _shim_pid(self, child: _Child) -> int | None:
+        if child.process is not None:
+            return child.process.pid if child.process.poll() is None else None
+        # The lock is held, so the process that the record names lives and its number is its own.
+        return None if self._settle(child) else _process(read_lock_record(child.layout, child.start).get("shim_pid"))
+
+
+def _process(pid: Any) -> int | None:
+    """The number of one process that a worker's file names; -1 would be all that we may signal, 0 and 1 are ours."""
+    return pid if type(pid) is int and 1 < pid < 2**31 else None
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        # It was started as a unit, by a honed that could; this one runs workers as processes.
+        log.warning("process %d belongs to another user: stop its unit with systemctl stop honed-job@ID", pid)
+
+
+def _inherited() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in (*DAEMON_VARIABLES, *SECRET_VARIABLES)}
+
+
+def _session(session_id: int) -> set[int]:
+    """The processes of a session (Linux), from /proc/<pid>/stat: `pid (comm) state ppid pgrp session …`."""
+    found = set()
+    for path in Path("/proc").iterdir():
+        if not path.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if int((path / "stat").read_text().rpartition(")")[2].split()[3]) == session_id:
+                found.add(int(path.name))
+    return found

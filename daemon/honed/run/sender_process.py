@@ -1,0 +1,92 @@
+"""honed-send as a child of the daemon, where no unit of its own runs it. It ends with the daemon, or soon after: the
+end of its standard input says that the daemon has ended, however that happened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from honed.run.process import DAEMON_VARIABLES
+from honed.system.layout import Layout
+
+log = logging.getLogger(__name__)
+
+#: Seconds before one that died is started again, doubled each time up to the second figure.
+RESTART_SEC = (1.0, 60.0)
+
+
+def is_a_unit(layout: Layout, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether honed-send.service does it: systemd started us as the system's own instance, which has no network."""
+    return layout.root == Path("/") and environment.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+
+
+class SendProcess:
+    """At most one child. `clock` is monotonic seconds."""
+
+    def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._layout = layout
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_at = 0.0
+        self._pause_sec = RESTART_SEC[0]
+
+    def tend(self, *, is_wanted: bool) -> None:
+        """Have it run while it is wanted; one that died is started again, after a pause."""
+        if self._process is not None and (status := self._process.poll()) is not None:
+            log.warning("honed-send ended with status %d; metrics and predictions wait in the outbox", status)
+            self._forget()
+            self._start_at = self._clock() + self._pause_sec
+            self._pause_sec = min(2 * self._pause_sec, RESTART_SEC[1])
+        if is_wanted and self._process is None and self._clock() >= self._start_at:
+            self._start()
+        elif not is_wanted and self._process is not None:
+            self.stop()
+
+    def reload(self) -> None:
+        """Have it read the configuration again."""
+        self._pause_sec, self._start_at = RESTART_SEC[0], 0.0
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
+
+    def stop(self) -> None:
+        """End it now; what waits goes out another time."""
+        if self._process is not None:
+            self._process.terminate()
+            self._wait(5.0)
+
+    def finish(self, timeout_sec: float) -> None:
+        """Let it deliver what waits, for that long, and end."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._wait(timeout_sec + 5.0)  # it may not even have begun
+
+    def _start(self) -> None:
+        environment = {key: value for key, value in os.environ.items() if key not in DAEMON_VARIABLES}
+        command = [sys.executable, "-m", "honed.send.sender", "--until-eof", "--root", str(self._layout.root)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        except OSError as error:
+            log.error("honed-send cannot be started: %s", error)  # noqa: TRY400
+            self._start_at = self._clock() + RESTART_SEC[1]
+
+    def _wait(self, timeout_sec: float) -> None:
+        assert self._process is not None
+        try:
+            self._process.wait(timeout_sec)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        self._process = None

@@ -1,0 +1,203 @@
+"""Workers as units: one honed-job@ID.service each, asked for over D-Bus, with a cgroup, limits, watchdog and journal of
+its own. They live on while honed is restarted, and systemd ends what hangs or does not stop in time.
+
+    start     start.json, durable ──► StartUnit ──► honed-job-start becomes the shim ──► worker
+    end       shim writes exit.json ──► honed-job-end adds what systemd knows ──► poll finds both
+
+How a job ended is known from its files; systemd is asked where they are silent, and whether the unit has ended at all.
+Without a bus the files are believed. A worker that a process
+runner started before us is left to one.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from honed.run.jobunit import Start, read
+from honed.run.process import ProcessRunner
+from honed.run.runner import Exit, NotNowError, exit_of, read_exit_record, read_lock_record
+from honed.system import dbus
+from honed.system.dbus import BusAwayError, BusError, Systemd
+from honed.system.layout import AttemptLayout, Layout
+
+log = logging.getLogger(__name__)
+
+#: Seconds between questions to systemd whether a unit of which its files tell no end still lives.
+ASK_INTERVAL_SEC = 5.0
+#: Exists where systemd is PID 1: sd_booted(3).
+BOOTED_PATH = Path("/run/systemd/system")
+#: No job has this number: asked to stop, it tells whether we may.
+PROBE_UNIT = "honed-job@0.service"
+
+
+@dataclass
+class _Unit:
+    attempt: AttemptLayout
+    start: int
+    asked_at: float
+    is_doubted: bool = False  #: exit.json tells of an end, and systemd of none
+
+
+class SystemdRunner:
+    """Workers as units of the system's manager."""
+
+    name = "systemd"
+
+    def __init__(
+        self,
+        layout: Layout,
+        systemd: Systemd,
+        *,
+        watchdog_sec: Callable[[], float],
+        stop_timeout_sec: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._systemd = systemd
+        self._watchdog_sec = watchdog_sec
+        self._stop_timeout_sec = stop_timeout_sec
+        self._clock = clock
+        self._units: dict[int, _Unit] = {}
+        self._processes = ProcessRunner(layout)
+
+    def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
+        job = self._layout.job(job_id)
+        wanted = Start(number, start, backend, dict(environment), self._watchdog_sec(), self._stop_timeout_sec())
+        wanted.write(job)
+        self._units[job_id] = _Unit(job.attempt(number), start, self._clock())
+        try:
+            self._systemd.start_unit(unit_name(job_id))
+        except BusAwayError as error:
+            if error.was_heard:
+                log.warning("job %d: systemd did not say whether its unit starts: %s", job_id, error)
+                return  # poll finds out
+            self._forget(job_id)
+            raise NotNowError(f"systemd cannot be asked: {error}") from error
+        except BusError as error:
+            self._forget(job_id)
+            raise NotNowError(f"systemd starts no unit {unit_name(job_id)}: {error}") from error
+
+    def adopt(self, job_id: int, number: int, start: int) -> bool:
+        job = self._layout.job(job_id)
+        attempt = job.attempt(number)
+        try:
+            wanted = read(job)
+            is_ours = (wanted.number, wanted.start) == (number, start)
+        except (OSError, ValueError):
+            is_ours = False
+        has_run = bool(read_lock_record(attempt, start)) or read_exit_record(attempt, start) is not None
+        if not is_ours:
+            # Either a process runner's, or we were killed before we had written down that we would start it.
+            return has_run and self._processes.adopt(job_id, number, start)
+        if not has_run and self._is_over(job_id):
+            return False
+        self._units[job_id] = _Unit(attempt, start, asked_at=self._clock())
+        return True
+
+    def is_supervised(self, job_id: int) -> bool:
+        return job_id in self._units
+
+    def is_machine_going_down(self) -> bool:
+        try:
+            return self._systemd.system_state() == "stopping"
+        except BusError:
+            return False
+
+    def stop(self, job_id: int) -> None:
+        if job_id not in self._units:
+            return self._processes.stop(job_id)
+        return self._ask(job_id, "stopped", self._systemd.stop_unit)
+
+    def dump(self, job_id: int) -> None:
+        if job_id not in self._units:
+            return self._processes.dump(job_id)
+        return self._ask(job_id, "dumped", lambda unit: self._systemd.kill_unit(unit, "main", signal.SIGABRT))
+
+    def kill(self, job_id: int, *, shim_too: bool = False) -> None:
+        if job_id not in self._units:
+            return self._processes.kill(job_id, shim_too=shim_too)
+        return self._ask(job_id, "killed", lambda unit: self._systemd.kill_unit(unit, "all", signal.SIGKILL))
+
+    def poll(self, job_id: int) -> Exit | None:
+        if job_id not in self._units:
+            return self._processes.poll(job_id)
+        unit = self._units[job_id]
+        record = read_exit_record(unit.attempt, unit.start)
+        is_told = record is not None and "service_result" in record
+        if is_told:
+            # Its worker could have written that, too, and go on, on a GPU that we would take for free.
+            if unit.is_doubted and self._clock() - unit.asked_at < ASK_INTERVAL_SEC:
+                return None
+            unit.asked_at = self._clock()
+            if self._goes_on(job_id):
+                if not unit.is_doubted:
+                    log.warning("job %d: its worker says that it has ended, and its unit has not", job_id)
+                unit.is_doubted = True
+                return None
+        else:
+            # The shim's word alone is waited on: what systemd knows comes a moment later, unless it cannot be written.
+            if self._clock() - unit.asked_at < ASK_INTERVAL_SEC:
+                return None
+            unit.asked_at = self._clock()
+            if not self._is_over(job_id):
+                return None
+            record = read_exit_record(unit.attempt, unit.start)  # written between the two looks
+        self._forget(job_id)
+        if record is None:
+            return Exit(None, None, ran=bool(read_lock_record(unit.attempt, unit.start)))
+        return exit_of(record)
+
+    def _goes_on(self, job_id: int) -> bool:
+        """Whether its unit lives. While ExecStopPost= tells of the end, a unit is deactivating."""
+        try:
+            state = self._systemd.unit_state(unit_name(job_id))
+        except BusError:
+            return False
+        return state is not None and state.active in {"active", "activating", "reloading"}
+
+    def _is_over(self, job_id: int) -> bool:
+        try:
+            state = self._systemd.unit_state(unit_name(job_id))
+        except BusError as error:
+            log.warning("job %d: systemd does not say how its unit is: %s", job_id, error)
+            return False
+        return state is None or state.is_over
+
+    def _ask(self, job_id: int, what: str, call: Callable[[str], None]) -> None:
+        try:
+            call(unit_name(job_id))
+        except BusError as error:
+            if error.name != dbus.NO_SUCH_UNIT:  # it has ended by itself
+                log.error("job %d: its unit cannot be %s: %s", job_id, what, error)  # noqa: TRY400
+
+    def _forget(self, job_id: int) -> None:
+        del self._units[job_id]
+
+
+def unit_name(job_id: int) -> str:
+    return f"honed-job@{job_id}.service"
+
+
+def why_not(layout: Layout, systemd: Systemd) -> str | None:
+    """The reason why workers cannot be units here; None where they can. Asks systemd, polkit included; changes
+    nothing."""
+    if layout.root != Path("/"):
+        return "units belong to the instance at /, and this one is below another directory"
+    if not BOOTED_PATH.is_dir():
+        return "the machine was not started by systemd"
+    try:
+        systemd.stop_unit(
+            PROBE_UNIT
+        )  # it does not run, so nothing is stopped; but that takes the template and the right
+    except BusError as error:
+        if error.name == dbus.NO_SUCH_UNIT:
+            return "the unit honed-job@.service is not installed"
+        if error.name in dbus.DENIED:
+            return f"polkit does not let this user start and stop {unit_name(1)}: {error}"
+        return str(error)
+    return None

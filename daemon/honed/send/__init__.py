@@ -1,0 +1,1 @@
+"""honed-send: metrics, predictions, notices and wandb runs on their way out."""

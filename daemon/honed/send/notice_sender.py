@@ -1,0 +1,363 @@
+"""honed-send's end of the notices: each is delivered by a webhook or by mail, and then removed.
+
+    notices/<key>.json ── POST, or SMTP ── taken ──► removed
+                             ├── 400, 422, …, a mailbox that is none ──► refused/, with the answer
+                             └── all else: no answer, 5xx, 401 ──► the same again, ever later; after days, refused/
+
+One thread for each receiver that anything waits for: one that is down or slow holds up nobody else, and not the
+metrics. A notice is removed after the answer, so it arrives at least once; one that arrives twice has the same
+Idempotency-Key, or the same Message-ID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import json
+import logging
+import os
+import random
+import smtplib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.headerregistry import Address
+from email.message import EmailMessage
+from email.policy import SMTP as MAIL_POLICY
+from enum import Enum, auto
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from honed import __version__
+from honed.send import notification
+from honed.send.notification import Notice
+from honed.spec import recipient
+from honed.spec.config import NotifyConfig
+from honed.system import durable
+from honed.system.clock import Calendar
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import Layout
+from honed.system.log import about
+from honed.system.message import NOTICE_REFUSED, NOTICE_TROUBLE
+
+log = logging.getLogger("honed.send.sender")
+
+#: Seconds between looks at the notices.
+POLL_SEC = 0.5
+#: Receivers at a time.
+MAX_THREADS = 8
+#: Seconds between words about the same receiver.
+COMPLAIN_EVERY_SEC = 3600.0
+#: Answers that say something of us or of the moment, not of the notice.
+NOT_ABOUT_THE_NOTICE = {401, 402, 403, 404, 405, 407, 408, 410, 421, 423, 425, 426, 429, 451}
+DAY_SEC = 86400.0
+
+
+class Verdict(Enum):
+    """What became of a try."""
+
+    TAKEN = auto()
+    REFUSED = auto()  #: it will never be taken
+    LATER = auto()
+
+
+@dataclass
+class _Line:
+    """What is known of a receiver."""
+
+    thread: threading.Thread | None = None
+    not_before: float = 0.0
+    delay_sec: float = 0.0
+    complained_at: float | None = None
+
+
+class Messenger:
+    """Delivers until it is stopped. `clock` is monotonic seconds."""
+
+    def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._layout = layout
+        self._clock = clock
+        self._calendar = Calendar(clock=clock)
+        self._calendar_lock = threading.Lock()
+        self._config = NotifyConfig()
+        self._is_loaded = False
+        self._lines: dict[str, _Line] = {}
+        self._receivers: dict[str, str] = {}  #: of each notice that waits, by its file's name
+        self._stop = threading.Event()
+
+    def reload(self, config: NotifyConfig) -> None:
+        """What waits is tried at once, and what was refused once more: only a person knows what was mended."""
+        is_first, self._config, self._is_loaded = not self._is_loaded, config, True
+        self._lines = {to: _Line(thread=line.thread) for to, line in self._lines.items()}
+        if not is_first:
+            for path in notification.refused_dir(self._layout).glob("*.json"):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    notice = json.loads(path.read_bytes())["notice"] | {"created_at": time.time()}
+                    durable.write_json(notification.notices_dir(self._layout) / path.name, notice, mode=0o640)
+                    path.unlink()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Deliver beside whatever else is done."""
+        thread = threading.Thread(target=self._run, name="notices", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join(2 * POLL_SEC)
+
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """Wait until no notice waits, or somebody says that it is over."""
+        while notification.waiting(self._layout) and not is_over():
+            self._stop.wait(POLL_SEC / 5)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._look()
+            except Exception:
+                log.exception("a look at the notices failed")
+            self._stop.wait(POLL_SEC)
+
+    def _look(self) -> None:
+        """Have a thread for each receiver that something waits for, and that may be tried again."""
+        with self._calendar_lock:
+            self._calendar.look()
+        by_receiver: dict[str, list[Path]] = {}
+        waiting = notification.waiting(self._layout)
+        # Read once: a notice's key, and so its file's name, is made from its receiver, and thousands may wait for days.
+        known, self._receivers = self._receivers, {}
+        for path in waiting:
+            to = known.get(path.name)
+            if to is None and (notice := self._read(path)) is not None:
+                to = json.dumps(notice.to, sort_keys=True)
+            if to is not None:
+                self._receivers[path.name] = to
+                by_receiver.setdefault(to, []).append(path)
+        for to, paths in by_receiver.items():
+            line = self._lines.setdefault(to, _Line())
+            num_alive = sum(each.thread is not None and each.thread.is_alive() for each in self._lines.values())
+            is_busy = line.thread is not None and line.thread.is_alive()
+            if not is_busy and num_alive < MAX_THREADS and self._clock() >= line.not_before:
+                line.thread = threading.Thread(target=self._deliver_all, args=(line, paths), daemon=True)
+                line.thread.start()
+
+    def _read(self, path: Path) -> Notice | None:
+        try:
+            return Notice.from_json(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            log.error("%s: no notice: %s", path, error)  # noqa: TRY400
+            with contextlib.suppress(OSError):
+                path.rename(notification.refused_dir(self._layout) / f"{path.name}.damaged")
+            return None
+
+    def _deliver_all(self, line: _Line, paths: list[Path]) -> None:
+        """One receiver's notices in their order, until one has to wait."""
+        for path in paths:
+            if self._stop.is_set() or (notice := self._read(path)) is None:
+                continue
+            verdict, said = self._deliver(notice)
+            if verdict is Verdict.LATER and self._is_too_old(notice):
+                verdict, said = Verdict.REFUSED, f"given up after {self._config.give_up_days:g} days: {said}"
+            match verdict:
+                case Verdict.TAKEN:
+                    path.unlink(missing_ok=True)
+                    line.delay_sec, line.complained_at = 0.0, None
+                case Verdict.REFUSED:
+                    self._set_aside(path, notice, said)
+                case Verdict.LATER:
+                    self._wait(line, notice, said)
+                    return
+
+    def _is_too_old(self, notice: Notice) -> bool:
+        with self._calendar_lock:  # each receiver has its thread
+            self._calendar.look()
+            return time.time() - self._calendar.date(notice.created_at) > self._config.give_up_days * DAY_SEC
+
+    def _wait(self, line: _Line, notice: Notice, said: str) -> None:
+        config, now = self._config, self._clock()
+        line.delay_sec = min(2 * line.delay_sec or config.retry_delay_sec, config.max_retry_delay_sec)
+        line.not_before = now + line.delay_sec * random.uniform(0.5, 1)
+        if line.complained_at is None or now - line.complained_at >= COMPLAIN_EVERY_SEC:
+            line.complained_at = now
+            log.warning("a notice to %s is not delivered, and tried again: %s", _shown(notice), said,
+                        extra=about(notice.payload.get("job_id"), NOTICE_TROUBLE))  # fmt: skip
+
+    def _set_aside(self, path: Path, notice: Notice, said: str) -> None:
+        log.error("a notice to %s is refused and set aside in %s: %s",
+                  _shown(notice), notification.refused_dir(self._layout), said,
+                  extra=about(notice.payload.get("job_id"), NOTICE_REFUSED))  # fmt: skip
+        record = {"answer": said, "notice": notice.to_json()}
+        durable.write_json(notification.refused_dir(self._layout) / path.name, record, mode=0o640)
+        path.unlink(missing_ok=True)
+
+    # -- one notice ---------------------------------------------------------------------------------------------------
+
+    def _deliver(self, notice: Notice) -> tuple[Verdict, str]:
+        """Try once; whatever comes of it is an answer."""
+        config = self._config
+        try:
+            match notice.to:
+                case {"webhook": webhook}:
+                    if not notice.is_own and (why := recipient.why_not_webhook(webhook, config)) is not None:
+                        return Verdict.REFUSED, why
+                    return post(notice, *recipient.target(webhook, config), timeout_sec=config.timeout_sec)
+                case {"mail": address}:
+                    if not notice.is_own and (why := recipient.why_not_mail(address, config)) is not None:
+                        return Verdict.REFUSED, why
+                    return mail(notice, address, config)
+                case _:
+                    return Verdict.REFUSED, "nobody is named"
+        except EnvironmentInvalidError as error:
+            return Verdict.LATER, error.message
+        except ssl.SSLCertVerificationError as error:
+            host = config.smtp_host if "mail" in notice.to else "the webhook's host"
+            return Verdict.LATER, (
+                f"{host} has a certificate that is not trusted here: {error.verify_message}. An authority of your own: "
+                "add it to the system's, or name its file as SSL_CERT_FILE in honed-send's environment"
+            )
+        except Exception as error:  # noqa: BLE001 - what a stranger answers must not end the thread in silence
+            return Verdict.LATER, f"{type(error).__name__}: {error}"
+
+
+def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float) -> tuple[Verdict, str]:
+    """By webhook. No redirect is followed: it would lead where nobody has allowed it."""
+    parts = urlsplit(address)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_sec)
+    headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": f"honed/{__version__}",
+               "Idempotency-Key": notice.key, "Connection": "close",
+               **({"Authorization": f"Bearer {token}"} if token else {})}  # fmt: skip
+    body = json.dumps(notice.payload, ensure_ascii=False).encode(errors="replace")
+    try:
+        connection.connect()
+        with _deadline(connection.sock, timeout_sec):
+            connection.request("POST", f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}", body, headers)
+            response = connection.getresponse()
+            said = " ".join(response.read(300).decode(errors="replace").split())
+    finally:
+        connection.close()
+    text = f"{response.status} {response.reason}{f': {notification.plain(said)}' if said else ''}"
+    status = response.status
+    if 200 <= status < 300 or status == http.client.CONFLICT:
+        return Verdict.TAKEN, text
+    if 400 <= status < 500 and status not in NOT_ABOUT_THE_NOTICE:
+        return Verdict.REFUSED, text
+    return Verdict.LATER, text
+
+
+def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
+    """By SMTP."""
+    assert config.smtp_host is not None
+    assert config.mail_from is not None
+    message = compose(notice, address, config.mail_from)
+    context = ssl.create_default_context()
+    connection = socket.create_connection((config.smtp_host, config.smtp_port), config.timeout_sec)
+    server = _Server()
+    try:
+        with _deadline(connection, 2 * config.timeout_sec):
+            if config.smtp_security == "tls":
+                connection = context.wrap_socket(connection, server_hostname=config.smtp_host)
+            server.begin(connection, config.smtp_host)
+            if config.smtp_security == "starttls":
+                server.starttls(context=context)
+            if config.smtp_user is not None:
+                server.login(config.smtp_user, recipient.password(config))
+            server.send_message(message, from_addr=config.mail_from, to_addrs=[address])
+    except smtplib.SMTPRecipientsRefused as error:
+        ((code, said), *_) = error.recipients.values()
+        return _judge_mail(code, said)
+    except smtplib.SMTPDataError as error:
+        return _judge_mail(error.smtp_code, error.smtp_error)
+    else:
+        assert server.sock is not None
+        with contextlib.suppress(smtplib.SMTPException, OSError), _deadline(server.sock, config.timeout_sec):
+            server.quit()
+        return Verdict.TAKEN, "taken"
+    finally:
+        server.close()
+        connection.close()
+
+
+class _Server(smtplib.SMTP):
+    """On a connection that is there already: smtplib's own reads the greeting before there could be a deadline."""
+
+    def begin(self, connection: socket.socket, host: str) -> None:
+        self._connection = connection
+        self._host = host  # whose certificate STARTTLS wants
+        code, said = self.connect(host)
+        if code != 220:
+            raise smtplib.SMTPConnectError(code, said)
+
+    def _get_socket(self, *_given: object) -> socket.socket:
+        return self._connection
+
+
+def _judge_mail(code: int, said: bytes | str) -> tuple[Verdict, str]:
+    words = said.decode(errors="replace") if isinstance(said, bytes) else said
+    return Verdict.REFUSED if 500 <= code < 600 else Verdict.LATER, f"{code} {notification.plain(words)}"
+
+
+def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
+    """The mail. What stands in its headers came through `plain`: nothing in a job's name makes a header of its own."""
+    told = notice.payload
+    message = EmailMessage(policy=MAIL_POLICY)
+    first, *rest = str(told["text"]).splitlines() or [""]
+    message["Subject"] = notification.plain(first)[:200]
+    message["From"] = Address(display_name="honed", addr_spec=sender)
+    message["To"] = Address(addr_spec=address)
+    message["Date"] = email.utils.formatdate(notice.created_at)
+    message["Message-ID"] = f"<{notice.key}@honed.{sender.rpartition('@')[2]}>"
+    message["Auto-Submitted"] = "auto-generated"
+    facts = {"outcome": told.get("outcome"), "attempts": told.get("num_attempts"), "dropped": told.get("submitted_at"),
+             "started": told.get("started_at"), "ended": told.get("ended_at"), "output": told.get("output_dir"),
+             "report": told.get("report")}  # fmt: skip
+    lines = [first, *rest, "", *(f"{name}: {notification.plain(str(value))}" for name, value in facts.items() if value)]
+    metrics = told.get("metrics") or {}
+    lines += ["", *(f"{notification.plain(name)}: {value:.6g}" for name, value in sorted(metrics.items())
+                    if isinstance(value, int | float))] if metrics else []  # fmt: skip
+    message.set_content("\n".join(lines) + "\n")
+    return message
+
+
+@contextlib.contextmanager
+def _deadline(connection: socket.socket, seconds: float) -> Iterator[None]:
+    """The whole exchange in that time: a socket's own timeout begins anew with every byte that drips in."""
+    is_over = threading.Event()
+    descriptor = os.dup(connection.fileno())  # of its own: TLS takes the other one away
+
+    def end() -> None:
+        is_over.set()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
+            own.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if is_over.is_set():
+            raise TimeoutError("no whole answer in time") from error
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+        os.close(descriptor)
+    if is_over.is_set():
+        raise TimeoutError("no whole answer in time")
+
+
+def _shown(notice: Notice) -> str:
+    """A receiver for the log: of an address its host, since its path may be a secret."""
+    if "mail" in notice.to:
+        return notice.to["mail"]
+    webhook = notice.to.get("webhook", "")
+    return (urlsplit(webhook).hostname or "") if "//" in webhook else webhook

@@ -1,0 +1,232 @@
+"""Notifications of a job's end: their text, and the notices on their way to honed-send.
+
+    a job ends ── spool/ended/<id>: the end has yet to be told ── its entry moves ── a notice for each receiver
+
+    var/lib/honed/outbox/notices/
+        <key>.json      one notice for one receiver; the daemon writes it, honed-send removes it once it is delivered
+        refused/        what its receiver will not take, or has not taken for days, with the answer
+
+The mark in ended/ is durable before the move and goes after the notices are: an end is told at least once, whoever is
+killed when, and a notice that is written again has the same key and so the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.job import query
+from honed.job.database import timestamp
+from honed.job.job import Job
+from honed.job.spool import Spool
+from honed.spec.config import NotifyConfig
+from honed.system import durable
+from honed.system.layout import Layout
+from honed.system.log import about
+from honed.system.message import NOTICE_REFUSED
+
+log = logging.getLogger(__name__)
+
+#: Words about the machine that wait for a disk that takes them.
+MAX_WORDS = 100
+#: Characters of a message and of a hint in a notice's text.
+MAX_TEXT = 2000
+#: How chats call all who read along: Mattermost's, Discord's and Matrix' words. Slack's are in angle brackets.
+_EVERYBODY = re.compile(r"@(?=(?:all|channel|everyone|here|room)\b)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What one receiver is told."""
+
+    key: str
+    to: dict[str, str]  #: webhook or mail
+    is_own: bool  #: the administrator's: no job has named the receiver
+    payload: dict[str, Any]
+    created_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        return self.__dict__
+
+    @classmethod
+    def from_json(cls, data: Any) -> Notice:
+        """Raises ValueError for what is none."""
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def notices_dir(layout: Layout) -> Path:
+    return layout.outbox_dir / "notices"
+
+
+def refused_dir(layout: Layout) -> Path:
+    return notices_dir(layout) / "refused"
+
+
+def waiting(layout: Layout) -> list[Path]:
+    """The notices that wait, oldest first."""
+    found = []
+    for path in notices_dir(layout).glob("*.json"):
+        try:
+            found.append((path.stat().st_mtime_ns, path))
+        except FileNotFoundError:
+            continue
+    return [path for _, path in sorted(found)]
+
+
+def is_wanted(config: NotifyConfig) -> bool:
+    """Whether anything may have to be delivered."""
+    own = config.admin_webhook is not None or config.admin_mail
+    return bool(own or config.allowed_webhooks or config.webhook_files or config.allowed_mail_domains)
+
+
+class Notices:
+    """The daemon's end."""
+
+    def __init__(
+        self, layout: Layout, config: NotifyConfig, spool: Spool, *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._layout = layout
+        self._spool = spool
+        self._now = now
+        self._words: list[tuple[str, str, float]] = []
+        self._has_complained = False
+        self._dated_ns = 0
+        self.reload(config)
+
+    def reload(self, config: NotifyConfig) -> None:
+        self._config = config
+        self._spool.tells_every_end = bool(config.admin_states) and bool(_own(config))
+
+    @property
+    def is_wanted(self) -> bool:
+        return is_wanted(self._config)
+
+    def tell_of_machine(self, fault: str) -> None:
+        """honed cannot work, or with no fault, can again; for the administrator alone."""
+        if self._config.admin_degraded and len(self._words) < MAX_WORDS:
+            event = "degraded" if fault else "recovered"
+            self._words.append((event, fault or "honed works again", self._now()))
+
+    def tend(self) -> None:
+        """Write the notices that are due. Raises OSError where the disk takes none: they are due again."""
+        while self._words:
+            event, text, when = self._words[0]
+            host = socket.gethostname()
+            payload = {"event": event, "text": f"honed on {host}: {plain(text)}", "host": host,
+                       "created_at": timestamp(when)}  # fmt: skip
+            for to in _own(self._config):
+                self._put(Notice(_key(event, text, when, to), to, True, payload, when))
+            self._words.pop(0)
+        for mark in sorted(self._spool.ended_dir.iterdir()):
+            if mark.name.isdecimal():
+                self._tell_end(int(mark.name), mark)
+
+    def _tell_end(self, job_id: int, mark: Path) -> None:
+        job = self._spool.job(job_id)
+        if job is not None and job.state.is_final:
+            revision = mark.read_text(encoding="ascii").strip()
+            receivers = [*((to, True) for to in _own(self._config) if job.state in self._config.admin_states),
+                         *((to, False) for to in _of_job(job))]  # fmt: skip
+            if receivers:
+                told = payload(job, query.show(self._spool, self._layout, str(job.id)))
+                told["report"] = str(self._layout.job(job.id).report_path)  # it is made a moment later
+                for to, is_own in receivers:
+                    key = _key(job.id, job.submitted_at, revision, to)
+                    self._put(Notice(key, to, is_own, {**told, "idempotency_key": key}, self._now()))
+        mark.unlink(missing_ok=True)
+        durable.sync_dir(mark.parent)
+
+    def _put(self, notice: Notice) -> None:
+        directory = notices_dir(self._layout)
+        for each in (self._layout.outbox_dir, directory, refused_dir(self._layout)):
+            durable.make_dir(each, mode=0o750)
+        if len(list(directory.glob("*.json"))) >= self._config.max_waiting:
+            if not self._has_complained:
+                log.error("%s holds notify.max_waiting (%d): a notice is dropped; is honed-send delivering?",
+                          directory, self._config.max_waiting, extra=about(message=NOTICE_REFUSED))  # fmt: skip
+            self._has_complained = True
+            return
+        self._has_complained = False
+        path = directory / f"{notice.key}.json"
+        durable.write_json(path, notice.to_json(), mode=0o640)
+        # Its date is its place among those that wait: the clock ticks slowly, and may have been set back.
+        self._dated_ns = max(int(self._now() * 1e9), self._dated_ns + 1)
+        with contextlib.suppress(FileNotFoundError):  # delivered already
+            os.utime(path, ns=(self._dated_ns, self._dated_ns))
+
+
+def _own(config: NotifyConfig) -> list[dict[str, str]]:
+    """The administrator's receivers."""
+    hooks = [{"webhook": config.admin_webhook}] if config.admin_webhook is not None else []
+    return [*hooks, *({"mail": address} for address in config.admin_mail)]
+
+
+def _of_job(job: Job) -> list[dict[str, str]]:
+    """The receivers that a job has named, where its end is one of those that they are told of."""
+    notify = job.notify or {}
+    if job.state.value not in notify.get("states", ()):
+        return []
+    return [{kind: str(notify[kind])} for kind in ("webhook", "mail") if notify.get(kind)]
+
+
+def _key(*what: Any) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
+    """What a receiver gets to know of a job's end. `text` says it for people, as chat servers show it."""
+    host, error = socket.gethostname(), shown["error"]
+    lines = [f"honed on {host}: job {job.id} ({plain(job.name)}) {'was ' * (job.state == 'cancelled')}{job.state}"]
+    if job.remark:
+        lines[0] += f", but {plain(job.remark)}"
+    if error:
+        lines[0] += f": {error['code']}"
+        lines.append(plain(error["message"])[:MAX_TEXT])
+        lines += [f"What to do: {plain(error['hint'])[:MAX_TEXT]}"] if error.get("hint") else []
+    losses = [f"{name} {value:.4g}" for name in ("train_loss", "eval_loss")
+              if isinstance(value := shown["metrics"].get(name), int | float)]  # fmt: skip
+    lines += [", ".join(losses)] if losses else []
+    ended = next((each["ended_at"] for each in reversed(shown["attempts"]) if each["ended_at"]), None)
+    return {
+        "event": "job_ended",
+        "text": "\n".join(lines),
+        "host": host,
+        "job_id": job.id,
+        "name": job.name,
+        "user_id": str(job.uid),
+        "state": job.state.value,
+        "outcome": job.outcome,
+        "remark": job.remark,
+        # A receiver need not be one who may read the job: neither what the message quotes nor values of the job file.
+        "error": {key: error[key] for key in ("code", "message", "hint")} if error else None,
+        "metrics": shown["metrics"],
+        "output_dir": shown["artifacts"]["output_dir"],
+        "report": shown["artifacts"]["report"],
+        "num_attempts": len(job.attempts),
+        "submitted_at": shown["submitted_at"],
+        "started_at": shown["attempts"][0]["started_at"] if shown["attempts"] else None,
+        "ended_at": ended,
+    }
+
+
+def plain(text: str) -> str:
+    """What a job file says, as it may stand in a chat or a mail: no markup, no link or picture behind other words, no
+    mention of everybody, no new header."""
+    text = "".join(char if char.isprintable() else " " for char in str(text))
+    text = _EVERYBODY.sub("\N{FULLWIDTH COMMERCIAL AT}", text).replace("](", "] (")
+    return text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}").replace(
+        ">", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
+    )

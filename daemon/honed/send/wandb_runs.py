@@ -1,0 +1,212 @@
+"""wandb's offline runs on their way out: what a worker has written without network, honed-send synchronises.
+
+    jobs/<id>/wandb/offline-run-…/run-….wandb     the worker's
+    outbox/wandb/<id>.offline-run-…/run-….wandb   a copy of the daemon's, until it is synchronised
+    outbox/sender/wandb/<id>.offline-run-….json   honed-send's word that it is; it stays, so that none is sent twice
+
+A copy, since honed-send sees no job's directory, and what a worker can still change is not sent. Of a run wandb's own
+log is taken and nothing else: the figures, the configuration and the summary are in it. `wandb sync` does what such a
+log says, and uploads files that it names: one that names any but a run's own stays where it is, or whoever writes a log
+could have honed-send give away what it can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from honed.job.job import Job, State
+from honed.send import outbox
+from honed.system import durable, untrusted
+from honed.system.layout import Layout
+from honed.system.log import about
+
+log = logging.getLogger(__name__)
+
+#: Bytes of a run's log; a step takes some hundred. What is larger stays where it is.
+MAX_BYTES = 64 * 1024 * 1024
+_RUN = re.compile(r"offline-run-[0-9]{8}_[0-9]{6}-([a-z0-9]{1,64})")
+
+
+class Collector:
+    """The daemon's end: copies the runs of jobs that do not run, and removes the copies that are synchronised."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._due: set[int] | None = None  #: until the disk has taken their runs; None: all jobs that there are
+
+    def tend(self, *, moved: set[int], job_of: Callable[[int], Job | None], is_wanted: bool) -> None:
+        """Take over the runs of jobs whose state has changed; of all jobs at first, and when it is wanted anew.
+
+        Raises OSError where the disk takes none: they are due again.
+        """
+        if not is_wanted:
+            self._due = None
+            return
+        path = self._layout.outbox_dir
+        if self._due is None:
+            outbox.make_dirs(path)
+            for directory in (runs_dir(path), synced_dir(path)):
+                durable.make_dir(directory, mode=0o750)
+            with contextlib.suppress(FileNotFoundError):
+                moved = {int(each.name) for each in self._layout.jobs_dir.iterdir() if each.name.isdecimal()}
+        self._due = (self._due or set()) | moved
+        if not self._due:
+            return
+        for job_id in sorted(self._due):
+            job = job_of(job_id)
+            if job is not None and job.state is not State.RUNNING:
+                self._collect(job)
+            self._due.discard(job_id)
+        for run in runs_dir(path).iterdir():
+            if is_synced(path, run.name):
+                shutil.rmtree(run, ignore_errors=True)
+
+    def _collect(self, job: Job) -> None:
+        for run in sorted((self._layout.job(job.id).dir / "wandb").glob("offline-run-*")):
+            name = f"{job.id}.{run.name}"
+            found = _RUN.fullmatch(run.name)
+            if found is None or is_synced(self._layout.outbox_dir, name):
+                continue
+            target = runs_dir(self._layout.outbox_dir) / name
+            if target.exists():
+                continue
+            try:
+                data = untrusted.read_plain(run / f"run-{found[1]}.wandb", max_bytes=MAX_BYTES)
+                check(data)
+            except (OSError, ValueError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                log.warning("job %d (%s): its wandb run stays where it is, in %s: %s", job.id, job.name, run, why,
+                            extra=about(job))  # fmt: skip
+                continue
+            made = target.with_name(f".{target.name}.tmp")
+            shutil.rmtree(made, ignore_errors=True)
+            durable.make_dir(made, mode=0o750)
+            durable.write(made / f"run-{found[1]}.wandb", data, mode=0o640)
+            made.rename(target)
+            durable.sync_dir(target.parent)
+            log.info("job %d (%s): its wandb run waits for honed-send", job.id, job.name, extra=about(job))
+
+
+# -- wandb's log ------------------------------------------------------------------------------------------------------
+
+#: Bytes of the file's head, of a block, and of a record's head: checksum, length, and which part of a record it is.
+_HEAD, _BLOCK, _RECORD_HEAD = 7, 32768, struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+#: Fields of wandb's Record that are figures, settings or marks: num, history, summary, output, config, files, stats,
+#: telemetry, metric, output_raw, control, run, exit, uuid, final, header, footer, preempting, environment, _info. Not
+#: artifacts, TensorBoard's directories and requests, which name files to be read.
+_FIGURES = {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 18, 19, 20, 21, 22, 23, 26, 200}
+_FILES = 6
+
+
+def check(data: bytes) -> None:
+    """Raises ValueError for a log that is none, or has more in it than a run's figures."""
+    if data[:4] != b":W&B":
+        raise ValueError("it is no log of wandb's")
+    for record in _records(data):
+        for field, value in _fields(record):
+            if field not in _FIGURES:
+                raise ValueError(f"its log has a record of kind {field}, which is no figure")
+            if field == _FILES and (b".." in value or b"//" in value):
+                raise ValueError("its log names a file outside of the run")
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format. Half a record at the end is what a death leaves."""
+    place, parts = _HEAD, list[bytes]()
+    while place + _RECORD_HEAD.size <= len(data):
+        left = _BLOCK - place % _BLOCK
+        if left < _RECORD_HEAD.size:
+            place += left
+            continue
+        _, size, kind = _RECORD_HEAD.unpack_from(data, place)
+        if not _FULL <= kind <= _LAST or (kind in (_FULL, _FIRST)) != (not parts) or size > left - _RECORD_HEAD.size:
+            raise ValueError("its log is damaged")
+        place += _RECORD_HEAD.size
+        parts.append(data[place : place + size])
+        place += size
+        if kind in (_FULL, _LAST):
+            yield b"".join(parts)
+            parts.clear()
+
+
+def _fields(record: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, value) of the fields of a protobuf message; the value of those alone that have a length."""
+    place = 0
+    try:
+        while place < len(record):
+            tag, place = _number(record, place)
+            size = 0
+            match tag & 7:
+                case 0:
+                    _, place = _number(record, place)
+                case 1:
+                    place += 8
+                case 2:
+                    size, place = _number(record, place)
+                case 5:
+                    place += 4
+                case _:
+                    raise ValueError("its log is damaged")
+            yield tag >> 3, record[place : place + size]
+            place += size
+    except IndexError:
+        raise ValueError("its log is damaged") from None
+    if place != len(record):
+        raise ValueError("its log is damaged")
+
+
+def _number(record: bytes, place: int) -> tuple[int, int]:
+    """A number in base 128, the least significant seven bits first; and where it ends."""
+    value = shift = 0
+    while True:
+        byte = record[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if not byte & 0x80:
+            return value, place
+        if shift > 63:
+            raise ValueError("its log is damaged")
+
+
+# -- what both sides read ---------------------------------------------------------------------------------------------
+
+
+def runs_dir(path: Path) -> Path:
+    """In the outbox, what the daemon has copied."""
+    return path / "wandb"
+
+
+def synced_dir(path: Path) -> Path:
+    return outbox.sender_dir(path) / "wandb"
+
+
+def waiting(path: Path) -> Iterator[Path]:
+    """The runs that are not synchronised yet, oldest job first."""
+    with contextlib.suppress(FileNotFoundError):
+        names = [each.name for each in runs_dir(path).iterdir() if not each.name.startswith(".")]
+        for name in sorted(names, key=lambda name: (int(name.partition(".")[0]), name)):
+            if not is_synced(path, name):
+                yield runs_dir(path) / name
+
+
+def is_synced(path: Path, name: str) -> bool:
+    return (synced_dir(path) / f"{name}.json").exists()
+
+
+def mark_synced(path: Path, name: str, *, when: float) -> None:
+    durable.make_dir(synced_dir(path), mode=0o750)
+    data = json.dumps({"run": name, "synced_at": when}).encode()
+    durable.write(synced_dir(path) / f"{name}.json", data + b"\n", mode=0o640)
+
+
+def is_marked(run: Path) -> bool:
+    """Whether wandb says that all of a run's log is sent. Its exit status is 0 for a key that is refused, too."""
+    return any(log_path.with_name(f"{log_path.name}.synced").exists() for log_path in run.glob("run-*.wandb"))

@@ -1,0 +1,182 @@
+"""honed-send's other work: wandb's offline runs, each handed to `wandb sync` until wandb says that it has all of it.
+
+In a thread beside the deliveries, so that neither waits for the other's endpoint. The key is a credential or a file,
+and goes to that one child in its environment, nowhere else. The child's exit status is no proof: 0.31 ends with 0 for a
+key that is refused, and tries for ever where the other side answers 500. What counts is the file that it leaves beside
+a log of which all is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from honed.send import wandb_runs
+from honed.spec.config import ReportingConfig
+from honed.system import installed, secret
+from honed.system.error import EnvironmentInvalidError
+from honed.system.log import about
+from honed.system.message import SEND_TROUBLE
+
+log = logging.getLogger("honed.send.sender")
+
+#: Seconds between looks for runs, and that one may take to be sent.
+POLL_SEC = 2.0
+TIMEOUT_SEC = 600.0
+#: Seconds before what could not be sent is tried again: doubled each time, between these.
+RETRY_SEC = (30.0, 3600.0)
+#: The unit's credential that holds wandb's key.
+CREDENTIAL = "honed.wandb-key"
+#: What the child prints, beside its copy of the run, and in no log of ours: nobody knows all that it may repeat.
+LOG_NAME = "honed.log"
+
+
+class Syncer:
+    """`reporting` is asked each time, so that a reload counts."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        reporting: Callable[[], ReportingConfig],
+        retry_sec: tuple[float, float] = RETRY_SEC,
+        timeout_sec: float = TIMEOUT_SEC,
+    ) -> None:
+        self._path = path
+        self._reporting = reporting
+        self._retry_sec = retry_sec
+        self._timeout_sec = timeout_sec
+        self._must_end = threading.Event()
+        self._is_last = threading.Event()
+        self._wake = threading.Event()  #: for one of the two
+        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
+        self._said: str | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, timeout_sec: float) -> None:
+        """Let it send what waits, each once more, for that long, and end."""
+        self._is_last.set()
+        self._wake.set()
+        self._thread.join(timeout_sec)
+        self.stop()
+
+    def stop(self) -> None:
+        """End it now, and the child with it; what waits goes another time."""
+        self._must_end.set()
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        delay_sec, not_before = self._retry_sec[0], 0.0
+        while not self._must_end.is_set():
+            is_last = self._is_last.is_set()
+            if is_last or time.monotonic() >= not_before:
+                try:
+                    trouble = self._send_all()
+                except Exception:
+                    log.exception("wandb: what nobody foresaw")
+                    trouble = "see the log"
+                delay_sec = min(2 * delay_sec, self._retry_sec[1]) if trouble else self._retry_sec[0]
+                not_before = time.monotonic() + delay_sec if trouble else 0.0
+                self._tell(trouble)
+            if is_last:
+                return
+            self._wake.wait(POLL_SEC)
+
+    def _send_all(self) -> str | None:
+        """Send what waits. Returns what keeps the first that could not be sent from it; the others are tried, too."""
+        if not self._reporting().sync_wandb:
+            return None
+        first: str | None = None
+        for run in wandb_runs.waiting(self._path):
+            try:
+                trouble = None if self._must_end.is_set() else self._send(run)
+            except EnvironmentInvalidError as error:
+                trouble = error.message
+            first = first or (f"{run.name}: {trouble}" if trouble is not None else None)
+        return first
+
+    def _send(self, run: Path) -> str | None:
+        """Send one run. The child works on a copy of our own, which stays for the next try: it notes how far it is."""
+        key = read_key(self._reporting())
+        if installed.version("wandb") is None:
+            return "wandb is not installed beside honed-send"
+        work_dir = wandb_runs.synced_dir(self._path) / run.name
+        if not work_dir.exists():
+            made = work_dir.with_name(f".{run.name}.tmp")
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.copytree(run, made / _run_name(work_dir))
+            made.rename(work_dir)
+        status = self._sync(work_dir, key)
+        if status is None:
+            return f"no end of it in {self._timeout_sec:.0f} s; see {work_dir / LOG_NAME}"
+        if not wandb_runs.is_marked(work_dir / _run_name(work_dir)):
+            return f"wandb sync ended with status {status}; see {work_dir / LOG_NAME}"
+        wandb_runs.mark_synced(self._path, run.name, when=time.time())
+        shutil.rmtree(work_dir, ignore_errors=True)
+        log.info("wandb has %s", run.name)
+        return None
+
+    def _sync(self, work_dir: Path, key: str) -> int | None:
+        """The exit status; None where it was ended."""
+        home = wandb_runs.synced_dir(self._path) / "home"
+        environment = {
+            **{name: value for name, value in os.environ.items() if name not in _HIDDEN and name[:6] != "WANDB_"},
+            "HOME": str(home),
+            **{f"WANDB_{name}_DIR": str(home) for name in ("CACHE", "CONFIG", "DATA")},
+            "WANDB_API_KEY": key,
+            "WANDB_ERROR_REPORTING": "false",  # to its maker
+        }
+        if (address := self._reporting().wandb_base_url) is not None:
+            environment["WANDB_BASE_URL"] = address
+        command = [sys.executable, "-P", "-m", "wandb", "sync", "--yes", str(work_dir / _run_name(work_dir))]
+        deadline = time.monotonic() + self._timeout_sec
+        home.mkdir(exist_ok=True)
+        with (work_dir / LOG_NAME).open("wb") as file:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
+                                     cwd=work_dir, start_new_session=True)  # fmt: skip
+        try:
+            while (status := child.poll()) is None and time.monotonic() < deadline and not self._must_end.wait(0.1):
+                pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # wandb has a server of its own beside it
+            child.wait()
+        return status
+
+    def _tell(self, trouble: str | None) -> None:
+        if trouble == self._said:
+            return
+        if trouble is not None:
+            log.warning("not sent to wandb, and tried again: %s", trouble, extra=about(message=SEND_TROUBLE))
+        self._said = trouble
+
+
+#: What the child has no use for: the other secrets, and our word to systemd.
+_HIDDEN = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "HF_TOKEN")
+
+
+def read_key(reporting: ReportingConfig) -> str:
+    """wandb's key. Raises EnvironmentInvalidError."""
+    path = secret.credential(CREDENTIAL) or (Path(reporting.wandb_key_file) if reporting.wandb_key_file else None)
+    if path is None:
+        raise EnvironmentInvalidError(
+            "there is no key for wandb", hint="reporting.wandb_key_file, or /etc/credstore/honed.wandb-key"
+        )
+    return secret.read(path, "key")
+
+
+def _run_name(work_dir: Path) -> str:
+    """wandb passes over a directory that is not called offline-run-…."""
+    return work_dir.name.partition(".")[2]

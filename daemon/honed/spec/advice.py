@@ -1,0 +1,199 @@
+"""Advice for keys of other tools, by their values: in words, and as an edit of the job file.
+
+    take     ours has another name: write the value under it, converted where they differ
+    switch   theirs is on or off, and ours says the same with a value of its own
+    drop     nothing is lost without it
+    never    honed does not do it: no edit keeps what was asked for
+A value that is null, and one that switches off what never was on, is always left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from honed.spec.problem import rewritten, shown
+from honed.system import quote
+
+#: Characters of a value that a hint repeats.
+MAX_WRITTEN = 60
+
+_ON, _OFF = ("true", "yes", "on", "1", "all"), ("false", "no", "off", "0", "none", "null", "disabled", "never", "")
+_DATA_FILE = re.compile(r"(?:~?\.{0,2}/|[A-Za-z]:\\)|.*\.(?:jsonl?|csv|tsv|parquet|arrow|txt)(?:\.gz|\.zst)?$")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A key that honed does not know, and where it stands."""
+
+    key: str  #: in small letters, with underscores
+    value: Any
+    section: str = ""  #: dotted, the top level is empty
+    data: Mapping[str, Any] = field(default_factory=dict)  #: the whole file
+    path: str = ""  #: dotted, as the file has it
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do in words, and as edits beside the key's own removal; no edit keeps the meaning where `fix` is None."""
+
+    hint: str
+    fix: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Synonym:
+    key: str  #: ours, dotted; empty where there is none
+    advise: Callable[[Asked], Advice]
+
+
+class Unsaid(Exception):  # noqa: N818 - a conversion's way to say that ours has no such value
+    """Raised with the hint by a conversion for a value that ours does not have."""
+
+
+def is_on(value: Any) -> bool:
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in _ON)
+
+
+def is_off(value: Any) -> bool:
+    return value is None or value is False or value == 0 or (isinstance(value, str) and value.lower() in _OFF)
+
+
+def is_data_file(value: Any) -> bool:
+    """Whether a text names a file or a directory, and no data set by name."""
+    return isinstance(value, str) and _DATA_FILE.match(value) is not None
+
+
+def trains_adapter(data: Mapping[str, Any]) -> bool:
+    """Whether a file asks for LoRA, in honed's words or another's."""
+    if data.get("adapter") or isinstance(data.get("lora"), dict) or is_on(data.get("use_peft")):
+        return True
+    words = ("finetuning_type", "training_type", "train_type", "tuner_type")
+    if any("lora" in str(data.get(word)).lower() for word in words):
+        return True
+    return any(data.get(key) for key in ("lora_r", "lora_rank", "load_in_4bit", "load_in_8bit", "quantization_bit"))
+
+
+def settings(data: Mapping[str, Any], *names: str) -> Any:
+    """The first of several keys that is there, at the top level or under `training`."""
+    training = data.get("training")
+    for name in names:
+        for place in (data, training if isinstance(training, dict) else {}):
+            if place.get(name) is not None:
+                return place[name]
+    return None
+
+
+# --- Kinds of advice --------------------------------------------------------------------------------------------------
+
+
+def _place(key: str, asked: Asked) -> str:
+    return key if "." in key or not asked.section else f"{key} at the top level"
+
+
+def _words(key: str, value: Any, asked: Asked) -> str:
+    text = rewritten(value)
+    shortly = len(quote.show(text)) <= MAX_WRITTEN and (not isinstance(value, dict) or value)
+    name, _, rest = _place(key, asked).partition(" ")
+    told = f"write {name}: {text}{f' {rest}' if rest else ''}"
+    return told if shortly else f"write {_place(key, asked)}"
+
+
+def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note: str = "") -> Synonym:
+    """Ours has another name. `convert` returns the value under it, or raises Unsaid."""
+
+    def advise(asked: Asked) -> Advice:
+        if asked.value is None:
+            return Advice("leave it out", {})
+        target = _target(key, asked)
+        try:
+            value = convert(asked.value)
+        except Unsaid as problem:
+            return Advice(str(problem))
+        except (TypeError, ValueError, KeyError, AttributeError):
+            return Advice(f"write {_place(key, asked)}")
+        if value is None:
+            return Advice(f"leave it out{f': {note}' if note else ''}", {})
+        words = _words(key, value, asked)
+        return Advice(f"{words}: {note}" if note else words, {target: value})
+
+    return Synonym(key, advise)
+
+
+def _target(key: str, asked: Asked) -> str:
+    """A key of data sets is that of the one in which the other stands."""
+    home, _, name = key.rpartition(".")
+    return f"{asked.path.rpartition('.')[0]}.{name}" if home == asked.section and home else key
+
+
+def switch(
+    on: Mapping[str, Any], off: Mapping[str, Any] | None = None, *, note: str = "", off_note: str = "", key: str = ""
+) -> Synonym:
+    """On and off in ours; `off` is None where off is what honed does anyway."""
+
+    def advise(asked: Asked) -> Advice:
+        if is_off(asked.value):
+            if off and asked.value is not None:
+                return Advice(_told(off, asked), off)
+            return Advice(f"leave it out{f': {off_note}' if off_note else ''}", {})
+        if is_on(asked.value):
+            if not on:
+                return Advice(f"leave it out: {note}", {})
+            return Advice(_told(on, asked) + (f": {note}" if note else ""), on)
+        return Advice(f"true is {_told(on, asked).removeprefix('write ')}" if on else f"leave it out: {note}")
+
+    return Synonym(key or next(iter(on or off or {}), ""), advise)
+
+
+def _told(fix: Mapping[str, Any], asked: Asked) -> str:
+    words = [_words(key, value, asked).removeprefix("write ") for key, value in fix.items() if value is not None]
+    return f"write {' and '.join(words)}" if words else "leave it out"
+
+
+def drop(why: str) -> Synonym:
+    return Synonym("", lambda asked: Advice("leave it out" if asked.value is None else f"leave it out: {why}", {}))
+
+
+def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda _value: False) -> Synonym:
+    """What honed does not do. Where it is off, or `unless` says that nothing else is asked for, it is left out."""
+
+    def advise(asked: Asked) -> Advice:
+        if is_off(asked.value) or asked.value in ([], {}):
+            return Advice("leave it out", {})
+        if unless(asked.value):
+            return Advice("leave it out: honed does so anyway", {})
+        return Advice(f"{what} is not supported yet{f': {remedy}' if remedy else ''}")
+
+    return Synonym("", advise)
+
+
+def told(key: str, hint: str) -> Synonym:
+    """Words alone: what to write depends on more than the value."""
+    return Synonym(key, lambda asked: Advice("leave it out", {}) if asked.value is None else Advice(hint))
+
+
+def by(advise: Callable[[Asked], Advice], key: str = "") -> Synonym:
+    """A way of its own; null is left out in any case."""
+    return Synonym(key, lambda asked: Advice("leave it out", {}) if asked.value is None else advise(asked))
+
+
+def one_of(values: Mapping[Any, Any], key: str = "") -> Callable[[Any], Any]:
+    """A conversion by a table, in any case of letters. The other values are named as not supported."""
+
+    def convert(value: Any) -> Any:
+        word = value.lower() if isinstance(value, str) else value
+        if word not in values:
+            raise Unsaid(f"honed has no {shown(value)}{f'; write {key}: …' if key else ''}")
+        return values[word]
+
+    return convert
+
+
+def negated(value: Any) -> Any:
+    return not is_on(value) if is_on(value) or is_off(value) else value
+
+
+def flag(value: Any) -> Any:
+    return True if is_on(value) else False if is_off(value) else value

@@ -1,0 +1,21 @@
+"""The form of a data file, by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+
+
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+
+
+SUFFIXES_HINT = f"data files end in {' '.join(SUFFIXES)}, the text ones also with {' '.join(PACKED)} behind it"
+
+
+def form_of(path: Path) -> str | None:
+    """The form that a file's name says, as one of SUFFIXES; None where it names no data file."""
+    name = path.name.lower()
+    packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
+    suffix = Path(name.removesuffix(packed)).suffix
+    return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else None

@@ -1,0 +1,225 @@
+"""The kinds of value that a spec's keys take, each with its words: refusals and the reference say the same.
+
+A kind is an annotation. `describe` puts any of them into words; where bounds and unions would read badly, an
+`Expected` among the metadata has the words instead, and a validator that calls `refuse` has its own sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from honed.system import quote
+
+#: Choices that are named in one sentence; the reference has the rest.
+MANY = 8
+#: The type of the errors that `refuse` raises; their message is told as it is.
+REFUSED = "refused"
+#: What the tag of a union's member begins with. It turns up in the place of an error, and no key begins so.
+MEMBER = "\0"
+
+
+class Section(BaseModel):
+    """A mapping with known keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a key takes, as it stands after "expected"."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Among a key's metadata: its value names a file or a directory, or may."""
+
+
+def names_place(annotation: Any) -> bool:
+    """Whether a key's value names a file or a directory."""
+    return isinstance(annotation, Place) or any(names_place(each) for each in get_args(annotation))
+
+
+def refuse(message: str, hint: str = "", *, write: Any = None, fix: Mapping[str, Any] | None = None) -> NoReturn:
+    """Refuse a value from within a validator, in a sentence of its own. `write` is the value that is meant, where it is
+    known; `fix` what is to be changed in the job file where that is more than this key."""
+    # Braces would be taken for places in a template.
+    raise PydanticCustomError(REFUSED, "{message}", {"message": message, "hint": hint, "write": write, "fix": fix})
+
+
+def describe(annotation: Any) -> str:
+    """An annotation in words: `Annotated[int, Ge(1)] | None` is "a whole number, at least 1, or null"."""
+    base, metadata = _apart(annotation)
+    if expected := next((item for item in metadata if isinstance(item, Expected)), None):
+        return expected.words
+    bounds = " and ".join(words for item in metadata if (words := _bound_words(item)))
+    return _base_words(base) + (f", {bounds}" if bounds else "")
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The types that a value may have: a union's members, without null and metadata, or the one type there is."""
+    base, _ = _apart(annotation)
+    if get_origin(base) not in (typing.Union, types.UnionType):
+        return (base,)
+    return tuple(each for member in get_args(base) if member is not type(None) for each in members(member))
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
+    """The words of an enumeration; empty for any other kind."""
+    return tuple(
+        word for member in members(annotation) if get_origin(member) is Literal for word in get_args(member)
+    )  # fmt: skip
+
+
+def kinds(section: type[BaseModel]) -> Mapping[str, Any]:
+    """A section's keys and the whole annotation of each."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    return {name: hints[name] for name in section.model_fields}
+
+
+def _apart(annotation: Any) -> tuple[Any, list[Any]]:
+    if get_origin(annotation) is not Annotated:
+        return annotation, []
+    base, *metadata = get_args(annotation)
+    return base, [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _base_words(base: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "any value"}
+    if base in words:
+        return words[base]
+    origin, args = get_origin(base), get_args(base)
+    if origin in (typing.Union, types.UnionType):
+        words_of = [describe(member) for member in args if member is not type(None)]
+        return " or ".join(words_of) + (", or null" if type(None) in args else "")
+    if origin is Literal:
+        told = [*args[:MANY], "…"] if len(args) > MANY else args
+        return f"one of {', '.join(told)}" if len(args) > 1 else str(args[0])
+    if origin is list:
+        return f"a list, each item {describe(args[0])}"
+    if isinstance(base, type) and issubclass(base, BaseModel):
+        return "a mapping"
+    if origin is dict and args[1] is not Any:
+        return f"a mapping, each value {describe(args[1])}"
+    return "a mapping of keys to values"
+
+
+def _bound_words(bound: Any) -> str:
+    match bound:
+        case Ge(ge=limit):
+            return f"at least {limit}"
+        case Gt(gt=limit):
+            return f"more than {limit}"
+        case Le(le=limit):
+            return f"at most {limit}"
+        case Lt(lt=limit):
+            return f"less than {limit}"
+        case MinLen(min_length=1):
+            return "not empty"
+        case _:
+            return ""
+
+
+# --- Kinds ------------------------------------------------------------------------------------------------------------
+
+#: YAML 1.1 took these for booleans, and people still write them.
+_FLAG_WORDS = {"yes": True, "on": True, "no": False, "off": False}
+
+
+def _flag(value: Any) -> Any:
+    return _FLAG_WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def any_of(is_right: Callable[[Any], bool], *kinds: type) -> PlainValidator:
+    """The validator of a key that takes values of several types; its `Expected` says what is right."""
+
+    def validate(value: Any) -> Any:
+        if type(value) not in kinds or not is_right(value):
+            raise ValueError
+        return value
+
+    return PlainValidator(validate)
+
+
+def is_texts(value: Any) -> bool:
+    return bool(value) and all(isinstance(item, str) and item for item in value)
+
+
+def _is_steps(value: float) -> bool:
+    return 0 < value < 1 or (value >= 1 and value == int(value))
+
+
+#: A variable of a shell.
+VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+#: What to do about a relative path in a file that has lost its place.
+RELATIVE = "begin with /; honectl submit takes one from the job file's place"
+
+
+def absolute(value: str) -> str:
+    """A path as it is kept. Refuses one that is relative."""
+    if value.startswith("~"):
+        refuse(
+            f"paths are absolute, {_shown(value)} begins with ~",
+            "whose home is not known here: write it out, or drop the file with honectl submit",
+        )
+    if found := VARIABLE.match(value):
+        refuse(
+            f"paths are absolute, {_shown(value)} begins with a variable of the shell",
+            f"{quote.mark(found[0])} is not known here: write it out, or set it and drop the file with honectl submit",
+        )
+    if not value.startswith("/"):
+        refuse(f"paths are absolute, got {_shown(value)}", RELATIVE)
+    if _BREAK.search(value):
+        refuse(f"a path with a line break or a control character, {_shown(value)}", "rename the file")
+    return str(PurePosixPath(value))
+
+
+#: What no path needs, and what would end a line of a unit file, a log or a list of files. U+0080 to U+009F begin
+#: escape sequences, too.
+_BREAK = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _shown(value: str) -> str:
+    return quote.mark(repr(value if len(value) < 60 else value[:59] + "…"))
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Gt(0), Lt(1)]
+#: 0 is kept as null: no share at all.
+ShareOrZero = Annotated[float, Ge(0), Lt(1), AfterValidator(lambda value: value or None)]
+Seconds = Annotated[float, Gt(0), Expected("a number of seconds, more than 0")]
+Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of texts")]
+AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path"), Place()]
+#: TRL's and transformers' way with steps: a number of them, or below 1 a share of the run.
+Steps = Annotated[
+    float, any_of(_is_steps, int, float), Expected("a whole number of steps, or a share of the run below 1")
+]
+StepsOrZero = Annotated[
+    float, any_of(lambda value: value == 0 or _is_steps(value), int, float),
+    Expected("a whole number of steps, 0 for none, or a share of the run below 1"),
+]  # fmt: skip
+
+
+def form(pattern: str) -> AfterValidator:
+    """The validator of a text that has a form; its `Expected` says which."""
+    compiled = re.compile(pattern)
+
+    def validate(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError
+        return value
+
+    return AfterValidator(validate)

@@ -1,0 +1,258 @@
+"""Problems of a job file: each with its key and line, all of them as one `SpecError`.
+
+Where a check of something that the file names says no, `locate` finds the key and the line that named it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from honed.system import quote
+from honed.system.error import HonedError, ModelError, SpecError, plain
+
+#: Where a value stands: keys, and numbers of list items.
+KeyPath = tuple[str | int, ...]
+
+#: Problems that are told; a file with more is not a job file with mistakes.
+MAX_PROBLEMS = 50
+#: Characters of a key or a value that are shown: what stands in a job file is another person's text.
+MAX_SHOWN = 60
+#: What `dotted` puts around a key that is no plain word.
+_QUOTED = re.compile("['\"]")
+
+
+class Line(int):
+    """A line of a job file, from 1. `via` is that of the alias or merge key that brings what stands there."""
+
+    via: int | None
+
+    def __new__(cls, line: int, via: int | None = None) -> Self:
+        made = super().__new__(cls, line)
+        made.via = via
+        return made
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong. `str()` is one line for a person."""
+
+    key: str  #: dotted, list items by number: `datasets.0.path`; empty where the text itself is at fault
+    line: int | None  #: 1-based
+    message: str
+    hint: str = ""  #: what to do, a few words
+    fix: Mapping[str, Any] = field(default_factory=dict)  #: the same as data, where it is an edit: see HonedError.fix
+
+    def __str__(self) -> str:
+        via = f" (brought in on line {self.line.via})" if isinstance(self.line, Line) and self.line.via else ""
+        line = f"line {self.line}{via}: " if self.line is not None else ""
+        key = f"{key_words(self.key)}: " if self.key else ""
+        return f"{line}{key}{self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class InvalidSpecError(SpecError):
+    """A job file with problems; the message has one a line."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        told = [str(problem) for problem in problems[:MAX_PROBLEMS]]
+        if len(problems) > MAX_PROBLEMS:
+            told.append(f"and {len(problems) - MAX_PROBLEMS} more")
+        super().__init__("\n".join(told), hint="`man honed-job` has every key", fix=_together(problems))
+        self.problems = tuple(problems)
+
+
+def _together(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The fixes of several problems as one; of two that set the same key, the first counts."""
+    fix: dict[str, Any] = {}
+    for problem in problems:
+        for key, value in problem.fix.items():
+            if isinstance(value, dict) and isinstance(fix.get(key), dict):
+                fix[key] = value | fix[key]
+            fix.setdefault(key, value)
+    return fix
+
+
+def faults(error: HonedError) -> list[dict[str, Any]]:
+    """What is wrong with a job file, one by one, as `honectl check --json` has it."""
+    if isinstance(error, InvalidSpecError):
+        return [
+            _fault(each.key, each.line, error.code, plain(quote.hide(each.message)), plain(quote.show(each.message)),
+                   plain(quote.show(each.hint)), each.fix)
+            for each in error.problems
+        ]  # fmt: skip
+    place = f"line {error.line}: " if error.line is not None else ""
+    message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.told))
+    return [_fault(error.key, error.line, error.code, message, whole, error.hint, error.fix)]
+
+
+def _fault(
+    key: str, line: int | None, code: str, message: str, whole: str, hint: str, fix: Mapping[str, Any]
+) -> dict[str, Any]:
+    found = {"key": key, "line": line, "code": code, "message": message, "hint": hint, "fix": dict(fix) or None}
+    return found | ({"evidence": whole} if whole != message else {})
+
+
+def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
+    """A job file's content with a fix applied. What is taken out goes first; sections that hold nothing then stay."""
+    content: dict[str, Any] = copy.deepcopy(dict(data))
+    removed = sorted((as_path(key) for key, value in fix.items() if value is None), key=_last_first)
+    for path in removed:
+        above = at(content, path[:-1])
+        if isinstance(above, dict):
+            above.pop(path[-1], None)
+        elif isinstance(above, list) and isinstance(path[-1], int) and path[-1] < len(above):
+            del above[path[-1]]
+    for key, value in fix.items():
+        if value is not None:
+            _set(content, as_path(key), copy.deepcopy(value))
+    return content
+
+
+def told_fix(fix: Mapping[str, Any]) -> list[str]:
+    """A fix in words, one change a line."""
+    return [f"{key}: taken out" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
+
+
+def key_words(key: str) -> str:
+    """A dotted key in a sentence. In a file that is no job, such as one of rows, one may be a sentence itself, and is a
+    quote."""
+    return quote.mark(key) if _QUOTED.search(key) else key
+
+
+def rewritten(value: Any) -> str:
+    """A value as it is written in a job file, in a sentence: a quote."""
+    return quote.mark(written(value))
+
+
+def written(value: Any) -> str:
+    """A value as it is written in a job file, on one line."""
+    match value:
+        case str():
+            return value if _NO_QUOTES.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+        case dict():
+            return "{" + ", ".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(written, value)) + "]"
+        case float():
+            return f"{value:g}" if float(f"{value:g}") == value else str(value)
+        case _:
+            return json.dumps(value)
+
+
+#: Texts that YAML takes for nothing else, such as a number, a date or true.
+_NO_QUOTES = re.compile(r"(?!(?i:true|false|null)$|[\d.]+e?[\d.+-]*$|0[xob]|\d{4}-\d)[A-Za-z0-9/][\w./:-]*(?<!:)")
+
+
+def as_path(key: str) -> KeyPath:
+    """The path that a dotted key says."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def _last_first(path: KeyPath) -> tuple[Any, ...]:
+    """Later list items first, so that earlier numbers stay true; a list's items before the list."""
+    return (-len(path), *(-part if isinstance(part, int) else 0 for part in path))
+
+
+def at(value: Any, path: KeyPath) -> Any:
+    """What stands at a path, None where nothing does."""
+    for part in path:
+        if isinstance(value, list):
+            value = value[part] if isinstance(part, int) and part < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _set(content: dict[str, Any], path: KeyPath, value: Any) -> None:
+    above: Any = content
+    for part, below in itertools.pairwise(path):
+        if not isinstance(inner := at(above, (part,)), list if isinstance(below, int) else dict):
+            inner = above[part] = {}
+        above = inner
+    there = at(above, path[-1:])
+    above[path[-1]] = there | value if isinstance(there, dict) and isinstance(value, dict) else value
+
+
+def fault(
+    message: str, *, line: int | None = None, key: str = "", hint: str = "", fix: Mapping[str, Any] | None = None
+) -> InvalidSpecError:
+    """The error for one problem."""
+    return InvalidSpecError([Problem(key=key, line=line, message=message, hint=hint, fix=fix or {})])
+
+
+def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
+    """The line of a key, or of what it would stand in."""
+    return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
+
+
+def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, int]) -> None:
+    """Put the line before a refusal's message that begins with a key, and both before one that begins with the path
+    that a key names. One that is about the job as a whole, such as its need of memory, is left as it is."""
+    if isinstance(error, InvalidSpecError):
+        return
+    named = re.match(r"([a-z_]+(?:\.\w+)*): ", error.message)
+    path = tuple(int(part) if part.isdecimal() else part for part in named[1].split(".")) if named else ()
+    if path and path[:1] in lines:
+        error.key, error.line = dotted(path), line_of(path, lines)
+        error.surround(f"line {error.line}: ")
+        return
+    about = [(text, path) for path, text in texts(data) if _is_about(error.message, text)]
+    path = max(about, key=lambda each: len(each[0]))[1] if about else ()
+    if not path and isinstance(error, ModelError) and "adapter" not in data:
+        path = ("base_model",)  # a hub id's files lie in the cache
+    if (line := line_of(path, lines)) is not None:
+        error.key, error.line = dotted(path), line
+        error.surround(f"line {line}: {error.key}: ")
+
+
+def texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every text in plain data, and where it stands."""
+    match value:
+        case str():
+            yield path, value
+        case dict():
+            for key, each in value.items():
+                yield from texts(each, (*path, key))
+        case list():
+            for index, each in enumerate(value):
+                yield from texts(each, (*path, index))
+
+
+def _is_about(message: str, text: str) -> bool:
+    return text.startswith("/") and re.match(re.escape(text.rstrip("/")) + r"(?:/|: )", message) is not None
+
+
+def dotted(path: KeyPath) -> str:
+    """`("datasets", 0, "path")` as `datasets.0.path`; a key that is no plain word is quoted and cut."""
+    return ".".join(str(part) if isinstance(part, int) or _is_plain(part) else _cut(part) for part in path)
+
+
+def shown(value: Any) -> str:
+    """A value as people write it, cut, and without anything that a terminal would act on; marked as a quote."""
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case int() | float():
+            return quote.mark(str(value))
+        case str():
+            return quote.mark(_cut(value))
+        case dict():
+            keys = ", ".join(map(shown, list(value)[:3]))
+            return f"a mapping{quote.aside(f' with the keys {keys}')}" if value else "an empty mapping"
+        case list():
+            return f"a list of {len(value)}" if value else "an empty list"
+        case _:
+            return type(value).__name__
+
+
+def _cut(value: str) -> str:
+    return repr(value if len(value) <= MAX_SHOWN else value[: MAX_SHOWN - 1] + "…")
+
+
+def _is_plain(key: str) -> bool:
+    return len(key) <= MAX_SHOWN and key.isascii() and key.replace("-", "_").isidentifier()

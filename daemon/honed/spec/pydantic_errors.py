@@ -1,0 +1,468 @@
+"""From what pydantic finds to what a person reads: the key, its line, what was expected, and the right name."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from honed.spec.advice import Asked, Synonym, is_off, is_on
+from honed.spec.field import MEMBER, REFUSED, Section, choices, describe, kinds, members
+from honed.spec.problem import (
+    MAX_PROBLEMS,
+    KeyPath,
+    Problem,
+    as_path,
+    at,
+    dotted,
+    key_words,
+    line_of,
+    mended,
+    rewritten,
+    shown,
+    written,
+)
+from honed.spec.synonym import NAMES, SECRETS, SECTIONS, VALUES, find, not_supported
+from honed.spec.training import OWNED
+from honed.system import quote
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One value, or one key, that is refused."""
+
+    path: KeyPath
+    message: str
+    hint: str = ""
+    meant: KeyPath | None = None  #: the key that an unknown one was probably meant for
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    is_unknown: bool = False  #: the key, not its value, is refused
+
+    @property
+    def touched(self) -> tuple[KeyPath, ...]:
+        """The paths of which nothing more can be said."""
+        return (self.path, self.meant) if self.meant else (self.path,)
+
+    def problem(self, lines: Mapping[KeyPath, int]) -> Problem:
+        return Problem(dotted(self.path), line_of(self.path, lines), self.message, self.hint, self.fix)
+
+
+def refusals(error: ValidationError, data: Any, model: type[BaseModel]) -> list[Refusal]:
+    """Everything that a validation found, in words, without what says the same key twice."""
+    found: dict[KeyPath, Refusal] = {}
+    for index, details in enumerate(error.errors(include_url=False)):
+        # A file with thousands of unknown keys gets no thousands of searches for the nearest.
+        path = _real_path(details["loc"], data)
+        found.setdefault(path, _refusal(path, details, model, data, is_told=index < MAX_PROBLEMS))
+    meant = {refusal.meant for refusal in found.values()} | {
+        as_path(key) for refusal in found.values() for key, value in refusal.fix.items() if value is not None
+    }
+    # A key that must be there is not missing where another name for it is.
+    return [each for path, each in found.items() if path not in meant or not each.message.startswith(_MISSING)]
+
+
+def places(error: ValidationError, data: Any) -> list[Refusal]:
+    """Places where a validation found something, without words."""
+    return [Refusal(_real_path(details["loc"], data), "") for details in error.errors(include_url=False)]
+
+
+_MISSING = "missing: "
+
+
+#: Values for the keys that must be there, where theirs was refused; no rule reads them.
+_STAND_INS: Mapping[str | int, str] = {"base_model": "/", "path": "/", "metric": "exact_match"}
+
+
+def without(data: Any, found: Sequence[Refusal]) -> Any:
+    """A copy of the data without what was refused, for the rules; its other values are as they were."""
+    rest = copy.deepcopy(data)
+    for path in sorted((item.path for item in found), key=_index_last_first):
+        _drop(rest, path)
+    return rest
+
+
+def _index_last_first(path: KeyPath) -> tuple[Any, ...]:
+    """Later list items first, so that earlier numbers stay true."""
+    return tuple((0, -part) if isinstance(part, int) else (1, part) for part in path)
+
+
+def _drop(rest: Any, path: KeyPath) -> None:
+    """Take what stands at a path out; a key that must be there gets another value."""
+    for part in path[:-1]:
+        if not _holds(rest, part):
+            return
+        rest = rest[part]
+    if path and isinstance(rest, dict) and path[-1] in _STAND_INS:
+        rest[path[-1]] = _STAND_INS[path[-1]]
+    elif path and _holds(rest, path[-1]):
+        del rest[path[-1]]
+
+
+def _holds(value: Any, part: str | int) -> bool:
+    if isinstance(value, list):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value
+
+
+def _real_path(location: Sequence[int | str], data: Any) -> KeyPath:
+    """Pydantic's location without the parts that are no keys, such as a union's member."""
+    path: list[str | int] = []
+    for part in location:
+        if isinstance(part, str) and part.startswith(MEMBER):
+            continue
+        if isinstance(data, dict) or _holds(data, part):
+            path.append(part)
+            data = data[part] if _holds(data, part) else None
+    return tuple(path)
+
+
+def _refusal(path: KeyPath, details: ErrorDetails, model: type[BaseModel], data: Any, *, is_told: bool) -> Refusal:
+    match details["type"]:
+        case "extra_forbidden":
+            if not is_told:
+                return Refusal(path, "unknown key", is_unknown=True)
+            return replace(_checked(_unknown(path, model, data), model, data), is_unknown=True)
+        case "missing":
+            return Refusal(path, f"{_MISSING}expected {describe(annotation(path, model))}")
+        case kind if kind == REFUSED:
+            context = details["ctx"]
+            fix = context["fix"] or ({} if context["write"] is None else {dotted(path): context["write"]})
+            told = Refusal(path, context["message"], context["hint"], fix=fix)
+            return _checked(told, model, data) if context["fix"] else told
+    taken = annotation(path, model)
+    value = details["input"]
+    message = f"expected {describe(taken)}, got {shown(value)}"
+    if value is None and path and path[-1] not in _STAND_INS and isinstance(path[-1], str) and _is_plain(path):
+        return Refusal(path, message, "leave it out for the default", fix={dotted(path): None})
+    hint, meant = _value_hint(taken, value, str(path[-1]) if path else "") if is_told else ("", None)
+    fix = {} if meant is None or not _is_plain(path) else {dotted(path): meant}
+    return _checked(Refusal(path, message, hint, fix=fix), model, data)
+
+
+def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
+    """A refusal without its fix, where that would be refused in turn, or overrule what the file says elsewhere."""
+    own = dotted(refusal.path)
+    new = {key: value for key, value in refusal.fix.items() if value is not None and key != own}
+    if (kept := _overruled(new, data)) is not None:
+        rest = {key: value for key, value in refusal.fix.items() if key not in new}
+        hint = f"leave it out: {kept} is given, too, and says otherwise"
+        if rest.get(own) is not None:
+            hint = f"write {own}: {rewritten(rest[own])}, and {kept} stays as it is"
+        return replace(refusal, hint=hint, fix=rest)
+    if not refusal.fix or not isinstance(data, dict):
+        return refusal
+    tops = {key.partition(".")[0] for key in refusal.fix}
+    part = {"base_model": "/"} | {key: value for key, value in data.items() if key in tops}
+    content = mended(part, refusal.fix)
+    try:
+        model.model_validate(content)
+    except ValidationError as error:
+        wrong = [
+            details for details in error.errors(include_url=False, include_input=False) if _concerns(details, refusal)
+        ]
+        if wrong:
+            inner = [_refusal(_real_path(each["loc"], content), each, model, content, is_told=True) for each in
+                     error.errors(include_url=False) if _concerns(each, refusal)]  # fmt: skip
+            key = next((key for key in new), own)
+            if all(each.fix for each in inner):
+                last = mended(content, {name: value for each in inner for name, value in each.fix.items()})
+                fix = {name: None for name, value in refusal.fix.items() if value is None} | _difference(part, last)
+                said = ", ".join(f"{name}: {rewritten(value)}" for name, value in fix.items() if value is not None)
+                return replace(refusal, hint=f"write {said}" if said else refusal.hint, fix=fix)
+            if wrong[0]["type"] == REFUSED:
+                return replace(refusal, hint=f"{refusal.hint.partition(': ')[0]}; but {inner[0].message}", fix={})
+            words = describe(annotation(tuple(wrong[0]["loc"]), model))
+            return replace(refusal, hint=f"{refusal.hint.partition(': ')[0]}, which takes {words}"
+                           if key != own else refusal.hint, fix={})  # fmt: skip
+    return refusal
+
+
+def _concerns(details: ErrorDetails, refusal: Refusal) -> bool:
+    """Whether what pydantic found is about a value that the fix writes. Foreign keys below it come in their turn."""
+    place = tuple(part for part in details["loc"] if not (isinstance(part, str) and part.startswith(MEMBER)))
+    paths = [as_path(key) for key, value in refusal.fix.items() if value is not None]
+    return details["type"] != "extra_forbidden" and any(place[: len(path)] == path for path in paths)
+
+
+def _overruled(new: Mapping[str, Any], data: Any) -> str | None:
+    """The first key of a fix that the file sets to something else."""
+    for key, value in new.items():
+        there = at(data, as_path(key))
+        if there is not None and there != value and not (isinstance(there, dict) and isinstance(value, dict)):
+            return key
+    return None
+
+
+def _is_plain(path: KeyPath) -> bool:
+    """Whether a dotted key says the path."""
+    return as_path(dotted(path)) == path
+
+
+def annotation(path: KeyPath, annotation: Any) -> Any:
+    """The annotation of the value at a path."""
+    for part in path:
+        for member in members(annotation):
+            if isinstance(member, type) and issubclass(member, BaseModel):
+                annotation = kinds(member).get(str(part), Any)
+            elif get_origin(member) in (list, dict):
+                annotation = get_args(member)[-1]
+    return annotation
+
+
+def _difference(before: Any, after: Any, home: str = "") -> dict[str, Any]:
+    """What turns one content into the other, as a fix."""
+    found: dict[str, Any] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        name, old, new = _join(home, key), before.get(key), after.get(key)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= _difference(old, new, name)
+        elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            found |= _difference({str(n): each for n, each in enumerate(old)},
+                                 {str(n): each for n, each in enumerate(new)}, name)  # fmt: skip
+        else:
+            found[name] = new
+    return found
+
+
+def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
+    """What to write for a value, in words and as the value, where that is known."""
+    words, taken = choices(annotation), members(annotation)
+    if isinstance(value, str):
+        if "sft" in words and (said := not_supported(value)):
+            return said, None
+        if meant := next((word for word in VALUES.get(value.lower(), ()) if word in words), None):
+            return f"write {meant}", meant
+        if near := difflib.get_close_matches(value[:64].lower(), words, n=1):
+            return f"did you mean {near[0]}?", near[0]
+        if bool in taken and (is_on(value) or is_off(value)) and value:
+            return f"write {written(is_on(value))}", is_on(value)
+        if bool in taken and value.lower() in ("unsloth", "offload", "offload_disk"):  # ways of gradient checkpointing
+            return "write true", True
+        found = _number_hint(taken, value.strip(), key)
+        return found if any(found) else _list_hint(annotation, value)
+    if isinstance(value, bool):
+        word = next((word for word in ("no", "off", "none") if word in words), None)
+        return (f"write {word}", word) if word and not value else ("", None)
+    if isinstance(value, int) and bool in taken and value in (0, 1):
+        return f"write {written(bool(value))}", bool(value)
+    if isinstance(value, int) and str(value) in VALUES and (meant := next(
+        (word for word in VALUES[str(value)] if word in words), None)):  # fmt: skip
+        return f"write {meant}", meant
+    if isinstance(value, int | float) and str in taken and type(value) not in taken:
+        return "put it in quotes", str(value)
+    if isinstance(value, float) and value.is_integer() and int in taken:
+        return f"write {quote.mark(str(int(value)))}", int(value)
+    return _list_hint(annotation, value)
+
+
+def _list_hint(annotation: Any, value: Any) -> tuple[str, Any]:
+    """A list of data sets that is one, or their paths alone."""
+    if isinstance(value, str) and any(
+        isinstance(each, type) and issubclass(each, BaseModel) and "path" in each.model_fields
+        for each in members(annotation)
+    ):
+        return f"write {{path: {quote.mark(value)}}}", {"path": value}
+    inner = next((get_args(member)[0] for member in members(annotation) if get_origin(member) is list), None)
+    if not (isinstance(inner, type) and issubclass(inner, BaseModel) and "path" in inner.model_fields):
+        return "", None
+    if isinstance(value, dict) and "path" in value:
+        return "a list: begin it with - ", [value]
+    if isinstance(value, str):
+        return f"write [{{path: {quote.mark(value)}}}]", [{"path": value}]
+    return "", None
+
+
+def _number_hint(taken: tuple[Any, ...], value: str, key: str) -> tuple[str, Any]:
+    if not {int, float} & set(taken):
+        return "", None
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmM])", value):
+        thousand = 1024 if re.search("length|tokens|pixels", key) else 1000
+        number = float(found[1]) * thousand ** (1 if found[2] in "kK" else 2)
+        return f"write {quote.mark(str(int(number)))}", int(number)
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float in taken:
+        return f"write {quote.mark(f'{float(found[1]) / 100:g}')}", float(f"{float(found[1]) / 100:g}")
+    if re.fullmatch(r"\d{1,3}(_\d{3})+|\d{1,3}(,\d{3})+", value) and int in taken:
+        number = int(re.sub("[_,]", "", value))
+        return f"write {quote.mark(str(number))}", number
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        number = float(value)
+        is_whole = number.is_integer() and (int in taken or re.fullmatch(r"[-+]?\d+", value) is not None)
+        return "without quotes", int(number) if is_whole else number
+    return ("a decimal point, no comma" if re.fullmatch(r"[-+]?[\d.,]+([eE][-+]?\d+)?", value) else ""), None
+
+
+# --- Unknown keys -----------------------------------------------------------------------------------------------------
+
+
+def _unknown(path: KeyPath, model: type[BaseModel], data: Any) -> Refusal:
+    section = _section(path[:-1])
+    key = _normal(str(path[-1]))
+    removal = {dotted(path): None} if _is_plain(path) else {}
+    if SECRETS.fullmatch(key):
+        hint = "they come as systemd credentials or files"
+        return Refusal(path, "secrets never stand in a spec", hint, fix=removal)
+    what = "cannot be set" if section == "training" and key in OWNED else "unknown key"
+    if unnested := _unnested(path, key, what, model, data):
+        return unnested
+    if synonym := find(key, section):
+        return _advised(path, what, synonym, Asked(key, at(data, path), section, data, dotted(path)))
+    if what != "unknown key":
+        return Refusal(path, what, OWNED[key])
+    known = _known(model)
+    if key in known.get(section, ()):  # written in another way: learning-rate, learningRate
+        return _suggest(path, section, key, section, data)
+    homes = [name for name, keys in known.items() if key in keys]
+    if homes:
+        return _belongs(path, homes, key, section, data)
+    if key in OWNED:
+        return Refusal(path, what, OWNED[key])
+    return _nearest(path, key, section, known, data)
+
+
+#: Keys and depth of another tool's section that is taken apart.
+_MAX_UNNESTED, _MAX_DEPTH = 60, 3
+
+
+def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: Any) -> Refusal | None:
+    """Another tool's section, by its keys, each as if it stood where it belongs; None for what is none."""
+    value = at(data, path)
+    if key not in SECTIONS or not isinstance(value, dict) or not _is_plain(path) or len(value) > _MAX_UNNESTED:
+        return None
+    if _depth(value) > _MAX_DEPTH or not value:
+        return None
+    home, renamed = SECTIONS[key]
+    given = {_join(home, renamed.get(_normal(str(name)), str(name))): each for name, each in value.items()}
+    content = mended(data, {dotted(path): None})
+    if home == "lora":
+        content.setdefault("lora", {})
+    if (kept := _overruled(given, content)) is not None:
+        hint = f"its keys stand {f'under {home}:' if home else 'at the top level'}, where {kept} is given, too"
+        return Refusal(path, what, hint)
+    content = mended(content, {name: each for name, each in given.items() if each is not None})
+    ours, hints = {as_path(name) for name in given}, []
+    for _ in range(_MAX_DEPTH):
+        found = [each for each in _faults(content, model) if any(each.path[: len(name)] == name for name in ours)]
+        if not found:
+            break
+        for each in found:
+            if not each.fix:
+                return Refusal(path, what, f"{key_words(dotted(each.path))}: {each.hint or each.message}")
+            if all(new is None for new in each.fix.values()):
+                hints.append(f"{quote.name(str(each.path[-1]))}: {each.hint.removeprefix('leave it out: ')}")
+        fix = {name: new for each in found for name, new in each.fix.items()}
+        ours |= {as_path(name) for name in fix}
+        content = mended(content, fix)
+    fix = {dotted(path): None} | _difference({name: each for name, each in data.items() if name != path[0]} if len(path)
+                                             == 1 else mended(data, {dotted(path): None}), content)  # fmt: skip
+    said = ", ".join(f"{name}: {rewritten(new)}" for name, new in fix.items() if new is not None)
+    hint = f"write {said}" if len(quote.show(said)) <= MAX_PROBLEMS * 8 else "its keys stand elsewhere"
+    return Refusal(path, what, "; ".join([hint if said else "leave it out", *hints]), fix=fix)
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+def _faults(content: Any, model: type[BaseModel]) -> list[Refusal]:
+    try:
+        model.model_validate(content)
+    except ValidationError as error:
+        return refusals(error, content, model)
+    return []
+
+
+def _advised(path: KeyPath, what: str, synonym: Synonym, asked: Asked) -> Refusal:
+    advice = synonym.advise(asked)
+    removal = {dotted(path): None} if _is_plain(path) else {}
+    fix = {} if advice.fix is None or not removal else {**removal, **advice.fix}
+    return Refusal(path, what, advice.hint, meant=_meant(path, synonym.key, asked.section), fix=fix)
+
+
+def _belongs(path: KeyPath, homes: list[str], key: str, section: str, data: Any) -> Refusal:
+    home = homes[0]
+    where = " or ".join(f"under {name}:" for name in homes if name) if home else "at the top level"
+    target = _join(home, key)
+    is_clear = len(homes) == 1 or (home == "training" and not section)  # as in TRL's and axolotl's flat files
+    fix = {} if home.startswith("datasets") or not is_clear else _moved(path, target, data)
+    return Refusal(path, "unknown key here", f"belongs {where}", meant=_meant(path, target, section), fix=fix)
+
+
+def _moved(path: KeyPath, target: str, data: Any) -> dict[str, Any]:
+    """The fix that puts a key's value where it belongs; null there is what is left out."""
+    value = at(data, path)
+    if not _is_plain(path):
+        return {}
+    return {dotted(path): None} | ({} if value is None else {target: value})
+
+
+def _nearest(path: KeyPath, key: str, section: str, known: Mapping[str, Sequence[str]], data: Any) -> Refusal:
+    if len(key) > 64:
+        return Refusal(path, "unknown key")
+    if near := difflib.get_close_matches(key, known.get(section, ()), n=1, cutoff=0.7):
+        return _suggest(path, section, near[0], section, data)
+    elsewhere = {name: home for home, names in known.items() for name in names}
+    if near := difflib.get_close_matches(key, [*elsewhere, *NAMES], n=1, cutoff=0.8):
+        if near[0] in NAMES:
+            asked = Asked(near[0].rpartition(".")[2], at(data, path), section, data, dotted(path))
+            return _advised(path, "unknown key", NAMES[near[0]], asked)
+        return _suggest(path, elsewhere[near[0]], near[0], section, data)
+    if near := difflib.get_close_matches(key, known.get(section, ()), n=1, cutoff=0.6):
+        return _suggest(path, section, near[0], section, data)
+    return Refusal(path, "unknown key")
+
+
+def _suggest(path: KeyPath, home: str, key: str, section: str, data: Any) -> Refusal:
+    name = key if home == section else _join(home, key)
+    meant = _meant(path, _join(home, key), section)
+    fix = {} if meant is None or not _is_plain(path) or home.startswith("datasets") != (home == section and
+        section.startswith("datasets")) else _moved(path, dotted(meant), data)  # fmt: skip
+    return Refusal(path, "unknown key", f"did you mean {name}?", meant=meant, fix=fix)
+
+
+def _meant(path: KeyPath, key: str, section: str) -> KeyPath | None:
+    """The path of one of our keys; in the section at hand, it keeps the list's number."""
+    home, _, name = key.rpartition(".")
+    if not key:
+        return None
+    return (*path[:-1], name) if home == section else tuple(key.split("."))
+
+
+def _section(path: KeyPath) -> str:
+    """The section that a path lies in, as its name in NAMES: data sets have one, whatever their number."""
+    name = ".".join(part for part in path if isinstance(part, str))
+    return re.sub(r"^eval_datasets(?=\.|$)", "datasets", name)
+
+
+def _normal(key: str) -> str:
+    """`learningRate`, `Learning-Rate`, `--learning_rate` as `learning_rate`."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key[:200])
+    return re.sub(r"[-\s]+", "_", snake).lower().strip("_")
+
+
+def _join(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+@functools.cache
+def _known(model: type[BaseModel]) -> dict[str, tuple[str, ...]]:
+    """Every section and its keys; the top level is the empty name."""
+    return dict(_sections(model, ""))
+
+
+def _sections(model: type[BaseModel], name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield name, tuple(model.model_fields)
+    for key, annotation in kinds(model).items():
+        for member in members(annotation):
+            inner = get_args(member)[0] if get_origin(member) is list else member
+            if isinstance(inner, type) and issubclass(inner, Section) and key != "eval_datasets":
+                yield from _sections(inner, _join(name, key))

@@ -1,0 +1,122 @@
+"""Whom a job may have told of its end: what the administrator allows in [notify], and nobody else.
+
+honed-send has network and honed's rights. So a job file names no address of its own choice: a webhook is below an
+allowed one or a name that honed.toml gives, a mail address is in an allowed domain. It is asked twice: before a job is
+accepted, and again by honed-send, since the configuration may have changed.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME, NotifyConfig
+from honed.spec.spec import NotifySpec
+from honed.system.error import EnvironmentInvalidError, SpecError
+
+_PORTS = {"http": 80, "https": 443}
+#: In a path, what some servers take for a step upwards or a separator.
+_ODD = re.compile(r"%2e|%2f|%5c|%25|%00|\\|(^|/)\.{1,2}(;|/|$)", re.IGNORECASE)
+
+
+def check(notify: NotifySpec | None, config: NotifyConfig) -> None:
+    """Raises SpecError where a job would have somebody told whom the administrator has not allowed."""
+    if notify is None:
+        return
+    for key, why in (
+        ("webhook", why_not_webhook(notify.webhook, config) if notify.webhook else None),
+        ("mail", why_not_mail(notify.mail, config) if notify.mail else None),
+    ):
+        if why is not None:
+            raise SpecError(
+                f"notify.{key}: {why}",
+                hint=f"leave it out, or the administrator allows it: {_KEYS[key]}",
+                fix={f"notify.{key}": None} if notify.webhook and notify.mail else {"notify": None},
+            )
+
+
+_KEYS = {
+    "webhook": "notify.allowed_webhooks or notify.webhook_files in honed.toml",
+    "mail": "notify.allowed_mail_domains, smtp_host and mail_from in honed.toml",
+}
+
+
+def why_not_webhook(webhook: str, config: NotifyConfig) -> str | None:
+    """The reason why a job may not have this address called; None where it may."""
+    if WEBHOOK_NAME.fullmatch(webhook):
+        names = ", ".join(sorted(config.webhook_files)) or "none at all"
+        return None if webhook in config.webhook_files else f"no webhook is named {webhook!r} here; there is {names}"
+    if not config.allowed_webhooks and not config.webhook_files:
+        return "jobs may call no webhook here"
+    return None if is_below(webhook, config.allowed_webhooks) else "this address is not among those that jobs may call"
+
+
+def is_below(address: str, prefixes: list[str]) -> bool:
+    """Whether an address has scheme, host and port of an allowed one, and lies at or below its path."""
+    try:
+        wanted = urlsplit(address)
+        where = _place(wanted)
+        is_plain = address.isascii() and address.isprintable() and " " not in address and wanted.port != 0
+        if not is_plain or wanted.username is not None:
+            return False
+        for prefix in map(urlsplit, prefixes):
+            path = prefix.path or "/"
+            below = path if path.endswith("/") else f"{path}/"
+            if prefix.query and prefix.query != wanted.query:  # it may well be a key
+                continue
+            if _place(prefix) == where and (wanted.path == prefix.path or (wanted.path or "/").startswith(below)):
+                return _ODD.search(wanted.path) is None
+    except ValueError:  # a port that is none, half an IPv6 address
+        return False
+    return False
+
+
+def _place(parts: SplitResult) -> tuple[str, str, int | None]:
+    return parts.scheme, (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
+
+
+def why_not_mail(address: str, config: NotifyConfig) -> str | None:
+    """The reason why a job may not have mail sent there; None where it may."""
+    if config.smtp_host is None or config.mail_from is None:
+        return "no mail is sent from here"
+    if not MAIL_ADDRESS.fullmatch(address):
+        return "not a mail address"
+    domains = {domain.lower() for domain in config.allowed_mail_domains}
+    domain = address.rpartition("@")[2].lower()
+    return None if domain in domains else f"mail to {domain} is not allowed here"
+
+
+def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
+    """Address and bearer token of a webhook; of one with a name, what its file has on its first two lines.
+
+    Raises EnvironmentInvalidError, which never shows them.
+    """
+    if not WEBHOOK_NAME.fullmatch(webhook):
+        return webhook, None
+    if webhook not in config.webhook_files:
+        raise EnvironmentInvalidError(f"no webhook is named {webhook!r} any more", hint="notify.webhook_files")
+    path = Path(config.webhook_files[webhook])
+    address, *more = _lines(path, "the address of the webhook")
+    parts = urlsplit(address)
+    if parts.scheme not in _PORTS or not parts.hostname or not address.isprintable() or " " in address:
+        raise EnvironmentInvalidError(f"{path} holds no address of a webhook", hint="https://… on its first line")
+    return address, more[0] if more else None
+
+
+def password(config: NotifyConfig) -> str:
+    """The password of the mail server. Raises EnvironmentInvalidError."""
+    if config.smtp_password_file is None:
+        raise EnvironmentInvalidError("notify.smtp_user needs a password", hint="notify.smtp_password_file")
+    return _lines(Path(config.smtp_password_file), "the password of the mail server")[0]
+
+
+def _lines(path: Path, what: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise EnvironmentInvalidError(f"{what} in {path} cannot be read: {why}", hint="readable for honed") from None
+    if not lines:
+        raise EnvironmentInvalidError(f"{path} is empty", hint=f"it holds {what}")
+    return lines

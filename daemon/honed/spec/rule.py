@@ -1,0 +1,547 @@
+"""Rules for values of a spec that must fit together. A rule names the keys it reads, and is silent where one is
+broken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from honed.spec.metric_names import BUILT_IN, PREFIX, known
+from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, asked_optim
+from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
+from honed.system import quote
+
+if TYPE_CHECKING:
+    from honed.spec.spec import DatasetSpec, JobSpec
+
+#: Path of the key that is told, what is wrong, what to do; and the same as data, where it is an edit (HonedError.fix).
+Finding = tuple[KeyPath, str, str] | tuple[KeyPath, str, str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    reads: tuple[KeyPath, ...]
+    find: Callable[[JobSpec], Iterator[Finding]]
+
+
+def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
+    """What does not fit together, but for the rules that read one of the paths `except_of`."""
+    rules = MERGE_RULES if spec.kind == "merge" else RULES
+    heads = {read[0] for rule in rules for read in rule.reads}
+    except_of = [path for path in except_of if not path or path[0] in heads]  # thousands of unknown keys concern none
+    kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
+    found = [finding for rule in kept for finding in rule.find(spec)]
+    return [Problem(dotted(path), line_of(path, lines), *words) for path, *words in found]
+
+
+def _overlap(read: KeyPath, refused: KeyPath) -> bool:
+    return all(x in (y, ANY) for x, y in zip(read, refused, strict=False))
+
+
+def _has_eval(spec: JobSpec) -> bool:
+    return bool(spec.eval_datasets) or spec.eval_split is not None
+
+
+_HOLD_OUT = "add eval_split: 0.05, or eval_datasets"
+
+
+def _datasets(spec: JobSpec) -> Iterator[Finding]:
+    if not spec.datasets:
+        yield ("datasets",), "missing: a job needs at least one data set", "datasets: [{path: /srv/data/rows.jsonl}]"
+
+
+def _fractions(spec: JobSpec) -> Iterator[Finding]:
+    sections: tuple[tuple[str, list[DatasetSpec]], ...] = (
+        ("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets),
+    )  # fmt: skip
+    for name, datasets in sections:
+        bare = [index for index, dataset in enumerate(datasets) if dataset.fraction is None]
+        if bare and len(bare) < len(datasets):
+            yield (name, bare[0]), "fraction is missing here, others have one", "give it for all data sets or none"
+
+
+def _of_hub(spec: JobSpec) -> Iterator[Finding]:
+    for section, datasets in (("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets)):
+        for index, each in enumerate(datasets):
+            for key in ("name", "revision"):
+                if getattr(each, key) is not None and not each.is_of_hub:
+                    instead = ", or name the directory or `split` that is meant" if key == "name" else ""
+                    yield (
+                        (section, index, key), f"is for a data set of the hub, and path is {shown(each.path)}",
+                        f"leave it out{instead}",
+                    )  # fmt: skip
+
+
+def _held_out(spec: JobSpec) -> Iterator[Finding]:
+    if spec.eval_split is not None and spec.eval_datasets:
+        yield (
+            ("eval_split",), "eval_datasets are given too",
+            "leave eval_split out to hold out eval_datasets alone, or leave those out", {"eval_split": None},
+        )  # fmt: skip
+
+
+def _quantization(spec: JobSpec) -> Iterator[Finding]:
+    if spec.quantization != "none" and spec.lora is None and spec.adapter is None:
+        yield (
+            ("quantization",), f"{spec.quantization} weights cannot be trained, only an adapter on them can",
+            "add a lora: section, or write none", {"lora": {}},
+        )  # fmt: skip
+
+
+def _adapter(spec: JobSpec) -> Iterator[Finding]:
+    if spec.lora is not None and spec.adapter is not None:
+        yield (
+            ("lora",), "adapter is given too, and brings its own LoRA settings",
+            "leave lora out to go on from the adapter, or adapter for a new one", {"lora": None},
+        )  # fmt: skip
+
+
+def _merged(spec: JobSpec) -> Iterator[Finding]:
+    if spec.save_merged != "none" and spec.lora is None and spec.adapter is None:
+        yield (
+            ("save_merged",), "there is no adapter to merge: full fine-tuning writes a whole checkpoint anyway",
+            "leave it out, or add a lora: section", {"save_merged": None},
+        )  # fmt: skip
+
+
+def _adapter_dtype(spec: JobSpec) -> Iterator[Finding]:
+    if spec.adapter_dtype != "auto" and spec.lora is None and spec.adapter is None:
+        yield (
+            ("adapter_dtype",), "there is no adapter: full fine-tuning trains the weights themselves",
+            "leave it out, or add a lora: section", {"adapter_dtype": None},
+        )  # fmt: skip
+
+
+def _train_parts(spec: JobSpec) -> Iterator[Finding]:
+    if spec.train_parts != ["language"] and (spec.lora is not None or spec.adapter is not None):
+        chosen: dict[str, Any] = {}
+        if spec.lora is not None and spec.adapter is None:
+            keys = {
+                part: f"lora.finetune_{part}" + ("" if part == "projector" else "_layers") for part in spec.train_parts
+            }
+            chosen = {key: True for part, key in keys.items() if part != "language"}
+            chosen |= {} if "language" in keys else {"lora.finetune_language_layers": False}
+        yield (
+            ("train_parts",), "is for full fine-tuning: beside an adapter the model itself is frozen",
+            "leave it out; lora.finetune_vision_layers, finetune_audio_layers and finetune_projector say which get one",
+            {"train_parts": None, **chosen},
+        )  # fmt: skip
+
+
+def _kept_weights(spec: JobSpec) -> Iterator[Finding]:
+    """What full fine-tuning keeps and saves its weights in."""
+    if spec.lora is not None or spec.adapter is not None:
+        for key, value in (("master_weights", spec.master_weights), ("save_dtype", spec.save_dtype)):
+            if value != "auto":
+                why = "is for full fine-tuning: here the base is frozen"
+                yield (key,), why, "leave it out; see adapter_dtype", {key: None}
+        return
+    if spec.master_weights in ("compensated", "none") and spec.dtype in ("float32", "float16"):
+        why = "the weights are float32 then" if spec.dtype == "float32" else "float16 weights cannot be trained"
+        yield (
+            ("master_weights",), f"{spec.master_weights} is for bfloat16, not dtype: {spec.dtype}: {why}",
+            "dtype: bfloat16, or leave master_weights out", {"dtype": "bfloat16"},
+        )  # fmt: skip
+    optim = asked_optim(spec)
+    if spec.master_weights == "compensated" and optim is not None and optim not in COMPENSATED:
+        yield (
+            ("training", "optim"), f"{optim} does not go with master_weights: compensated",
+            f"one of {', '.join(sorted(COMPENSATED))}, or leave master_weights out",
+            {"training.optim": ADAMW_8BIT} if optim.startswith("paged_adamw") else {"master_weights": None},
+        )  # fmt: skip
+
+
+def _evaluation(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.eval_strategy != "no" and not _has_eval(spec):
+        yield ("training", "eval_strategy"), "there is nothing to evaluate on", _HOLD_OUT, {"eval_split": 0.05}
+
+
+def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
+    if spec.eval_strategy != "no":
+        return
+    training = spec.training
+    needy: tuple[tuple[KeyPath, bool], ...] = (
+        (("early_stopping_patience",), spec.early_stopping_patience is not None),
+        (("guard", "patience"), spec.guard is not None and spec.guard.patience is not None),
+        (("training", "load_best_model_at_end"), training.load_best_model_at_end),
+        (("training", "save_strategy"), training.save_strategy == "best" and not training.load_best_model_at_end),
+        (("training", "lr_scheduler_type"), training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
+    )
+    fix = _evaluating(spec)
+    hint = f"write {', '.join(told_fix(fix))}{'' if _has_eval(spec) else ', or eval_datasets in place of eval_split'}"
+    for path, is_set in needy:
+        if is_set:
+            yield path, "needs evaluations during training", hint, fix
+
+
+def _evaluating(spec: JobSpec) -> dict[str, Any]:
+    """All that a job has to say to be evaluated while it trains, so that no second refusal follows the first."""
+    fix: dict[str, Any] = {} if _has_eval(spec) else {"eval_split": 0.05}
+    training, given = spec.training, spec.training.model_fields_set
+    if training.load_best_model_at_end and training.save_strategy == "no":
+        fix["training.save_strategy"] = "epoch"
+    goes_by_steps = training.load_best_model_at_end and training.save_strategy == "steps" and given & _SAVES
+    if goes_by_steps:
+        return fix | {"training.eval_strategy": "steps", "training.eval_steps": training.save_steps}
+    return fix | ({"training.eval_strategy": "epoch"} if "eval_strategy" in given or not fix else {})
+
+
+#: What says when checkpoints are written. Where neither is given and the best one is wanted, each evaluation has one.
+_SAVES = {"save_strategy", "save_steps"}
+
+
+def _guard(spec: JobSpec) -> Iterator[Finding]:
+    if spec.guard is not None and not _has_eval(spec):
+        yield ("guard",), "there is nothing held out to measure on", _HOLD_OUT, {"eval_split": 0.05}
+
+
+def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
+    """A metric on predictions can choose the best checkpoint where each evaluation makes them."""
+    name = (spec.training.metric_for_best_model or "").removeprefix("eval_")
+    if not name.startswith(PREFIX):
+        return
+    path: KeyPath = ("training", "metric_for_best_model")
+    if spec.predictions.prompts:
+        yield (
+            path, "predictions.prompts have no ground truth to measure with",
+            "leave predictions.prompts out to predict held-out rows, or name eval_loss", {"predictions.prompts": None},
+        )  # fmt: skip
+    elif spec.predictions.sample_frequency != "eval":
+        yield (
+            path,
+            f"{quote.name(name)} is there only where each evaluation predicts",
+            "write predictions.sample_frequency: eval",
+            {"predictions.sample_frequency": "eval"},
+        )
+
+
+#: What TRL's trainer counts in evaluations; Unsloth's does not.
+_ACCURACY = "mean_token_accuracy"
+
+
+def _best_metric(spec: JobSpec) -> Iterator[Finding]:
+    """An evaluation without the metric that tells the best one ends the run with a KeyError."""
+    if spec.eval_strategy == "no":
+        return
+    training = spec.training
+    if training.metric_for_best_model is None and not training.load_best_model_at_end:
+        return
+    named = training.metric_for_best_model or "loss"
+    name = named.removeprefix("eval_")
+    metric = name.removeprefix(PREFIX).removesuffix("_parsable")
+    if name == _ACCURACY:
+        if spec.backend != "transformers":
+            yield (
+                ("training", "metric_for_best_model"), f"no evaluation under Unsloth makes {shown(named)}",
+                "write backend: transformers, or take eval_loss", {"backend": "transformers"},
+            )  # fmt: skip
+        return
+    if name != "loss" and not name.startswith(PREFIX):
+        names = ["eval_loss", *(f"{PREFIX}{each}" for each in known())]
+        near = get_close_matches(name, known(), n=1)
+        meant = f"{PREFIX}{near[0]}" if near else next(iter(get_close_matches(named, names, n=1)), "")
+        yield (
+            ("training", "metric_for_best_model"), f"no evaluation makes {shown(named)}",
+            (f"did you mean {meant}? " if meant else "leave it out to go by the loss; ")
+            + f"known here: {', '.join(names)}",
+            {"training.metric_for_best_model": meant} if meant
+            else {"training.metric_for_best_model": None, "training.greater_is_better": None},
+        )  # fmt: skip
+        return
+    is_loss, greater = name == "loss", training.greater_is_better
+    if is_loss and greater:
+        yield (
+            ("training", "greater_is_better"),
+            "the best model would be the one with the highest loss",
+            "write false",
+            {"training.greater_is_better": False},
+        )
+    if name.startswith(PREFIX) and metric in BUILT_IN and greater is False:
+        yield (
+            ("training", "greater_is_better"), f"the best model would be the one with the lowest {metric}",
+            "write true", {"training.greater_is_better": True},
+        )  # fmt: skip
+
+
+def _truthless(spec: JobSpec) -> Iterator[Finding]:
+    if spec.predictions.prompts and spec.predictions.metrics != "auto":
+        yield (
+            ("predictions", "metrics"), "predictions.prompts have no ground truth to measure with",
+            "leave predictions.metrics out, or predictions.prompts to predict held-out rows",
+            {"predictions.metrics": None},
+        )  # fmt: skip
+
+
+def _best(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if not training.load_best_model_at_end or spec.eval_strategy == "no" or training.save_strategy == "best":
+        return
+    if not training.model_fields_set & _SAVES:
+        return  # a checkpoint goes with each evaluation
+    path: KeyPath = ("training", "load_best_model_at_end")
+    if training.save_strategy != spec.eval_strategy:
+        is_asked = "eval_strategy" in training.model_fields_set or training.save_strategy == "no"
+        ours, theirs = ("save", "eval") if is_asked else ("eval", "save")
+        strategy = spec.eval_strategy if is_asked else training.save_strategy
+        fix: dict[str, Any] = {f"training.{ours}_strategy": strategy}
+        if strategy == "steps" and (steps := getattr(training, f"{theirs}_steps")) is not None:
+            fix[f"training.{ours}_steps"] = steps
+        yield (
+            path, f"save_strategy is {training.save_strategy}, eval_strategy {spec.eval_strategy}",
+            f"make the two the same: write {', '.join(told_fix(fix))}", fix,
+        )  # fmt: skip
+    elif training.save_strategy == "steps":
+        evaluated = training.eval_steps or training.logging_steps
+        if (training.save_steps < 1) != (evaluated < 1) or not _divides(evaluated, training.save_steps):
+            is_count = evaluated >= 1 and training.save_steps >= 1
+            steps = math.ceil(training.save_steps / evaluated) * evaluated if is_count else evaluated
+            yield (
+                path, f"save_steps {training.save_steps:g} is no multiple of eval_steps {evaluated:g}",
+                f"make it one: write training.save_steps: {steps:g}", {"training.save_steps": steps},
+            )  # fmt: skip
+
+
+def _divides(small: float, large: float) -> bool:
+    ratio = large / small
+    return abs(ratio - round(ratio)) < 1e-6
+
+
+def _packing(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if training.packing and training.max_length is None:
+        yield (
+            ("training", "packing"),
+            "needs max_length: it is the length that is packed to",
+            ("set training.max_length; left out it is 1024"),
+            {"training.max_length": None},
+        )
+    if training.padding_free and not training.packing and training.max_length is not None:
+        yield (
+            ("training", "padding_free"),
+            "cannot cut at max_length without packing",
+            "leave it out, which changes only the speed; or write training.packing: true",
+            {"training.padding_free": None},
+        )
+
+
+def _loaders(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if training.dataloader_num_workers:
+        return
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+        if getattr(training, name):
+            yield (
+                ("training", name),
+                "needs dataloader_num_workers of at least 1",
+                ("write training.dataloader_num_workers: 1"),
+                {"training.dataloader_num_workers": 1},
+            )
+
+
+def _liger(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.use_liger_kernel and spec.training.loss_type == "chunked_nll":
+        yield (
+            ("training", "loss_type"),
+            "chunked_nll and use_liger_kernel exclude each other",
+            "write nll",
+            {"training.loss_type": "nll"},
+        )
+
+
+def _smoothing(spec: JobSpec) -> Iterator[Finding]:
+    if spec.training.label_smoothing_factor and spec.training.loss_type == "dft":
+        yield (
+            ("training", "label_smoothing_factor"), "loss_type: dft smooths no labels",
+            "leave it out, or write training.loss_type: nll, which does", {"training.label_smoothing_factor": None},
+        )  # fmt: skip
+
+
+def _schedule(spec: JobSpec) -> Iterator[Finding]:
+    """transformers builds the schedule once the model is loaded; for some it drops in silence what it does not take."""
+    name, given = spec.training.lr_scheduler_type, spec.training.lr_scheduler_kwargs or {}
+    path: KeyPath = ("training", "lr_scheduler_kwargs")
+    takes = SCHEDULE_KWARGS[name]
+    if unknown := sorted(set(given) - takes):
+        hint = f"leave it out; it takes {', '.join(sorted(takes))}" if takes else "leave it out"
+        fix: dict[str, Any] = {dotted((*path, key)): None for key in unknown}
+        if name == "cosine" and set(unknown) <= {"min_lr", "min_lr_rate"}:
+            hint, fix = (
+                "write lr_scheduler_type: cosine_with_min_lr",
+                {"training.lr_scheduler_type": "cosine_with_min_lr"},
+            )
+        yield path, f"{name} takes no {quote.names(unknown)}", hint, fix
+    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        lowest = [key for key in ("min_lr", "min_lr_rate") if given.get(key) is not None]
+        if len(lowest) != 1:
+            yield (
+                path,
+                f"{name} needs one of min_lr and min_lr_rate",
+                "leave min_lr_rate out, which min_lr says as a rate"
+                if lowest
+                else "lr_scheduler_kwargs: {min_lr_rate: 0.1}",
+                {"training.lr_scheduler_kwargs.min_lr_rate": None}
+                if lowest
+                else {"training.lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        steps = max(1, spec.training.max_steps // 10) if spec.training.max_steps > 0 else 100
+        yield (
+            path, f"{name} needs num_decay_steps", f"lr_scheduler_kwargs: {{num_decay_steps: {steps}}}",
+            {"training.lr_scheduler_kwargs": {"num_decay_steps": steps}},
+        )  # fmt: skip
+
+
+def _optimizer(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    is_low_rank = training.optim.startswith(("galore_", "apollo_"))
+    if is_low_rank and not training.optim_target_modules:
+        yield (
+            ("training", "optim_target_modules"), f"missing: {training.optim} works on modules that are named",
+            "optim_target_modules: all-linear", {"training.optim_target_modules": "all-linear"},
+        )  # fmt: skip
+    if is_low_rank and training.optim.endswith("_layerwise") and training.gradient_accumulation_steps != 1:
+        yield (
+            ("training", "gradient_accumulation_steps"), f"{training.optim} steps at each backward pass",
+            "leave it out, or take the optimizer without _layerwise",
+            {"training.optim": training.optim.removesuffix("_layerwise")},
+        )  # fmt: skip
+    if training.optim_args and any(each.count("=") != 1 for each in training.optim_args.split(",")):
+        yield ("training", "optim_args"), f"{shown(training.optim_args)} is no list of key=value", "rank=64,scale=0.25"
+
+
+def _media(spec: JobSpec) -> Iterator[Finding]:
+    media = spec.media
+    largest = min(media.max_pixels or math.inf, (media.max_image_size or math.inf) ** 2)
+    if media.min_pixels is not None and media.min_pixels > largest:
+        yield (
+            ("media", "min_pixels"), f"{media.min_pixels} is more than an image may have",
+            f"write media.min_pixels: {largest}, or less", {"media.min_pixels": largest},
+        )  # fmt: skip
+
+
+def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
+    lora = spec.lora
+    if lora is not None and not (
+        lora.finetune_language_layers
+        or lora.finetune_vision_layers
+        or lora.finetune_audio_layers
+        or lora.finetune_projector
+    ):
+        yield (
+            ("lora", "finetune_language_layers"),
+            "no part of the model gets an adapter",
+            ("set one of them to true; left out, the language model's layers get one"),
+            {"lora.finetune_language_layers": None},
+        )
+
+
+def _notify(spec: JobSpec) -> Iterator[Finding]:
+    if spec.notify is not None and spec.notify.webhook is None and spec.notify.mail is None:
+        yield ("notify",), "says not whom to tell", "add webhook or mail, or leave it out", {"notify": None}
+
+
+def _merge_keys(spec: JobSpec) -> Iterator[Finding]:
+    for key in sorted(spec.model_fields_set - MERGE_KEYS):
+        if getattr(spec, key) != type(spec).model_fields[key].get_default(call_default_factory=True):
+            yield (
+                (key,),
+                "a merge has none: nothing is trained",
+                "leave it out, or make it a job of its own",
+                {key: None},
+            )
+
+
+def _merge_adapter(spec: JobSpec) -> Iterator[Finding]:
+    if spec.adapter is None:
+        yield ("adapter",), "missing: a merge needs the adapter that goes into base_model", "a directory, or job:NAME"
+
+
+def _training(*names: str) -> tuple[KeyPath, ...]:
+    return tuple(("training", name) for name in names)
+
+
+#: What each schedule takes in `lr_scheduler_kwargs`; a test holds the list against transformers.
+SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
+    "linear": frozenset(),
+    "cosine": frozenset({"num_cycles"}),
+    "cosine_with_restarts": frozenset({"num_cycles"}),
+    "polynomial": frozenset({"lr_end", "power"}),
+    "constant": frozenset(),
+    "constant_with_warmup": frozenset(),
+    "inverse_sqrt": frozenset({"timescale"}),
+    "reduce_lr_on_plateau": frozenset({
+        "mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps",
+    }),
+    "cosine_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate"}),
+    "cosine_warmup_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"}),
+    "warmup_stable_decay": frozenset({
+        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
+    }),
+    "greedy": frozenset({
+        "mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "warmup", "min_lr", "max_lr", "eps",
+        "verbose", "smooth", "window_size", "reset_start",
+    }),
+}  # fmt: skip
+
+#: In what a rule reads: every item of a list.
+ANY = "*"
+_EVAL_KEYS: tuple[KeyPath, ...] = (("eval_split",), ("eval_datasets",))
+RULES = (
+    Rule((("datasets",), ("kind",)), _datasets),
+    Rule((("datasets", ANY, "fraction"), ("eval_datasets", ANY, "fraction")), _fractions),
+    Rule(
+        tuple((section, ANY, key) for section in ("datasets", "eval_datasets") for key in ("path", "name", "revision")),
+        _of_hub,
+    ),
+    Rule(_EVAL_KEYS, _held_out),
+    Rule((("quantization",), ("lora",), ("adapter",)), _quantization),
+    Rule((("lora",), ("adapter",)), _adapter),
+    Rule((("save_merged",), ("lora",), ("adapter",)), _merged),
+    Rule((("adapter_dtype",), ("lora",), ("adapter",)), _adapter_dtype),
+    Rule((("train_parts",), ("lora",), ("adapter",)), _train_parts),
+    Rule(
+        (("master_weights",), ("save_dtype",), ("dtype",), ("lora",), ("adapter",), *_training("optim")), _kept_weights
+    ),
+    Rule((*_EVAL_KEYS, *_training("eval_strategy")), _evaluation),
+    Rule(
+        (*_EVAL_KEYS, *_training("eval_strategy", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"),
+         ("early_stopping_patience",), ("guard",)),
+        _needs_evaluation,
+    ),
+    Rule((*_training("metric_for_best_model"), ("predictions",)), _best_prediction),
+    Rule((*_EVAL_KEYS, *_training("metric_for_best_model", "greater_is_better", "eval_strategy")), _best_metric),
+    Rule((("predictions", "metrics"), ("predictions", "prompts")), _truthless),
+    Rule((*_EVAL_KEYS, ("guard",)), _guard),
+    Rule(
+        _training(
+            "load_best_model_at_end", "save_strategy", "eval_strategy", "save_steps", "eval_steps", "logging_steps"
+        ),
+        _best,
+    ),
+    Rule(_training("packing", "max_length", "padding_free"), _packing),
+    Rule(
+        _training("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"), _loaders
+    ),
+    Rule(_training("use_liger_kernel", "loss_type"), _liger),
+    Rule(_training("label_smoothing_factor", "loss_type"), _smoothing),
+    Rule(_training("lr_scheduler_type", "lr_scheduler_kwargs"), _schedule),
+    Rule(_training("optim", "optim_target_modules", "optim_args", "gradient_accumulation_steps"), _optimizer),
+    Rule((("media", "min_pixels"), ("media", "max_pixels"), ("media", "max_image_size")), _media),
+    Rule((("lora",),), _adapted_parts),
+    Rule((("notify",),), _notify),
+)  # fmt: skip
+
+#: What a merge takes; every other key speaks of training.
+MERGE_KEYS = frozenset({
+    "name", "kind", "priority", "base_model", "model_type", "revision", "trust_remote_code", "chat_template", "adapter",
+    "dtype", "output_dir", "resources", "retry", "depends_on", "time_limit_sec", "notify",
+    "pin",
+})  # fmt: skip
+MERGE_RULES = (
+    Rule((("kind",),), _merge_keys),
+    Rule((("adapter",), ("kind",)), _merge_adapter),
+    Rule((("notify",),), _notify),
+)

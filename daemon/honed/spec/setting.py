@@ -1,0 +1,70 @@
+"""Problems of honed.toml, told as job files are told: the key and its line, what was expected, and the right name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from honed.spec import toml_lines
+from honed.spec.field import describe, kinds
+from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
+
+
+def lines_of(text: str) -> dict[KeyPath, int]:
+    """The line of each key, as far as the text is TOML."""
+    lines: dict[KeyPath, int] = {}
+
+    def note(path: KeyPath, line: int) -> None:
+        lines.setdefault(path, line)
+
+    toml_lines.scan(text, note)
+    return lines
+
+
+def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyPath, int]) -> list[Problem]:
+    """Everything that a validation found, in the order of the lines."""
+    found: dict[KeyPath, Problem] = {}
+    for details in error.errors(include_url=False)[: MAX_PROBLEMS + 1]:
+        path = details["loc"]
+        line = next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
+        # Of a union each member complains; the key is told once.
+        key = path[:2]
+        found.setdefault(key, _problem(key, line, details, model))
+    return sorted(found.values(), key=lambda problem: problem.line or 0)
+
+
+def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type[BaseModel]) -> Problem:
+    if details["type"] == "extra_forbidden":
+        return Problem(dotted(path), line, "unknown key", _hint(path, model))
+    got = shown(details["input"])
+    if details["type"] == "value_error":
+        return Problem(dotted(path), line, f"{details['ctx']['error']}, got {got}")
+    annotation: Any = model
+    for part in path:
+        annotation = kinds(annotation)[str(part)]
+    return Problem(dotted(path), line, f"expected {describe(annotation)}, got {got}")
+
+
+def _hint(path: KeyPath, model: type[BaseModel]) -> str:
+    """The name that was probably meant; empty where there is none near."""
+    key = str(path[-1])[:64].replace("-", "_").lower()
+    section, known = str(path[0]) if len(path) > 1 else "", dict(_sections(model))
+    if len(path) == 1 and (near := difflib.get_close_matches(key, known, n=1)):
+        return f"did you mean [{near[0]}]?"
+    if near := difflib.get_close_matches(key, known.get(section, ()), n=1):
+        return f"did you mean {near[0]}?"
+    homes = {name: home for home, names in known.items() for name in names}
+    if key in homes:
+        return f"belongs under [{homes[key]}]"
+    if near := difflib.get_close_matches(key, homes, n=1, cutoff=0.75):
+        return f"did you mean {near[0]} under [{homes[near[0]]}]?"
+    return ""
+
+
+def _sections(model: type[BaseModel]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, section in kinds(model).items():
+        yield name, tuple(section.model_fields)

@@ -1,0 +1,816 @@
+"""The job spec: what a user drops, as types. `load` reads a file into a `JobSpec`, or says all that is wrong with it.
+
+Keys keep the spelling of the library that owns them (transformers, trl, peft). docs/job-spec.md is made from here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from honed.spec import document, problem, pydantic_errors, rule, synonym, variant
+from honed.spec.config import MAIL_ADDRESS, WEBHOOK_NAME
+from honed.spec.data_form import form_of
+from honed.spec.field import (
+    MEMBER,
+    RELATIVE,
+    AbsolutePath,
+    Count,
+    Expected,
+    Flag,
+    Place,
+    Seconds,
+    Section,
+    Share,
+    ShareOrZero,
+    Texts,
+    absolute,
+    any_of,
+    form,
+    is_texts,
+    refuse,
+)
+from honed.spec.media import KINDS, Kind, MediaLimits, Part
+from honed.spec.problem import InvalidSpecError, KeyPath, Problem, dotted, fault, line_of, shown, texts
+from honed.spec.training import TrainingSpec
+from honed.system import quote
+
+__all__ = [
+    "DatasetSpec", "DivergenceSpec",
+    "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec", "PartsSpec",
+    "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "SampleSpec", "TrainingSpec", "load", "loads",
+    "references", "validate",
+]  # fmt: skip
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_JOB = re.compile(r"job:\S.*")
+
+
+def _name(value: str) -> str:
+    if not value.isprintable() or "/" in value or value != value.strip() or not 1 <= len(value) <= 100:
+        raise ValueError
+    if value.isdecimal():
+        refuse(f"a name of digits alone would be taken for a job's number, got {shown(value)}", "add a letter")
+    return value
+
+
+#: A model's page on the hub, as people copy it in place of its id.
+_HUB_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)"
+    r"(?:/tree/main)?/?"
+)
+
+
+def _base_model(value: str) -> str:
+    if value.startswith(("./", "../")):
+        refuse(f"paths are absolute, got {shown(value)}", RELATIVE)
+    if value.startswith(("~", "$")):
+        absolute(value)
+    if found := _HUB_PAGE.fullmatch(value):
+        refuse(f"a hub id (org/name) takes the place of its address, got {shown(value)}", f"write {found['id']}",
+               write=found["id"])  # fmt: skip
+    if value.startswith("/"):
+        absolute(value)  # which refuses line breaks
+    elif not (_HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
+        raise ValueError
+    return value
+
+
+def _adapter(value: Any) -> Any:
+    if isinstance(value, str) and (advice := synonym.adapter_word(value)) is not None:
+        fix = None if advice.fix is None else {"adapter": None, **advice.fix}
+        refuse(f"the directory of an adapter to go on from, got {shown(value)}", advice.hint, fix=fix)
+    return value
+
+
+#: A data set's address on the hub, as people copy it in place of its id.
+_HUB_DATASET = re.compile(
+    r"(?:hf://datasets/|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/)"
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?P<rest>[/@].*)?"
+)
+
+
+def is_hub_dataset(value: str) -> bool:
+    """Whether a data set's path is an id of the hub's, and not a path, as those of files are."""
+    return _HUB_ID.fullmatch(value) is not None and ".." not in value and form_of(Path(value)) is None
+
+
+def _dataset_path(value: str) -> str:
+    if found := _HUB_DATASET.fullmatch(value):
+        is_whole = (found["rest"] or "/").rstrip("/") in ("", "/tree/main", "/viewer", "@main")
+        within = (
+            ""
+            if is_whole
+            else ", and revision, name or split below it where one of them is meant; or download the file and name it"
+        )
+        refuse(
+            f"a hub id (org/name) takes the place of its address, got {shown(value)}", f"write {found['id']}{within}",
+            write=found["id"] if is_whole else None,
+        )  # fmt: skip
+    return value if is_hub_dataset(value) else absolute(value)
+
+
+def _chat_template(value: Any) -> Any:
+    if isinstance(value, str) and (advice := synonym.template_word(value)) is not None:
+        fix = None if advice.fix is None else {"chat_template": None, **advice.fix}
+        refuse(f"expected a file with a Jinja template, got {shown(value)}", advice.hint, fix=fix)
+    return value
+
+
+def _model_type(value: Any) -> Any:
+    if isinstance(value, str) and (advice := synonym.model_class(value)) is not None:
+        fix = None if advice.fix is None else {"model_type": None}
+        refuse(f"expected a model type such as qwen3, got the class {shown(value)}", advice.hint, fix=fix)
+    return value
+
+
+def _adapter_place(value: str) -> str:
+    if _JOB.fullmatch(value):
+        return value
+    if value.startswith("job:"):
+        raise ValueError
+    return absolute(value)
+
+
+def _training_template(value: Any) -> Any:
+    if value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on", "training", "auto", "trl")):
+        if value != variant.ASKED:
+            refuse(f"expected trl, or an absolute path, got {shown(value)}", "write trl", write="trl")
+    elif isinstance(value, str) and "/" not in value and not Path(value).suffix:
+        refuse(f"expected trl, or an absolute path, got {shown(value)}")
+    return value
+
+
+def _variant(value: str) -> str:
+    return value if value == variant.ASKED else absolute(value)
+
+
+def _lora(value: Any) -> Any:
+    if (advice := synonym.lora_value(value)) is not None:
+        refuse(f"expected a mapping, or null, got {shown(value)}", advice.hint, fix=advice.fix)
+    return value
+
+
+def _quantization(value: Any) -> Any:
+    if (advice := synonym.quantization_value(value)) is not None:
+        refuse(f"expected one of none, 4bit, 8bit, got {shown(value)}", advice.hint, fix=advice.fix)
+    return value
+
+
+def _splits(value: Any) -> Any:
+    if (advice := synonym.named_splits(value)) is not None:
+        fix = {"datasets": None} | dict(advice.fix or {})
+        refuse("expected a list of data sets, got a mapping of splits", advice.hint, fix=fix)
+    return value
+
+
+def _target_modules(value: str | list[str]) -> str | list[str]:
+    if isinstance(value, str) and "," in value:
+        refuse(f"several modules are a list, got {shown(value)}", "write [q_proj, v_proj]",
+               write=[part.strip() for part in value.split(",") if part.strip()])  # fmt: skip
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error:
+            refuse(f"expected all-linear, a list of words or a regular expression, got {shown(value)}")
+    return value
+
+
+def _one_gpu(value: int) -> int:
+    if value > 1:
+        refuse(f"training on several GPUs is not supported yet, got {value}", "write gpus: 1", write=1)
+    return value
+
+
+def _none_as_empty(value: Any) -> Any:
+    """null for an empty list."""
+    return [] if value is None else value
+
+
+def _listed(value: Any) -> Any:
+    """`tensorboard` for `[tensorboard]`, and `none` and null for nothing, as in SFTConfig."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [] if value == "none" else [value]
+    return value
+
+
+def _metric_names(value: Any) -> Any:
+    """A metric's name for a list of one; auto stays alone."""
+    return [value] if isinstance(value, str) and value != "auto" else value
+
+
+def _job_ids(value: Any) -> Any:
+    """Job numbers may be written as numbers; null is none."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [str(item) if isinstance(item, int) and not isinstance(item, bool) else item for item in value]
+    return value
+
+
+def _webhook(value: str) -> str:
+    if WEBHOOK_NAME.fullmatch(value):
+        return value
+    if re.match(r"https?://[^/]*@", value):
+        refuse("an address with a password in it", "secrets never stand in a spec")
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        raise ValueError
+    return value
+
+
+_LORA_INIT = re.compile(r"gaussian|olora|orthogonal|pissa(_niter_[0-9]+)?")
+_MODULES = Expected("all-linear, a regular expression, or a list of words")
+Pixels = Annotated[int, Ge(64)]
+_METRIC = re.compile(r"[A-Za-z][\w./-]*")
+Metric = Annotated[str, form(_METRIC.pattern), Expected("the name of a metric")]
+
+
+def is_metrics(value: Any) -> bool:
+    return bool(value) and all(isinstance(item, str) and _METRIC.fullmatch(item) for item in value)
+
+
+Ending = Literal["succeeded", "failed", "cancelled"]
+Text = Annotated[str, form(r"[\s\S]*\S[\s\S]*"), Expected("text")]
+
+
+class LoraSpec(Section):
+    """`lora:`, in peft's own names. Left out, and without `adapter`, the job is full fine-tuning."""
+
+    r: Annotated[int, Ge(1), Le(4096)] = 16
+    """Rank of the adapter's matrices."""
+    lora_alpha: Count = 32
+    """The adapter counts `lora_alpha / r` times."""
+    lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout before the adapter."""
+    target_modules: Annotated[
+        str | list[str], any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        AfterValidator(_target_modules), _MODULES,
+    ] = "all-linear"  # fmt: skip
+    """The modules that get an adapter."""
+    exclude_modules: Annotated[
+        str | list[str], any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        AfterValidator(_target_modules), Expected("a regular expression, or a list of words"),
+    ] | None = None  # fmt: skip
+    """The modules that get none."""
+    modules_to_save: Texts | None = None
+    """Modules that are trained whole, beside the adapter."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained."""
+    use_rslora: Flag = False
+    """Whether the adapter counts `lora_alpha / sqrt(r)` times."""
+    use_dora: Flag = False
+    """Whether weights are split into magnitude and direction."""
+    init_lora_weights: Annotated[
+        bool | str,
+        any_of(
+            lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)),
+            bool, str,
+        ),
+        Expected("true, false, gaussian, olora, orthogonal, pissa or pissa_niter_<number>"),
+    ] = True  # fmt: skip
+    """How the adapter begins."""
+    layers_to_transform: list[Annotated[int, Ge(0)]] | None = None
+    """Numbers of the layers that get an adapter; null takes all."""
+    rank_pattern: dict[str, Count] | None = None
+    """Modules with a rank of their own."""
+    alpha_pattern: dict[str, Count] | None = None
+    """Modules with a `lora_alpha` of their own."""
+    finetune_language_layers: Flag = True
+    """Whether the language model's layers get an adapter."""
+    finetune_vision_layers: Flag = False
+    """Whether the vision tower's layers get one too."""
+    finetune_projector: Flag = False
+    """Whether what carries images and sound over to the language model gets one too."""
+    finetune_audio_layers: Flag = False
+    """Whether the audio tower's layers get one too."""
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        refuse(f"expected a regular expression, got {shown(value)}: {quote.mark(str(error))}")
+    return value
+
+
+Pattern = Annotated[Text, AfterValidator(_pattern)]
+
+
+class PartsSpec(Section):
+    """`parts:` of a model whose module names honed does not know: for each part a regular expression, searched for in
+    the names of modules as the checkpoint stores them. Modules below a match belong to its part."""
+
+    vision: Pattern | None = None
+    """Modules of the vision encoder."""
+    audio: Pattern | None = None
+    """Modules of the audio encoder."""
+    projector: Pattern | None = None
+    """Modules that project the encoders' outputs into the language model."""
+    language: Pattern | None = None
+    """Modules of the language model whose names say otherwise."""
+
+    @property
+    def patterns(self) -> dict[Part, str]:
+        kinds: tuple[Part, ...] = ("language", "vision", "audio", "projector")
+        return {kind: value for kind in kinds if (value := getattr(self, kind)) is not None}
+
+
+class MediaDirSpec(Section):
+    """`media_dir:` with a directory for each kind; null takes the data file's."""
+
+    image: AbsolutePath | None = None
+    """Of images."""
+    video: AbsolutePath | None = None
+    """Of videos and of directories of frames."""
+    audio: AbsolutePath | None = None
+    """Of sound."""
+
+
+MediaDir = Annotated[
+    Annotated[AbsolutePath, Tag(f"{MEMBER}path")] | Annotated[MediaDirSpec, Tag(f"{MEMBER}kinds")],
+    # What is refused is then told of the one that was meant.
+    Discriminator(lambda value: f"{MEMBER}{'kinds' if isinstance(value, dict | MediaDirSpec) else 'path'}"),
+    Expected("an absolute path, or a section of image, video, audio"),
+]
+
+
+class MediaSpec(Section):
+    """`media:` how images, videos and sound become tokens, and what happens to rows where they cannot."""
+
+    max_pixels: Pixels | None = None
+    """Pixels (width × height) above which an image or frame is made smaller, in proportion; null leaves that to the
+    model's processor."""
+    min_pixels: Pixels | None = None
+    """Pixels below which one is enlarged."""
+    max_image_size: Annotated[int, Ge(8)] | None = None
+    """Pixels of the longer side above which one is made smaller."""
+    num_frames: Annotated[int, Ge(1), Le(10_000)] | None = None
+    """Frames of a video that the model sees, evenly spread; null takes 8, and the whole of a list of frames."""
+    broken: Literal["drop", "refuse"] = "drop"
+    """What happens for a file that is missing or cannot be read: its row is left out, counted and named, or the job
+    is refused."""
+    too_long: Literal["drop", "refuse"] = "drop"
+    """What happens for a row that `max_length` would cut through an image, video or sound, or whose sound is longer
+    than the model's processor takes in: the same choice."""
+
+    @property
+    def limits(self) -> MediaLimits:
+        return MediaLimits(self.max_pixels, self.min_pixels, self.max_image_size, self.num_frames)
+
+
+class DatasetSpec(Section):
+    """One of `datasets:` or `eval_datasets:`."""
+
+    path: Annotated[
+        str, AfterValidator(_dataset_path), Place(), Expected("an absolute path, or a hub id (org/name)")
+    ]  # fmt: skip
+    """A .jsonl, .json, .csv, .parquet or .arrow file, the first three also packed (.gz, .zst, .bz2, .xz), or a
+    directory of them: also one that `save_to_disk` wrote, or with the files in `data/`. Or the hub id of a data set
+    with such files, which is fetched as a base model is."""
+    name: Text | None = None
+    """Of a hub id: the configuration, where the data set has several."""
+    revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
+    """Of a hub id: branch, tag or commit."""
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
+    """How a row is built; `auto` goes by its columns."""
+    fraction: Annotated[float, Gt(0)] | None = None
+    """Share of the mixture, as in TRL: normalised, no row drawn twice. For all data sets or none."""
+    split: Text | None = None
+    """The split to read from a directory with several: a subdirectory, or a word that names of files begin or end
+    with. Required where some names say `test` or the like; `train` takes files whose names say no split, if none says
+    `train`."""
+    max_rows: Count | None = None
+    """Rows that are read at most."""
+    media_dir: MediaDir | None = None
+    """The directory that paths of images, audio and video in the rows start from; null takes the data file's. A section
+    has one for each kind."""
+    columns: dict[str, Text] | None = None
+    """Columns with other names, as `our name: their column`."""
+    _place: Path | None = PrivateAttr(None)  # the snapshot of a hub id, and the files in it
+    _files: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def is_of_hub(self) -> bool:
+        return is_hub_dataset(self.path)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is of the hub, and was not found in the cache."""
+        return self.is_of_hub and self._place is None
+
+    @property
+    def place(self) -> Path:
+        """The file or directory; of one that is missing there is none."""
+        assert not self.is_missing
+        return self._place or Path(self.path)
+
+    @property
+    def hub_files(self) -> list[Path]:
+        """The data files of a data set of the hub, once it has a place."""
+        return [self.place / name for name in self._files]
+
+    def placed(self, place: Path, files: Sequence[str]) -> DatasetSpec:
+        """One of the hub, found in the cache."""
+        made = self.model_copy()
+        made._place, made._files = place, tuple(files)
+        return made
+
+    def media_dirs(self, data_dir: Path) -> dict[Kind, Path]:
+        """Where the paths of each kind start from, in a data file that lies in `data_dir`."""
+        match self.media_dir:
+            case None:
+                given: dict[str, str | None] = {}
+            case MediaDirSpec() as section:
+                given = {kind: getattr(section, kind) for kind in KINDS}
+            case path:
+                given = dict.fromkeys(KINDS, path)
+        return {kind: Path(given.get(kind) or data_dir) for kind in KINDS}
+
+
+class SampleSpec(Section):
+    """`predictions.sample:` answers that are drawn, where greedy ones are not wanted."""
+
+    temperature: Annotated[float, Gt(0), Le(100)] = 1.0
+    """Above 1 answers vary more, below 1 less."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Tokens are drawn from the likeliest that together have this probability."""
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    """Seed of the drawing, the same for each round, so that a change is the model's."""
+
+
+class PredictionSpec(Section):
+    """`predictions:` on held-out examples, before, during and after training."""
+
+    sample_frequency: Annotated[
+        Literal["eval", "epoch", "off"] | int,
+        any_of(lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1, int, str),
+        Expected("one of eval, epoch, off, or a whole number of steps"),
+    ] = "eval"
+    """When predictions are made, apart from the start and the end; `off` makes none at all."""
+    num_samples: Count = 5
+    """Examples that are followed."""
+    max_new_tokens: Count = 64
+    """Tokens that the model may write."""
+    batch_size: Count | None = None
+    """Prompts that are answered at a time; null takes 16, and 4 with images, videos or sounds."""
+    prompts: Texts | None = None
+    """Prompts of one's own, in place of held-out examples."""
+    metrics: Annotated[
+        Literal["auto"] | list[Metric], any_of(lambda value: value == "auto" or is_metrics(value), str, list),
+        BeforeValidator(_metric_names),
+        Expected("auto, or a list of metrics' names"),
+    ] = "auto"  # fmt: skip
+    """The metrics on predictions; `auto` goes by what the answers should be. See docs/operation.md for all of them."""
+    sample: SampleSpec | None = None
+    """How answers are drawn; null takes the likeliest token each time."""
+    settings: Literal["greedy", "base"] = "greedy"
+    """Further generation settings: `greedy` uses none, `base` those of the base model's generation_config.json
+    (penalties, n-grams, suppressed and forced tokens, and, without `sample`, sampling and beams). Answers end at the
+    same tokens in both, and the output keeps the base's file."""
+    autocast: Literal["off", "match"] = "off"
+    """Whether predictions are made under the trainer's autocast; `match` is for a model that fails without. Where
+    parameters that are trained beside LoRA's own have another dtype than the model was loaded in, `off` is autocast in
+    the model's: they would fail without."""
+    max_share: Share | None = 0.1
+    """Share of a run of more than ten minutes that predictions may take: those of evaluations are left out where they
+    would take more. null sets no limit, and is the default where `num_samples` is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_as_asked(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "num_samples" in data and "max_share" not in data:
+            return {**data, "max_share": None}
+        return data
+
+
+class ResourceSpec(Section):
+    """`resources:` of the machine."""
+
+    gpus: Annotated[int, Ge(0), AfterValidator(_one_gpu), Expected("0 or 1")] = 1
+    """GPUs of the job; 0 trains on the CPU."""
+
+
+class RetrySpec(Section):
+    """`retry:` after a death or a lack of memory."""
+
+    max_attempts: Annotated[int, Ge(1), Le(100)] = 3
+    """Attempts in all, each from the last checkpoint. A clean stop uses up none, nor does a step of `adjust`."""
+    on_out_of_memory: Literal["adjust", "retry", "fail"] = "adjust"
+    """After memory ran out: `adjust` lets the next attempt take one step down a ladder that keeps what is learned
+    (smaller batches with more accumulation, gradient checkpointing, smaller batches of evaluations and of
+    predictions), until it fits or no step is left; `retry` tries again as it is; `fail` ends the job."""
+    may_shrink_media: Flag = False
+    """Whether the ladder may go on to fewer frames of a video and fewer pixels of an image, which changes what is
+    learned."""
+
+
+class DivergenceSpec(Section):
+    """`divergence:` when a run is past saving. A loss that is not a number, twice in a row, always is."""
+
+    grad_norm_factor: Annotated[float, Gt(1)] | None = 20.0
+    """The gradient's norm explodes where it is so many times its median over the last steps, and the loss has more
+    than doubled, to more than half of what a guess among all tokens has. null looks at losses alone: at those far above
+    such a guess."""
+    num_steps: Count = 5
+    """Steps in a row with such a gradient, or such a loss, after which the run is stopped."""
+
+
+class GuardSpec(Section):
+    """`guard:` a model that ends worse than it began is not called a success."""
+
+    metric: Metric
+    """The metric on predictions that is watched, such as exact_match."""
+    max_drop: Annotated[float, Ge(0)] = 0.0
+    """How far it may fall below its value before training."""
+    num_samples: Count = 100
+    """Held-out examples that it is measured on."""
+    patience: Count | None = None
+    """Evaluations in a row with the metric further down than that, after which training ends; null measures it before
+    and after training alone."""
+
+
+class NotifySpec(Section):
+    """`notify:` who is told of the job's end."""
+
+    webhook: Annotated[
+        str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")
+    ] | None = None  # fmt: skip
+    """An address that gets a POST, or the name of one in honed.toml; the administrator says which a job may name."""
+    mail: Annotated[str, form(MAIL_ADDRESS.pattern), Expected("a mail address")] | None = None
+    """A mail address, in a domain that the administrator allows."""
+    states: list[Ending] = Field(default=["succeeded", "failed", "cancelled"])
+    """The ends that are told."""
+
+
+class JobSpec(Section):
+    """A job. Only `base_model` and `datasets` must be there; of a merge, `base_model` and `adapter`."""
+
+    name: (
+        Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
+    ) = None
+    """A name for people; honectl takes it where it is unambiguous."""
+    kind: Literal["sft", "merge"] = "sft"
+    """What is done: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
+    priority: Annotated[int, Ge(-1_000_000), Le(1_000_000)] = 0
+    """Higher runs first; equal: first come."""
+    base_model: Annotated[
+        str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME"), Place()
+    ]
+    """What training starts from: a directory, a hub id, or what another job makes (`job:NAME`)."""
+    model_type: Annotated[
+        str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")
+    ] | None = None  # fmt: skip
+    """The model's type, only where the checkpoint's config.json lacks it or has an alias."""
+    revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: Flag = False
+    """Whether code that comes with the model may run; only where the administrator allows it."""
+    chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template)] | None = None
+    """A file with a chat template, for a base model without one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
+    training_chat_template: Annotated[
+        str, BeforeValidator(_training_template), AfterValidator(_variant), Expected("trl, or an absolute path"),
+        Place(),
+    ] | None = None  # fmt: skip
+    """Another template to render rows with, where the base's leaves out parts of them: `trl` uses the training variant
+    that TRL ships for it; else a file. Predictions and the exported model use the base's template."""
+    adapter: Annotated[
+        str, BeforeValidator(_adapter), AfterValidator(_adapter_place), Expected("an absolute directory, or job:NAME"),
+        Place(),
+    ] | None = None  # fmt: skip
+    """An adapter's directory, or the job that makes it (`job:NAME`): training goes on from it, or it is merged."""
+    backend: Literal["auto", "unsloth", "transformers"] = "auto"
+    """What loads the model; `auto` falls back to transformers, a backend asked for by name does not."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of computation; `auto` takes what the checkpoint stores, if the device can. The weights of full
+    fine-tuning are float32 then, under autocast, as far as memory allows: see `master_weights`. float32 computes in
+    float32, without autocast. Of a merge: every parameter's."""
+    adapter_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights trained beside a frozen base; `auto` is float32, also for QLoRA. bfloat16 takes half the
+    memory and loses small updates."""
+    master_weights: Literal["auto", "float32", "compensated", "none"] = "auto"
+    """How full fine-tuning stores its weights: `float32`, computed under autocast; `compensated`, bfloat16 with a
+    remainder that completes each weight to float32, updated by honed's own AdamW; `none`, bfloat16 alone, which loses
+    small updates. `auto` takes the first that fits into the device's memory, with an 8-bit AdamW where that helps and
+    `training.optim` names no other optimizer."""
+    save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of a full fine-tuning's output; `auto` is that of the base checkpoint, `float32` keeps what was
+    trained."""
+    quantization: Annotated[Literal["none", "4bit", "8bit"], BeforeValidator(_quantization)] = "none"
+    """Quantization of the base model, under an adapter."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """The attention's implementation."""
+    lora: Annotated[LoraSpec | None, BeforeValidator(_lora)] = None
+    """Train an adapter. Left out: full fine-tuning, of a model that sees or hears that of its language model."""
+    parts: PartsSpec = PartsSpec()
+    """The modules of the vision encoder, the audio encoder and the projector, where honed does not know their names."""
+    train_parts: Annotated[
+        list[Literal["language", "vision", "audio", "projector"]],
+        Expected("a list of language, vision, audio, projector"),
+    ] = Field(default=["language"], min_length=1)  # fmt: skip
+    """The parts of the model that full fine-tuning trains; the others stay as they are."""
+    datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits)] = Field(default_factory=list)
+    """What is trained on."""
+    eval_datasets: Annotated[list[DatasetSpec], BeforeValidator(_none_as_empty)] = Field(default_factory=list)
+    """What is held out; or `eval_split`."""
+    eval_split: ShareOrZero | None = None
+    """The share of the training data to hold out; 0 and null hold nothing out. Rows with the same content are kept on
+    the same side."""
+    media: MediaSpec = MediaSpec()
+    """How images, videos and sound of the rows become tokens."""
+    training: TrainingSpec = TrainingSpec()
+    """SFTConfig's own names."""
+    predictions: PredictionSpec = PredictionSpec()
+    """What the model writes for held-out examples."""
+    output_dir: AbsolutePath | None = None
+    """Where the result goes; by default `jobs/<id>/output`."""
+    save_merged: Literal["none", "bfloat16", "float16"] = "none"
+    """A merged checkpoint beside the adapter, in this precision."""
+    resources: ResourceSpec = ResourceSpec()
+    """What the job needs."""
+    retry: RetrySpec = RetrySpec()
+    """How often it is tried."""
+    divergence: DivergenceSpec = DivergenceSpec()
+    """When it is given up because it only gets worse."""
+    depends_on: Annotated[
+        list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")
+    ] = Field(default_factory=list)  # fmt: skip
+    """Jobs that must have succeeded first."""
+    time_limit_sec: Seconds | None = None
+    """Seconds that the job may run in all."""
+    save_interval_sec: Seconds | None = 600.0
+    """Seconds between checkpoints, beside `save_steps`; null goes by steps alone."""
+    early_stopping_patience: Count | None = None
+    """Evaluations without improvement after which training ends."""
+    guard: GuardSpec | None = None
+    """A metric that must not fall."""
+    report_to: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_listed),
+        Expected("a list of tensorboard, wandb, mlflow, trackio"),
+    ] = Field(default_factory=list)  # fmt: skip
+    """Who else gets the figures."""
+    pin: Flag = False
+    """Whether the job is kept when it is over: nothing removes it until `honectl unpin`."""
+    notify: NotifySpec | None = None
+    """Who is told of the end."""
+    trial: Annotated[
+        bool | str, any_of(lambda value: value in (True, False, "only"), bool, str), Expected("true, false or only")
+    ] = False  # fmt: skip
+    """Whether eight rows are tried for a few steps first, and what is found told; `only` does nothing else."""
+
+    @property
+    def eval_strategy(self) -> str:
+        """When held-out rows are evaluated: as the job says, else by its eval_steps, else each epoch."""
+        if "eval_strategy" in self.training.model_fields_set or not (self.eval_datasets or self.eval_split is not None):
+            return self.training.eval_strategy
+        return "steps" if self.training.eval_steps is not None else "epoch"
+
+
+def references(spec: JobSpec) -> dict[str, str]:
+    """The keys that name what another job makes, and the name or number of that job."""
+    values = {"base_model": spec.base_model, "adapter": spec.adapter or ""}
+    return {key: value.removeprefix("job:") for key, value in values.items() if _JOB.fullmatch(value)}
+
+
+def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
+    """Read a job file. Raises SpecError, whose message has every problem on a line of its own (`.problems`)."""
+    return of(read(path, max_bytes=max_bytes))
+
+
+def read(path: Path, data: bytes | None = None, *, max_bytes: int = document.MAX_BYTES) -> document.Document:
+    """What a job file says and where, whether or not that is a job; `data` is its content, where it was read before.
+    Raises SpecError where it is no text to read."""
+    content = _read(path, max_bytes) if data is None else data
+    return document.parse(content, path.suffix, max_bytes=max_bytes, is_lenient=True)
+
+
+def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
+    """Read a job file's content; the suffix says its format. Raises SpecError, as `load`."""
+    return of(document.parse(data, suffix, max_bytes=max_bytes, is_lenient=True))
+
+
+def of(parsed: document.Document) -> JobSpec:
+    """What `read` has read, as a JobSpec. Raises SpecError, as `load`."""
+    return validate(parsed.data, parsed.lines, parsed.problems)
+
+
+def validate(
+    data: dict[str, Any],
+    lines: Mapping[KeyPath, int] | None = None,
+    unread: Mapping[KeyPath, Problem] | None = None,
+) -> JobSpec:
+    """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together. `unread`
+    are those of values that could not be read, which stand in the data as null."""
+    lines = lines or {}
+    if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
+        raise InvalidSpecError(secrets)  # before anything repeats a value
+    spec, found = None, []
+    try:
+        spec = JobSpec.model_validate(data)
+    except ValidationError as error:
+        found = pydantic_errors.refusals(error, data, JobSpec)
+    # A key that honed does not know is told as such, whatever stands there.
+    unknown = {each.path for each in found if each.is_unknown}
+    unread = {path: each for path, each in (unread or {}).items() if path not in unknown}
+    found = [each for each in found if each.path not in unread]
+    problems = [item.problem(lines) for item in found] + [*unread.values()]
+    found += [pydantic_errors.Refusal(path, "") for path in unread]
+    # What is right may still not fit together; a rule that reads a refused key keeps quiet.
+    if (mended := _mended(data, found) if found or spec is None else spec) is not None:
+        touched = [path for item in found for path in item.touched]
+        problems += rule.problems(mended, lines, except_of=touched)
+    if problems:
+        problems = _followed(data, problems, lines)
+        raise InvalidSpecError(sorted(problems, key=lambda each: each.line or 0))
+    assert spec is not None
+    if spec.kind == "merge" and "resources" not in spec.model_fields_set:
+        return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not wait for a GPU
+    return spec
+
+
+_SECRET = ("looks like a token or a key", "secrets never stand in a spec: take it back where it was issued")
+
+
+def _secrets(data: dict[str, Any]) -> Iterator[KeyPath]:
+    """Paths of values that are secrets. A key that says so itself is refused without its value anyway."""
+    for path, text in texts(data):
+        if synonym.SECRET_VALUES.search(text) and not synonym.SECRETS.fullmatch(str(path[-1]).lower()):
+            yield path
+
+
+def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyPath, int]) -> list[Problem]:
+    """The problems, with what their fixes taken together would be refused for in a second round: it is mended at once,
+    where its own fix is known."""
+    fix = InvalidSpecError(problems).fix
+    if not fix:
+        return problems
+    content = problem.mended(data, fix)
+    touched: list[KeyPath] = []
+    try:
+        settled: JobSpec | None = JobSpec.model_validate(content)
+    except ValidationError as error:
+        wrong = pydantic_errors.places(error, content)
+        touched = [each.path for each in wrong]
+        settled = _mended(content, wrong)
+    known = {(each.key, each.message) for each in problems}
+    next_ones = rule.problems(settled, lines, except_of=touched) if settled is not None else []
+    told = {each.key for each in problems}
+    for each in next_ones:
+        if (each.key, each.message) in known or not each.fix:
+            continue
+        cause = next((number for number, found in enumerate(problems) if found.fix.get(each.key) is not None), None)
+        if cause is not None:
+            found = problems[cause]
+            problems[cause] = replace(found, hint=f"{found.hint}; {each.hint}", fix={**found.fix, **each.fix})
+        elif each.key not in told and each.line is not None:
+            problems.append(each)  # a rule was silent, since a key that it reads was refused
+    return problems
+
+
+def _mended(data: dict[str, Any], found: list[pydantic_errors.Refusal]) -> JobSpec | None:
+    try:
+        return JobSpec.model_validate(pydantic_errors.without(data, found))
+    except ValidationError:
+        return None
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """A regular file's content. Neither follows a link nor waits for a FIFO's other end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        what = "is a symbolic link" if path.is_symlink() else f"cannot be read: {(error.strerror or '').lower()}"
+        raise fault(f"{path.name} {what}", hint="a job file is a regular file") from error
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise fault(f"{path.name} is {_kind(mode)}", hint="a job file is a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(max_bytes + 1)
+    finally:
+        os.close(fd)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -1,0 +1,1116 @@
+"""Other tools' names for our keys: names that are gone from transformers and trl, and those of axolotl, LLaMA-Factory,
+Unsloth, ms-swift, torchtune, AutoTrain, TRL's command line and OpenAI. One table, used at every level of a spec; each
+name has its advice by the value that it has (advice.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from honed.spec.advice import (
+    Advice,
+    Asked,
+    Synonym,
+    Unsaid,
+    by,
+    drop,
+    flag,
+    is_data_file,
+    is_off,
+    is_on,
+    negated,
+    never,
+    one_of,
+    settings,
+    switch,
+    take,
+    told,
+    trains_adapter,
+)
+from honed.spec.problem import rewritten, shown
+from honed.system import quote
+
+
+def _all(synonym: Synonym, *names: str) -> dict[str, Synonym]:
+    return dict.fromkeys(names, synonym)
+
+
+#: Optimizers that others name otherwise.
+OPTIMIZERS = {
+    "adamw_hf": "adamw_torch", "adamw": "adamw_torch", "adam": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused",
+    "adamw_8bit_bnb": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "paged_lion": "paged_lion_32bit",
+    "lion": "lion_32bit", "ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit",
+    "torch.optim.adamw": "adamw_torch", "torch.optim.sgd": "sgd", "bitsandbytes.optim.adamw8bit": "adamw_bnb_8bit",
+    "bitsandbytes.optim.pagedadamw8bit": "paged_adamw_8bit", "adamw_8bit": "adamw_8bit",
+}  # fmt: skip
+
+
+# --- Conversions ------------------------------------------------------------------------------------------------------
+
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat", "torch.bfloat16", "bfloat16", "bf16_mixed"), "bfloat16"),
+    **dict.fromkeys(("fp16", "half", "f16", "torch.float16", "float16"), "float16"),
+    **dict.fromkeys(("fp32", "float", "f32", "torch.float32", "float32"), "float32"),
+    **dict.fromkeys(("auto", "no"), "auto"),
+}
+
+
+def _dtype(value: Any) -> Any:
+    if str(value).lower().startswith(("fp8", "float8", "mxfp", "nvfp")):
+        raise Unsaid(f"training in {shown(value)} is not supported yet: leave it out")
+    return one_of(_DTYPES, "dtype")(value)
+
+
+def _half(dtype: str) -> Synonym:
+    """`bf16: true`: for adapters the dtype; full fine-tuning keeps float32 weights beside it, as transformers does."""
+
+    def advise(asked: Asked) -> Advice:
+        if is_off(asked.value) or str(asked.value).lower() in ("auto", "full"):
+            return Advice("leave it out: honed plans the precision by device and checkpoint", {})
+        if not is_on(asked.value):
+            return Advice("leave it out: honed plans the precision; or write dtype at the top level")
+        if dtype == "bfloat16" and not trains_adapter(asked.data):
+            return Advice(
+                "leave it out: dtype: auto computes in bfloat16 where device and checkpoint can; dtype: bfloat16 at "
+                "the top level asks for it", {},
+            )  # fmt: skip
+        at = " at the top level" if asked.section else ""
+        return Advice(f"write dtype: {dtype}{at}", {"dtype": dtype})
+
+    return by(advise, "dtype")
+
+
+def _quantized(value: Any) -> Any:
+    word = str(value).lower().removesuffix("bit").strip("-_ ")
+    if is_off(value):
+        return None
+    if word in ("4", "int4", "nf4", "fp4", "bnb4", "bnb_nf4", "bnb"):
+        return "4bit" if word != "bnb" else None
+    if word in ("8", "int8", "bnb8"):
+        return "8bit"
+    raise Unsaid(f"quantization to {shown(value)} is not supported yet: quantization takes 4bit and 8bit")
+
+
+def _quantization_config(asked: Asked) -> Advice:
+    value = asked.value
+    if not isinstance(value, dict):
+        return take("quantization", _quantized).advise(asked)
+    bits = next((bits for bits in ("4bit", "8bit") if is_on(value.get(f"load_in_{bits}"))), None)
+    if bits is None:
+        return Advice("write quantization: 4bit or 8bit at the top level, with a lora: section")
+    return Advice(f"write quantization: {bits} at the top level", {"quantization": bits})
+
+
+def _attention(value: Any) -> Any:
+    return one_of({
+        **dict.fromkeys(("fa2", "flash", "flash_attention", "flash_attn", "flash_attention_2", True),
+                        "flash_attention_2"),
+        **dict.fromkeys(("sdpa", "sdp"), "sdpa"), "eager": "eager",
+        **dict.fromkeys(("auto", "disabled", "none", "no", "false", False), "auto"),
+    }, "attn_implementation: auto, sdpa, eager or flash_attention_2, in place of")(value)  # fmt: skip
+
+
+def _modules(value: Any) -> Any:
+    """LLaMA-Factory's `all`, and lists that are written with commas."""
+    if value in ("all", "all-linear", ["all"], ["all-linear"]):
+        return "all-linear"
+    if isinstance(value, str) and "," in value:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value if value != [] else None
+
+
+def _target_modules(asked: Asked) -> Advice:
+    if is_on(asked.data.get("lora_target_linear")):
+        return Advice("leave it out: lora_target_linear means all", {})
+    return take("lora.target_modules", _modules).advise(asked)
+
+
+def _list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()] or None
+    return value if value != [] else None
+
+
+def _slurm_seconds(value: Any) -> Any:
+    """Slurm's [days-][[hours:]minutes:]seconds; a number alone is minutes there."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
+    if found is None:
+        raise Unsaid("write time_limit_sec, in seconds")
+    days, *parts = found.groups()
+    given = [int(part) for part in parts if part is not None]
+    if days is not None:
+        units: tuple[int, ...] = (3600, 60, 1)
+    else:
+        units = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(given)]
+    return int(days or 0) * 86400 + sum(unit * number for unit, number in zip(units, given, strict=False))
+
+
+def _gres(value: Any) -> Any:
+    found = re.fullmatch(r"gpu(?::[a-z]\w*)?(?::(\d+))?", str(value), re.IGNORECASE)
+    if found is None or int(found[1] or 1) > 1:
+        raise Unsaid("write resources.gpus: 1: a job has one device for now")
+    return int(found[1] or 1)
+
+
+def _dependencies(value: Any) -> Any:
+    """Slurm's `afterok:12:13` for a list; after any other end a job does not wait here."""
+    if isinstance(value, str) and (found := re.fullmatch(r"(after\w*):([\w:]+)", value)):
+        if found[1] != "afterok":
+            raise Unsaid(f"{found[1]} is not supported yet: depends_on waits for jobs that succeed")
+        return found[2].split(":")
+    return _list(value)
+
+
+def _automatic(value: Any) -> Any:
+    """OpenAI's `auto` is what honed's defaults are."""
+    return None if value == "auto" else value
+
+
+_METHODS = {"dpo": "DPO", "ipo": "IPO", "kto": "KTO", "orpo": "ORPO", "grpo": "GRPO", "gdpo": "GDPO", "ppo": "PPO",
+            "simpo": "SimPO", "cpo": "CPO", "rloo": "RLOO", "rm": "reward modelling", "reward": "reward modelling",
+            "reinforcement": "reinforcement learning", "rlhf": "RLHF", "gkd": "GKD", "ebft": "EBFT", "bco": "BCO",
+            "prm": "reward modelling", "sequence_classification": "classification", "seq_cls": "classification",
+            "classification": "classification", "embedding": "training of embeddings",
+            "reranker": "training of rerankers"}  # fmt: skip
+_SFT = ("sft", "supervised", "instruct", "instruction", "causal_lm", "text-generation", "lm", "llm", "train",
+        "finetune", "fine-tune", "fine_tuning", "default", "generic", "chat")  # fmt: skip
+_PRETRAINING = ("pt", "pretrain", "pretraining", "clm", "continued_pretraining", "cpt")
+_SFT_ALONE = "honed does supervised fine-tuning (kind: sft)"
+
+
+def not_supported(value: str) -> str | None:
+    """What a word for a kind of training means that honed does not do; None for any other word."""
+    word = value.lower().removeprefix("llm-").removesuffix("trainer").replace(" ", "_")
+    return f"{_METHODS[word]} is not supported yet: {_SFT_ALONE}" if word in _METHODS else None
+
+
+def _kind(asked: Asked) -> Advice:
+    value = asked.value
+    if asked.key == "method" and isinstance(value, dict):
+        return _method(asked)
+    word = str(value).lower().removeprefix("llm-")
+    if word == "merge":
+        return Advice("write kind: merge", {"kind": "merge"})
+    if word in _SFT or is_off(value):
+        return Advice(f"leave it out: {_SFT_ALONE}", {})
+    if word in _PRETRAINING:
+        return Advice("leave it out: rows of text (format: text) train whole, which is pretraining gone on with", {})
+    said = not_supported(word)
+    return Advice(said or f"honed has no {shown(value)}: {_SFT_ALONE}, or merges an adapter (kind: merge)")
+
+
+def _method(asked: Asked) -> Advice:
+    """OpenAI's `method: {type: supervised, supervised: {hyperparameters: …}}`."""
+    kind = str(asked.value.get("type"))
+    if kind != "supervised":
+        return Advice(not_supported(kind) or f"honed has no {shown(kind)}: {_SFT_ALONE}")
+    inner = asked.value.get("supervised")
+    given = inner.get("hyperparameters") if isinstance(inner, dict) else {}
+    return _hyperparameters(Asked("hyperparameters", given or {}, asked.section, asked.data, asked.path))
+
+
+def _hyperparameters(asked: Asked) -> Advice:
+    """OpenAI's three, where auto is a default."""
+    if not isinstance(asked.value, dict):
+        return Advice("its keys stand under training:")
+    fix: dict[str, Any] = {}
+    hints: list[str] = []
+    lost: list[str] = []  # what is asked for and given up
+    for key, value in asked.value.items():
+        synonym = NAMES.get(str(key))
+        advice = synonym.advise(Asked(str(key), value, "training", asked.data, f"training.{key}")) if synonym else None
+        if advice is None or advice.fix is None:
+            return Advice(f"{quote.name(str(key))}: {advice.hint if advice else 'its keys stand under training:'}")
+        fix |= advice.fix
+        hints += [f"{name}: {rewritten(each)}" for name, each in advice.fix.items()]
+        if not advice.fix and value not in (None, "auto"):
+            lost.append(f"{key}: {advice.hint.removeprefix('leave it out: ')}")
+    what = f"write {', '.join(hints)}" if hints else "leave it out"
+    why = "" if hints or lost else ": auto is what honed does by itself"
+    return Advice("; ".join([f"{what}{why}", *lost]), fix)
+
+
+def _adapter_kind(asked: Asked) -> Advice:
+    value = asked.value
+    if isinstance(value, dict):  # peft_config, lora_config
+        return _lora_config(asked)
+    word = str(value).lower().replace(" ", "_")
+    if "qlora" in word:
+        has_bits = _is_quantized(asked.data)
+        fix = {"lora": {}} if has_bits else {"lora": {}, "quantization": "4bit"}
+        return Advice(f"write a lora: section{'' if has_bits else ' and quantization: 4bit'}", fix)
+    if word == "dora":
+        return Advice("write lora: {use_dora: true}", {"lora": {"use_dora": True}})
+    if ("lora" in word and "ada" not in word) or (asked.key in ("use_peft", "peft", "use_lora") and is_on(value)):
+        return Advice("write a lora: section (lora: {} takes its defaults)", {"lora": {}})
+    if word in ("full", "full_finetuning", "full_fine-tuning", "fft") or is_off(value):
+        return Advice("leave it out: without a lora: section it is full fine-tuning", {})
+    if word in ("freeze", "oft", "lisa", "badam", "llama-adapter", "ia3", "adalora", "vera", "boft"):
+        name = "freeze-tuning" if word == "freeze" else shown(value)
+        return Advice(f"{name} is not supported yet: a lora: section with layers_to_transform, or full fine-tuning")
+    return Advice("a lora: section makes an adapter, without one the job is full fine-tuning")
+
+
+def _is_quantized(data: Any) -> bool:
+    return any(data.get(key) for key in ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization"))
+
+
+def adapter_word(value: str) -> Advice | None:
+    """Axolotl's `adapter: qlora`, in honed's words; None for a value that is a place."""
+    word = value.lower()
+    if word not in ("lora", "qlora", "peft", "dora", "ia3", "llama-adapter", "oft", "none", "no", "full"):
+        return None
+    return _adapter_kind(Asked("adapter", "lora" if word == "peft" else word))
+
+
+def lora_value(value: Any) -> Advice | None:
+    """What to write for a `lora:` that is no mapping; None where that is not known."""
+    if isinstance(value, str) and "/" in value:
+        return Advice(f"write adapter: {rewritten(value)} to go on from it", {"lora": None, "adapter": value})
+    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        value = is_on(value)
+    if value is True:
+        return Advice("write lora: {}, which takes its defaults", {"lora": {}})
+    if value is False:
+        return Advice("leave it out: without a lora: section it is full fine-tuning", {"lora": None})
+    if isinstance(value, str):
+        advice = adapter_word(value)
+        return advice and Advice(advice.hint, None if advice.fix is None else {"lora": None, **advice.fix})
+    if isinstance(value, int) and value > 0:
+        return Advice(f"write lora: {{r: {value}}}", {"lora": {"r": value}})
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return Advice(f"write lora: {{target_modules: {rewritten(value)}}}", {"lora": {"target_modules": value}})
+    return None
+
+
+def quantization_value(value: Any) -> Advice | None:
+    """What to write for a `quantization:` that is true, or another tool's section."""
+    if value is True:
+        return Advice("write quantization: 4bit, or 8bit")
+    if not isinstance(value, dict):
+        return None
+    bits = next((value[key] for key in ("bits", "quant_bits", "quantization_bit", "num_bits") if key in value), None)
+    if bits in (4, 8, "4", "8"):
+        return Advice(f"write quantization: {bits}bit", {"quantization": f"{bits}bit"})
+    return _quantization_config(Asked("quantization", value))
+
+
+_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "bias",
+              "use_rslora", "use_dora", "init_lora_weights", "layers_to_transform", "rank_pattern",
+              "alpha_pattern")  # fmt: skip
+
+
+def _lora_config(asked: Asked) -> Advice:
+    kept, other = {}, []
+    for key, value in asked.value.items():
+        if key in _LORA_KEYS and value is not None:
+            kept[key] = _modules(value) if key == "target_modules" else value
+        elif key not in ("task_type", "peft_type", "inference_mode", "name", "fan_in_fan_out"):
+            other.append(key)
+    words = "write it as lora:, without task_type and peft_type"
+    return Advice(words, None if other else {"lora": kept})
+
+
+def _share(value: Any) -> Any:
+    """Axolotl's and LLaMA-Factory's held-out part: a share, or a number of rows."""
+    number = float(value)
+    if number == 0:
+        return None
+    if number >= 1:
+        raise Unsaid(
+            f"eval_split is a share of the rows: write eval_split: {rewritten(number)} divided by how many there are; "
+            "or put the rows into a file of their own, for eval_datasets"
+        )
+    return number
+
+
+_TRAIN, _HELD_OUT = ("train", "training"), ("eval", "validation", "valid", "val", "test", "dev", "evaluation")
+
+
+def named_splits(value: Any) -> Advice | None:
+    """What to write for data sets by the names of their splits, as in `{train: a.jsonl, validation: b.jsonl}`."""
+    if not isinstance(value, dict) or not value:
+        return None
+    fix: dict[str, Any] = {}
+    for name, each in value.items():
+        key = "datasets" if name in _TRAIN else "eval_datasets" if name in _HELD_OUT else None
+        sets = [{"path": one} if isinstance(one, str) else one for one in (each if isinstance(each, list) else [each])]
+        if key is None or key in fix or not all(isinstance(one, dict) and "path" in one for one in sets):
+            return None
+        fix[key] = sets
+    return Advice(f"write {' and '.join(f'{key}: {rewritten(sets)}' for key, sets in fix.items())}", fix)
+
+
+def _holds_out(data: Any) -> bool:
+    share = settings(data, "eval_split", "val_set_size", "val_size", "test_split_size", "validation_split_percentage")
+    if isinstance(share, int | float) and share > 0:
+        return True
+    return any(
+        data.get(key) for key in ("eval_datasets", "test_datasets", "eval_dataset", "validation_file", "eval_file")
+    )
+
+
+def _per_epoch(what: str) -> Synonym:
+    """Axolotl's `evals_per_epoch` and `saves_per_epoch`: a share of the run, which its epochs turn into one."""
+
+    def advise(asked: Asked) -> Advice:
+        number = asked.value
+        if is_off(number):
+            return Advice("leave it out" if what == "save" else "leave it out: without rows held out none is made", {})
+        if what == "eval" and not _holds_out(asked.data):
+            return Advice(
+                "leave it out: nothing is held out that could be evaluated; eval_split: 0.05 holds rows out", {}
+            )
+        strategy = f"training.{what}_strategy"
+        if number == 1:
+            return Advice(f"write {strategy}: epoch", {strategy: "epoch"})
+        epochs, steps = (
+            settings(asked.data, "num_train_epochs", "num_epochs", "epochs"),
+            settings(asked.data, "max_steps"),
+        )
+        if type(number) is not int or not isinstance(epochs, int | float) or epochs <= 0 or (steps or 0) > 0:
+            return Advice(
+                f"write training.{what}_steps: the steps of an epoch divided by {shown(number)}; below 1 it is a share "
+                "of the whole run"
+            )
+        share = round(1 / (number * epochs), 6)
+        return Advice(
+            f"write training.{what}_steps: {share:g}: a share of the run, {number} for each of {epochs:g} epochs",
+            {strategy: "steps", f"training.{what}_steps": share},
+        )
+
+    return by(advise, f"training.{what}_steps")
+
+
+def _rows_per_data_set(asked: Asked) -> Advice:
+    sets = asked.data.get("datasets")
+    if type(asked.value) is not int:
+        return Advice("write max_rows in the data set")
+    if not isinstance(sets, list) or not all(isinstance(each, dict) for each in sets) or not sets:
+        return Advice(f"write max_rows: {asked.value} in the data set")
+    fix = {f"datasets.{number}.max_rows": asked.value for number in range(len(sets))}
+    return Advice(f"write max_rows: {asked.value} in the data set{'s' if len(sets) > 1 else ''}", fix)
+
+
+def _data_sets(key: str) -> Synonym:
+    """Data sets that are named outside of the list."""
+
+    def advise(asked: Asked) -> Advice:
+        value = asked.value
+        example = "{path: /srv/data/rows.jsonl}"
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            return Advice(f"write {key}", {key: value})
+        if isinstance(value, dict) and "path" in value:
+            return Advice(f"write {key}: [{{path: …}}]", {key: [value]})
+        if (splits := named_splits(value)) is not None:
+            return splits
+        names = value if isinstance(value, list) else str(value).split(",")
+        if all(is_data_file(each) for each in names) and names:
+            made = [{"path": str(each).strip()} for each in names]
+            return Advice(f"write {key}: {rewritten(made)}" if len(made) < 3 else f"write {key}", {key: made})
+        if str(value).startswith("file-"):
+            return Advice(f"that is a file at OpenAI: write {key}: [{example}] with the .jsonl itself")
+        if len(names) == 1 and re.fullmatch(r"[\w.-]+/[\w.-]+", str(names[0])):
+            return Advice(f"write {key}: [{{path: {rewritten(names[0])}}}]", {key: [{"path": names[0]}]})
+        return Advice(f"that is a data set's name elsewhere: write {key}: [{example}] with the file")
+
+    return by(advise, key)
+
+
+def _template(asked: Asked) -> Advice:
+    value = asked.value
+    if not isinstance(value, str):
+        return Advice("write chat_template at the top level: a file with a Jinja template")
+    if "{%" in value or "{{" in value:
+        return Advice("put the template into a file, and write chat_template: its path")
+    if is_template_file(value):
+        return take("chat_template").advise(asked)
+    return Advice(
+        f"leave it out: {shown(value)} is another tool's name for a template, and honed takes the base model's own; "
+        "one without any needs chat_template: a file with it", {},
+    )  # fmt: skip
+
+
+def template_word(value: str) -> Advice | None:
+    """What to write in place of a template's name, or of its text; None for a file."""
+    if is_template_file(value) and "{%" not in value and "{{" not in value:
+        return None
+    return _template(Asked("chat_template", value))
+
+
+_CLASS = re.compile(r"(Auto|TF|Flax)?[A-Z]\w*(Model|For[A-Z]\w+|LMHeadModel)")
+
+
+def model_class(value: str) -> Advice | None:
+    """Axolotl's `model_type: LlamaForCausalLM`; None for a type of model."""
+    if not _CLASS.fullmatch(value):
+        return None
+    if "Classification" in value or "Reward" in value or "Embedding" in value:
+        return Advice(f"classification and reward modelling are not supported yet: {_SFT_ALONE}")
+    return Advice("leave it out: the class is chosen by config.json", {})
+
+
+def is_template_file(value: str) -> bool:
+    """Whether a text names a file, and no template by its name."""
+    return "/" in value or value.endswith((".jinja", ".jinja2", ".j2", ".json", ".txt"))
+
+
+def _dataset_type(asked: Asked) -> Advice:
+    value, place = asked.value, asked.path.rpartition(".")[0]
+    if isinstance(value, dict):
+        ours = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
+        columns = {ours[key]: each for key, each in value.items() if key in ours and each and each != ours[key]}
+        if set(value) - set(ours) - {"field_system"} - {key for key, each in value.items() if not each}:
+            return Advice("a format of one's own is not supported yet: write format: prompt_completion with columns: "
+                          "{prompt: …, completion: …}, the rows rendered as they are to be trained")  # fmt: skip
+        fix: dict[str, Any] = {f"{place}.format": "alpaca"} | ({f"{place}.columns": columns} if columns else {})
+        return Advice(f"write format: alpaca{f' and columns: {rewritten(columns)}' if columns else ''}", fix)
+    word = str(value).lower()
+    if any(
+        name in word for name in ("dpo", "orpo", "kto", "chosen", "rejected", "bradley", "ultra", "argilla", ".intel")
+    ):
+        return Advice(
+            "training on preferences (DPO, ORPO, KTO) is not supported yet: rows with one answer are trained on"
+        )
+    if word.startswith("input_output"):
+        return Advice("input_output (segments with a label each) is not supported yet: write the rows as messages, or "
+                      "as prompt and completion")  # fmt: skip
+    if "stepwise" in word:
+        return Advice("reward modelling is not supported yet")
+    match re.split(r"[.:]", word)[0]:
+        case "alpaca":
+            made = "alpaca"
+        case "completion" | "pretrain" | "text" | "raw":
+            made = "text"
+        case "sharegpt" | "sharegpt_simple" | "vicuna":
+            made = "sharegpt"
+        case "chat_template" | "chatml" | "openai" | "messages" | "conversational" | "chat":
+            mapping = _mapping_of(asked)
+            made = "sharegpt" if mapping == {"role": "from", "content": "value"} else "auto"
+        case "prompt-completion" | "prompt_completion" | "instruction" | "input-output":
+            made = "prompt_completion"
+        case "json" | "jsonl" | "csv" | "parquet" | "auto":
+            made = "auto"
+        case _:
+            return Advice(f"leave it out: format: auto goes by the columns, and honed has no {shown(value)}", {})
+    if made == "auto":
+        return Advice("leave it out: format: auto goes by the columns", {})
+    return Advice(f"write format: {made}", {f"{place}.format": made})
+
+
+def _mapping_of(asked: Asked) -> Any:
+    number = asked.path.split(".")[1:2]
+    sets = asked.data.get(asked.path.split(".")[0])
+    if isinstance(sets, list) and number and number[0].isdecimal() and int(number[0]) < len(sets):
+        each = sets[int(number[0])]
+        if isinstance(each, dict):
+            given = each.get("message_property_mappings")
+            if isinstance(given, dict):
+                return {key: given.get(key) for key in ("role", "content")}
+            return {"role": each.get("message_field_role"), "content": each.get("message_field_content")}
+    return None
+
+
+def _message_fields(asked: Asked) -> Advice:
+    mapping = asked.value if isinstance(asked.value, dict) else {asked.key.rpartition("_")[2]: asked.value}
+    known = {"role": ("role", "from"), "content": ("content", "value")}
+    if all(value in known.get(str(key), (key,)) for key, value in mapping.items()):
+        return Advice("leave it out: honed reads messages with role and content, and with from and value", {})
+    return Advice("other names within messages are not supported yet: rewrite the rows with role and content")
+
+
+def _column(ours: str, *usual: str) -> Synonym:
+    def advise(asked: Asked) -> Advice:
+        place = asked.path.rpartition(".")[0]
+        if not isinstance(asked.value, str):
+            return Advice(f"write columns: {{{ours}: their column}} in the data set")
+        if asked.value in (ours, *usual):
+            return Advice("leave it out: honed reads a column of that name by itself", {})
+        hint = f"write columns: {{{ours}: {rewritten(asked.value)}}} in the data set"
+        if not asked.section.startswith("datasets"):
+            sets = asked.data.get("datasets")
+            if not isinstance(sets, list) or len(sets) != 1:
+                return Advice(hint)
+            place = "datasets.0"
+        return Advice(hint, {f"{place}.columns": {ours: asked.value}})
+
+    return by(advise, "datasets.columns")
+
+
+def _sibling(data: Any, place: str, key: str) -> Any:
+    """The value of a key beside the one that is asked about; None where there is none."""
+    for part in [*filter(None, place.split(".")), key]:
+        if isinstance(data, list):
+            data = data[int(part)] if part.isdecimal() and int(part) < len(data) else None
+        else:
+            data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _data_files(asked: Asked) -> Advice:
+    files = asked.value if isinstance(asked.value, list) else [asked.value]
+    place = asked.path.rpartition(".")[0]
+    if isinstance(hub_id := _sibling(asked.data, place, "path"), str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
+        return Advice(
+            "of a data set of the hub, name and split choose the files; or download it with `hf download --repo-type "
+            f"dataset {hub_id} --local-dir DIR`, and name the file as path"
+        )
+    if len(files) == 1 and isinstance(files[0], str):
+        return Advice(f"write path: {rewritten(files[0])}", {f"{place}.path": files[0]})
+    return Advice("write a data set with its path for each file, or put them into one directory")
+
+
+def _tracker(name: str) -> Synonym:
+    def advise(asked: Asked) -> Advice:
+        if is_off(asked.value):
+            return Advice("leave it out", {})
+        there = asked.data.get("report_to")
+        there = [there] if isinstance(there, str) else there if isinstance(there, list) else []
+        wanted = [each for each in there if each in ("tensorboard", "wandb", "mlflow", "trackio") and each != name]
+        given_up = "" if is_on(asked.value) else f"; {asked.key.replace('_', ' ')} is then what {name} makes of it"
+        return Advice(f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
+                      if asked.section else f"write report_to: {rewritten([*wanted, name])}{given_up}",
+                      {"report_to": [*wanted, name]})  # fmt: skip
+
+    return by(advise, "report_to")
+
+
+def _integrations(asked: Asked) -> Advice:
+    kinds = (
+        [each.get("type") for each in asked.value if isinstance(each, dict)] if isinstance(asked.value, list) else []
+    )
+    if kinds and set(kinds) <= {"wandb", "tensorboard", "mlflow", "trackio"}:
+        return Advice(f"write report_to: {rewritten(kinds)}", {"report_to": kinds})
+    return Advice("write report_to: [tensorboard, wandb, mlflow, trackio], those wanted")
+
+
+def _gpus(asked: Asked) -> Advice:
+    value = len(asked.value) if isinstance(asked.value, list) else asked.value
+    if str(value).isdecimal() and int(value) > 1:
+        return Advice("training on several GPUs is not supported yet: leave it out, and one is taken")
+    return Advice("leave it out: a job has one GPU; resources: {gpus: 0} trains on the CPU", {})
+
+
+def _schedule(asked: Asked) -> Advice:
+    ratio = settings(asked.data, "cosine_min_lr_ratio")
+    if asked.value == "cosine" and isinstance(ratio, int | float) and ratio > 0:
+        return Advice(
+            "write training.lr_scheduler_type: cosine_with_min_lr",
+            {
+                "training.lr_scheduler_type": "cosine_with_min_lr",
+                "training.lr_scheduler_kwargs": {"min_lr_rate": ratio},
+            },
+        )
+    return take("training.lr_scheduler_type").advise(asked)
+
+
+def _least_rate(asked: Asked) -> Advice:
+    if is_off(asked.value):
+        return Advice("leave it out", {})
+    fix = {"training.lr_scheduler_type": "cosine_with_min_lr",
+           "training.lr_scheduler_kwargs": {"min_lr_rate": asked.value}}  # fmt: skip
+    return Advice("write training.lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {min_lr_rate: "
+                  f"{rewritten(asked.value)}}}", fix)  # fmt: skip
+
+
+def _low_rank_optimizer(name: str) -> Synonym:
+    return told("training.optim", f"write training.optim: {name}_adamw, optim_target_modules: all-linear and "
+                "optim_args: rank=128,…")  # fmt: skip
+
+
+def _resume(asked: Asked) -> Advice:
+    if is_on(asked.value) or is_off(asked.value):
+        return Advice("leave it out: honed resumes by itself", {})
+    return Advice("honed resumes its own jobs by itself; to go on from what another tool has trained, write "
+                  "adapter: its directory, or base_model, in place of this")  # fmt: skip
+
+
+def _special_tokens(asked: Asked) -> Advice:
+    keys = set(asked.value) if isinstance(asked.value, dict) else set()
+    if keys and keys <= {"pad_token"}:
+        return Advice("leave it out: the tokenizer has a padding token, or honed chooses one that no row trains", {})
+    return Advice("leave it out: the special tokens are the tokenizer's own; others belong into its files", {})
+
+
+def _stages(_: Asked) -> Advice:
+    """DeepSpeed, FSDP and other ways to spread a job over devices."""
+    return Advice(
+        "leave it out: a job has one device, so nothing is spread; a model that does not fit takes quantization: 4bit "
+        "with lora:", {},
+    )  # fmt: skip
+
+
+def _multiplier(_: Asked) -> Advice:
+    return Advice("leave it out: it is a multiple of a rate that OpenAI chooses; write training.learning_rate: the "
+                  "rate itself, 1e-4 for LoRA, 1e-5 for full fine-tuning", {})  # fmt: skip
+
+
+def _decoding(asked: Asked) -> Advice:
+    if asked.key in ("do_sample", "generation_do_sample"):
+        if is_off(asked.value):
+            return Advice("leave it out: predictions are greedy, so that they can be compared", {})
+        return Advice("write predictions.sample: {}, where greedy ones are not wanted", {"predictions.sample": {}})
+    name = asked.key.removeprefix("generation_")
+    if asked.value == 0:
+        return Advice("leave it out: predictions are greedy, so that they can be compared", {})
+    if name in ("temperature", "top_p"):
+        words = f"write predictions.sample: {{{name}: {rewritten(asked.value)}}}; left out, predictions are greedy"
+        return Advice(words, {"predictions.sample": {name: asked.value}})
+    return Advice("leave it out: predictions are greedy, or drawn by predictions.sample: {temperature, top_p}", {})
+
+
+_SPEED = drop("it changes nothing that is learned, and honed chooses the kernels")
+_LIGER = switch({"training.use_liger_kernel": True}, note="takes all of Liger's kernels, where the package is there")
+_ON_ANSWERS = "honed trains on the assistant's turns alone; rows of text train whole"
+_QUANTIZER = drop("honed quantizes to nf4 with double quantization")
+_STAGES = by(_stages)
+_OWN_TOKENIZER = drop("the tokenizer is the base model's own")
+_HUB = drop("honed sends nothing to the hub")
+_TRACKED = drop("report_to says which trackers get the figures, and honed where they write")
+_KIND = by(_kind, "kind")
+
+#: Another's name -> ours, by its value. `section.name` stands for a name in one section alone.
+NAMES: dict[str, Synonym] = {
+    # Gone from transformers and trl
+    **_all(take("training.warmup_steps", note="below 1 it is a share of the run"), "warmup_ratio", "lr_warmup_ratio"),
+    **_all(take("training.warmup_steps"), "warmup", "num_warmup_steps", "lr_warmup_steps"),
+    **_all(take("training.max_length"), "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len",
+           "model_max_length", "block_size", "seq_length", "context_length", "seq_len", "max_context_length",
+           "max_packed_sequence_len", "max_tokens_per_sample"),
+    **_all(take("training.eval_strategy", one_of({"steps": "steps", "epoch": "epoch", "no": "no", "never": "no"})),
+           "evaluation_strategy"),
+    "do_eval": drop("held-out rows are evaluated, by training.eval_strategy"),
+    "do_train": drop("training is what a job does"),
+    "do_predict": drop("honed predicts by itself: predictions says how"),
+    **_all(switch({"resources.gpus": 0}), "no_cuda", "use_cpu"),
+    "overwrite_output_dir": drop("an output_dir is the job's own or refused"),
+    **_all(switch({"training.train_sampling_strategy": "group_by_length"}), "group_by_length"),
+    **_all(drop("checkpoints are safetensors"), "save_safetensors", "safe_serialization"),
+    **_all(take("dtype", _dtype), "torch_dtype", "half_precision_backend", "infer_dtype", "mixed_precision",
+           "fp16_opt_level", "precision", "compute_dtype", "model_dtype", "bnb_4bit_compute_dtype", "kv_cache_dtype"),
+    **_all(_half("bfloat16"), "bf16", "bfloat16", "use_bf16"),
+    **_all(_half("float16"), "fp16", "float16", "use_fp16"),
+    "pure_bf16": switch({"dtype": "bfloat16"}),
+    **_all(drop("evaluations have the precision of the training"), "bf16_full_eval", "fp16_full_eval"),
+    "tf32": drop("float32 is computed as torch does by default"),
+    "accelerator_config": drop("honed sets accelerate up from its plan"),
+    **_all(never("training in float8", "leave it out, and bfloat16 is taken where the device can"), "fp8", "use_fp8",
+           "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
+    "training.output_dir": take("output_dir"),
+    "training.report_to": take("report_to"),
+    "training.trust_remote_code": take("trust_remote_code"),
+    "include_tokens_per_second": drop("honed reports speed by itself"),
+    **_all(switch({"training.optim": "adafactor"}), "adafactor"),
+    **_all(take("training.optim", lambda value: OPTIMIZERS.get(str(value).lower(), value)), "optimizer", "optimiser",
+           "optimizer_type", "optimizer_name"),
+    **_all(take("training.per_device_train_batch_size", _automatic), "per_gpu_train_batch_size",
+           "per_device_batch_size", "micro_batch_size", "batch_size", "train_batch_size"),
+    **_all(take("training.per_device_eval_batch_size"), "per_gpu_eval_batch_size", "eval_batch_size"),
+    **_all(take("training.dataloader_num_workers"), "num_workers"),
+    **_all(drop("honed renders and tokenizes the rows itself"), "preprocessing_num_workers", "dataset_num_proc",
+           "dataset_processes", "dataset_kwargs", "remove_unused_columns", "label_names", "length_column_name"),
+    # The model
+    **_all(take("base_model"), "model_name_or_path", "model_name", "model", "model_id", "model_path",
+           "pretrained_model", "pretrained_model_name_or_path", "base_model_name_or_path", "model_local_path",
+           "base_model_id"),
+    **_all(drop("base_model has its own config.json"), "base_model_config", "tokenizer_config", "cls_model_config",
+           "base_model_ignore_patterns"),
+    "checkpoint": told("base_model", "write base_model, or adapter: what training starts from"),
+    **_all(take("revision"), "model_revision", "revision_of_model"),
+    **_all(_OWN_TOKENIZER, "type_of_model", "architecture", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy",
+           "use_fast_tokenizer", "tokenizer", "tokenizer_name", "tokenizer_name_or_path", "is_llama_derived_model",
+           "is_mistral_derived_model", "is_falcon_derived_model", "is_qwen_derived_model", "split_special_tokens",
+           "tokenizer_use_mistral_common", "use_fast", "padding_side", "eos_token", "pad_token"),
+    **_all(by(_special_tokens), "special_tokens"),
+    **_all(never("adding tokens", "save the tokenizer and the embeddings with them first"), "tokens", "new_tokens",
+           "add_tokens", "add_special_tokens", "resize_vocab", "resize_token_embeddings_to_32x", "new_special_tokens",
+           "new_special_tokens_config", "additional_special_tokens", "added_tokens_overrides"),
+    "eot_tokens": drop("what ends a turn is found in the chat template"),
+    **_all(never("changing the model's positions", "correct its config.json"), "rope_scaling", "rope_theta",
+           "overrides_of_model_config", "shift_attn", "yarn"),
+    **_all(drop("the model's configuration is its config.json"), "model_config", "model_kwargs", "model_init_kwargs",
+           "overrides_of_model_kwargs"),
+    **_all(drop("honed places the model"), "device_map", "low_cpu_mem_usage", "max_memory", "gpu_memory_limit",
+           "offload_folder", "low_cpu_mem", "device", "experimental_skip_move_to_device"),
+    "use_cache": drop("the cache is off in training and on in predictions"),
+    **_all(by(_template, "chat_template"), "template", "prompt_template", "chat_template_jinja", "chat_template_path",
+           "default_system_message"),
+    **_all(take("adapter"), "adapter_name_or_path", "lora_model_dir", "adapter_path", "peft_model_path",
+           "adapter_model", "resume_from_adapter"),
+    **_all(take("attn_implementation", _attention), "flash_attn", "flash_attention", "attn_impl", "attention",
+           "use_flash_attention_2", "use_flash_attn", "attention_implementation", "use_flash_attention"),
+    "sdp_attention": switch({"attn_implementation": "sdpa"}),
+    "eager_attention": switch({"attn_implementation": "eager"}),
+    **_all(drop("attn_implementation: auto chooses what the device has"), "xformers_attention", "flex_attention",
+           "flash_optimum", "s2_attention", "flex_attn_compile_kwargs", "gemma4_hybrid_attn_impl", "sage_attention"),
+    **_all(switch({"backend": "unsloth"}), "use_unsloth"),
+    **_all(take("backend", one_of({"unsloth": "unsloth", "transformers": "transformers", "hf": "transformers",
+                                   "huggingface": "transformers", "trl": "transformers", "auto": "auto"}, "backend")),
+           "engine", "train_backend"),
+    **_all(never("training of mixture-of-depths or expanded models"), "mixture_of_depths", "use_llama_pro"),
+    **_all(never("classification and reward modelling", _SFT_ALONE), "reward_model", "process_reward_model",
+           "num_labels"),
+    **_all(never("quantization-aware training"), "qat", "qat_config"),
+    # Quantization
+    **_all(switch({"quantization": "4bit"}, off_note="nothing is quantized unless quantization says so"),
+           "load_in_4bit", "use_4bit", "qlora", "use_int4", "use_qlora"),
+    **_all(switch({"quantization": "8bit"}, off_note="nothing is quantized unless quantization says so"),
+           "load_in_8bit", "use_8bit", "use_int8"),
+    **_all(take("quantization", _quantized), "quantization_bit", "quantize", "quant_bits"),
+    **_all(take("quantization", lambda value: None if str(value).lower() in ("bnb", "bitsandbytes") else
+                _quantized(value), note="honed quantizes with bitsandbytes"), "quantization_method", "quant_method"),
+    **_all(by(_quantization_config, "quantization"), "quantization_config", "bnb_config", "quant_config",
+           "model_quantization_config"),
+    **_all(_QUANTIZER, "bnb_4bit_quant_type", "double_quantization", "use_bnb_nested_quant",
+           "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_config_kwargs", "quantization_type",
+           "model_quantization_config_kwargs", "quantize_moe_experts"),
+    **_all(never("training on GPTQ weights that are made here", "name the quantized checkpoint as base_model"), "gptq"),
+    # LoRA
+    **_all(take("lora.r"), "lora_r", "lora_rank", "rank", "lora.rank", "lora.lora_r", "lora.lora_rank", "peft_r"),
+    **_all(take("lora.lora_alpha"), "lora.alpha", "alpha"),
+    **_all(take("lora.lora_dropout"), "lora.dropout"),
+    **_all(by(_target_modules, "lora.target_modules"), "lora_target", "lora_target_modules", "lora_attn_modules",
+           "lora.target", "lora.lora_target", "lora.lora_target_modules"),
+    **_all(switch({"lora.target_modules": "all-linear"}), "lora_target_linear", "lora.lora_target_linear"),
+    **_all(take("lora.modules_to_save", _list), "lora_modules_to_save", "additional_target"),
+    **_all(take("lora.bias"), "lora_bias"),
+    **_all(take("lora.use_dora", flag), "peft_use_dora", "dora"),
+    **_all(take("lora.use_rslora", flag), "peft_use_rslora", "rslora"),
+    **_all(take("lora.init_lora_weights"), "peft_init_lora_weights", "lora_init"),
+    "pissa_init": switch({"lora.init_lora_weights": "pissa"}),
+    **_all(drop("the adapter that is written is a plain one"), "pissa_convert", "pissa_iter"),
+    **_all(take("lora.layers_to_transform"), "peft_layers_to_transform"),
+    **_all(drop("honed trains single adapters with peft, and lora: says how"), "lora_fan_in_fan_out", "lora.task_type",
+           "lora.inference_mode", "lora.peft_type", "lora.fan_in_fan_out", "lora_on_cpu", "create_new_adapter",
+           "lora_task_type", "use_gradient_checkpointing_lora", "peft_layer_replication"),
+    **_all(never("a loss or a learning rate of its own for LoRA's matrices"), "loraplus_lr_ratio",
+           "loraplus_lr_embedding"),
+    **_all(never("LoftQ"), "loftq", "loftq_config", "lora.loftq_config"),
+    **_all(told("lora.target_modules", "adapters on parameters that are no layers are not supported yet: "
+                "lora.target_modules names layers"), "lora_target_parameters", "lora.target_parameters"),
+    **_all(switch({}, {"lora.finetune_vision_layers": True}, note="the vision tower stays as it is unless it is asked"),
+           "freeze_vision_tower", "freeze_vit", "freeze_vision"),
+    **_all(switch({"lora.finetune_vision_layers": True}), "train_vision", "tune_mm_vision"),
+    **_all(switch({}, {"lora.finetune_audio_layers": True}, note="the audio tower stays as it is unless it is asked"),
+           "freeze_audio_tower", "freeze_audio"),
+    "train_audio": switch({"lora.finetune_audio_layers": True}),
+    **_all(switch({}, {"lora.finetune_projector": True}, note="the projector stays as it is unless it is asked"),
+           "freeze_multi_modal_projector", "freeze_aligner"),
+    **_all(take("lora.finetune_projector", flag), "tune_mm_mlp_adapter", "finetune_projector_layers",
+           "lora.finetune_projector_layers", "train_projector"),
+    **_all(switch({"lora": {"finetune_language_layers": False, "finetune_projector": True}},
+                  note="trains an adapter there"), "train_mm_proj_only"),
+    **_all(told("lora", "lora.finetune_vision_layers, finetune_audio_layers and finetune_projector say what gets an "
+                "adapter; without a lora: section the language model is trained, whole"),
+           "freeze_mm_modules", "unfrozen_parameters", "freeze_modules", "freeze_trainable_modules",
+           "freeze_trainable_layers", "freeze_extra_modules"),
+    **_all(told("training.learning_rate", "a learning rate for one part is not supported yet: all that is trained has "
+                "training.learning_rate"), "mm_projector_lr", "vision_tower_lr", "vit_lr", "aligner_lr", "audio_lr",
+           "embedding_lr", "embedding_lr_scale", "embedding_learning_rate", "lr_groups"),
+    **_all(drop("the base model says whether it sees or hears, and with what processor"),
+           "is_multimodal", "processor_type", "processor_config", "processor", "vision_tower", "vision", "multimodal",
+           "is_vision_model"),
+    **_all(drop("honed renders and tokenizes the rows itself"), "skip_prepare_dataset"),
+    **_all(switch({"lora.finetune_language_layers": False}), "freeze_language_model", "freeze_llm"),
+    **_all(drop("lora.target_modules says which kinds of layers get an adapter"),
+           "finetune_attention_modules", "finetune_mlp_modules"),
+    **_all(by(_adapter_kind, "lora"), "finetuning_type", "use_peft", "peft", "use_lora", "training_type", "peft_config",
+           "lora_config", "finetune_type", "tuner_type", "train_type"),
+    "full_finetuning": by(lambda asked: Advice(
+        "leave it out: without a lora: section it is full fine-tuning", {}) if is_on(asked.value) else Advice(
+        "write a lora: section (lora: {} takes its defaults)", {"lora": {}}), "lora"),
+    # Length of the run, learning rate, optimizer
+    **_all(take("training.num_train_epochs", _automatic), "num_epochs", "epochs", "n_epochs", "num_epoch", "epoch"),
+    **_all(take("training.max_steps"), "num_steps", "total_steps", "max_train_steps", "num_train_steps", "iters"),
+    "max_steps_per_epoch": told("training.max_steps", "write training.max_steps: the steps of the whole run"),
+    **_all(take("training.learning_rate"), "lr", "peak_lr"),
+    "learning_rate_multiplier": by(_multiplier, "training.learning_rate"),
+    **_all(by(_schedule, "training.lr_scheduler_type"), "lr_scheduler", "scheduler", "lr_scheduler_name", "schedule"),
+    **_all(by(_least_rate, "training.lr_scheduler_kwargs"), "cosine_min_lr_ratio"),
+    **_all(never("a schedule with a constant end"), "cosine_constant_lr_ratio", "lr_quadratic_warmup", "eta_min"),
+    **_all(take("training.gradient_accumulation_steps"), "gradient_accumulation", "grad_accum", "accumulation_steps",
+           "grad_accumulation_steps"),
+    **_all(take("training.max_grad_norm"), "gradient_clip_val", "clip_grad", "grad_clip", "max_norm",
+           "gradient_clipping"),
+    **_all(take("training.gradient_checkpointing", lambda value: True if value == "unsloth" else flag(value)),
+           "enable_gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing",
+           "enable_activation_checkpointing", "gradient_checkpoint", "use_grad_checkpoint"),
+    "disable_gradient_checkpointing": take("training.gradient_checkpointing", negated),
+    **_all(switch({"training.activation_offloading": True}), "enable_activation_offloading"),
+    "use_reentrant_gc": drop("training.gradient_checkpointing_kwargs has use_reentrant"),
+    **_all(take("training.weight_decay"), "wd"),
+    **_all(take("training.adam_epsilon"), "adam_eps", "adam_epsilon2", "eps"),
+    **_all(take("training.packing", flag), "sample_packing", "neat_packing", "packed", "multipack",
+           "use_packed_sequences", "pack"),
+    **_all(take("training.eval_packing", flag), "eval_sample_packing"),
+    "batch_flattening": take("training.padding_free", flag),
+    **_all(_SPEED, "pad_to_sequence_len", "sample_packing_eff_est", "sample_packing_seq_len_multiplier",
+           "sample_packing_group_size", "sample_packing_bin_size", "total_num_tokens", "use_kernels", "tiled_mlp",
+           "multipack_real_batches", "cut_cross_entropy", "plugins", "use_v1_kernels", "kernel_config",
+           "fused_attn_kernel", "unsloth_cross_entropy_loss", "experts_implementation", "use_scattermoe",
+           "use_sonicmoe", "chunked_cross_entropy", "gc_steps", "use_rope_fusion", "torch_empty_cache"),
+    **_all(take("training.seed"), "random_seed", "random_state"),
+    **_all(take("training.use_liger_kernel", flag), "enable_liger_kernel", "liger", "use_liger"),
+    **_all(take("training.torch_compile", flag), "compile"),
+    **_all(take("training.neftune_noise_alpha"), "neftune_alpha", "noisy_embedding_alpha"),
+    **_all(switch({"training.loss_type": "dft"}), "use_dft_loss"),
+    **_all(never("this loss", "training.loss_type has those that TRL has"), "use_eaft", "use_eaft_loss", "eaft_alpha",
+           "eaft_k", "use_asft_loss", "asft_alpha", "focal_loss"),
+    **_all(_low_rank_optimizer("galore"), "use_galore"),
+    **_all(_low_rank_optimizer("apollo"), "use_apollo"),
+    **_all(never("this optimizer", "training.optim has those that transformers has"), "use_badam", "use_adam_mini",
+           "use_muon", "use_lomo", "relora", "relora_steps", "lisa_n_layers", "lisa_step_interval", "dion_lr"),
+    **_all(drop("the run's end is found by its length"), "loss_watchdog_threshold", "loss_watchdog_patience"),
+    # Data
+    **_all(_data_sets("datasets"), "dataset", "dataset_name", "data", "train_file", "training_file", "train_dataset",
+           "dataset_path", "data_path", "train_data_path", "train_data", "dataset_mixture", "data_files",
+           "train_files", "local_dataset", "train_datasets", "dataset_names", "pretraining_dataset"),
+    **_all(drop("datasets names the files themselves"), "dataset_dir", "dataset_info", "media_dataset_dir"),
+    **_all(told("datasets", "write datasets: [{path: …, split: …}], with the file or directory"), "dataset_config",
+           "dataset_train_split"),
+    **_all(_data_sets("eval_datasets"), "test_datasets", "eval_dataset", "eval_data_path", "validation_file",
+           "eval_file", "valid_data", "eval_data", "validation_dataset", "test_dataset", "val_dataset",
+           "validation_data", "val_data", "test_file", "valid_file"),
+    "dataset_test_split": told("eval_datasets", "write eval_datasets: [{path: …, split: …}], with the file or "
+                               "directory"),
+    **_all(take("eval_split", _share), "val_set_size", "val_size", "test_split_size", "validation_split", "test_size",
+           "eval_size", "split_dataset_ratio", "validation_ratio", "val_split"),
+    "validation_split_percentage": take("eval_split", lambda value: _share(float(value) / 100)),
+    **_all(by(_rows_per_data_set, "datasets.max_rows"), "max_samples", "num_rows", "max_train_samples"),
+    **_all(take("datasets.max_rows"), "datasets.limit", "datasets.num_samples", "datasets.max_samples"),
+    **_all(told("datasets.media_dir", "write media_dir in the data set: one directory, or {image: …, audio: …}"),
+           "image_dir", "image_folder", "images_dir", "media_folder", "video_dir", "audio_dir", "frames_dir",
+           "videos_dir", "audios_dir", "media_root", "image_root", "images_folder", "video_folder", "eval_audio_dir"),
+    **_all(drop("`<image>`, `<video>` and `<audio>` in a text are the places of what the columns hold"),
+           "image_token", "video_token", "audio_token", "image_placeholder"),
+    **_all(take("media.max_pixels"), "image_max_pixels", "video_max_pixels", "max_image_pixels"),
+    **_all(take("media.min_pixels"), "image_min_pixels", "video_min_pixels"),
+    **_all(take("media.max_image_size", note="pixels of the longer side"), "image_size", "image_resolution",
+           "max_image_side", "max_resolution", "image_longest_edge"),
+    **_all(take("media.num_frames"), "video_maxlen", "nframes", "max_frames", "fps_max_frames", "num_video_frames",
+           "max_num_frames", "media.frames"),
+    **_all(told("media.num_frames", "write media: {num_frames: …}, how many of a video are seen"), "video_fps", "fps"),
+    **_all(told("datasets.media_dir", "write media_dir: {video: …}, where a video may be a directory of frames"),
+           "datasets.media_dir.frames", "datasets.media_dir.frame", "datasets.media_dir.frames_dir"),
+    **_all(drop("what a row has beside its text is in the row, the sound of a video as well as `audio`"),
+           "use_audio_in_video"),
+    **_all(drop("how images are cut up is the model's processor's affair; `media:` limits their size"),
+           "crop_to_patches", "image_do_pan_and_scan", "do_image_splitting"),
+    **_all(_column("image", "images"), "image_column", "images_column", "datasets.images", "datasets.image",
+           "field_images"),
+    **_all(_column("video", "videos"), "video_column", "datasets.videos"),
+    **_all(_column("audio", "audios"), "audio_column", "datasets.audios"),
+    **_all(drop("sound is read at the rate of the model's processor"), "audio_sampling_rate", "sampling_rate",
+           "sample_rate"),
+    **_all(drop("pictures are fitted to media.max_image_size, bicubic"), "image_resize_algorithm"),
+    **_all(told("datasets.columns", "write columns: {our name: their column} in the data set"), "column_mapping",
+           "column_names"),
+    **_all(_column("text"), "text_column", "dataset_text_field", "datasets.field", "datasets.text_field"),
+    **_all(_column("prompt"), "prompt_column", "datasets.prompt", "datasets.field_prompt"),
+    **_all(_column("completion"), "completion_column", "response_column", "datasets.response", "datasets.completion"),
+    **_all(_column("messages", "conversations", "conversation"), "conversation_column", "field_messages",
+           "messages_column", "datasets.messages"),
+    **_all(_column("instruction"), "field_instruction", "datasets.field_instruction"),
+    **_all(_column("input"), "field_input", "datasets.field_input"),
+    **_all(_column("output"), "field_output", "datasets.field_output"),
+    **_all(_column("system"), "field_system", "datasets.field_system"),
+    **_all(by(_message_fields, "datasets.columns"), "message_property_mappings", "message_field_role",
+           "message_field_content"),
+    **_all(never("training on preferences (DPO, ORPO, KTO)", "rows with one answer are trained on"),
+           "datasets.field_chosen", "datasets.field_rejected", "field_chosen", "field_rejected"),
+    **_all(by(_data_files, "datasets.path"), "datasets.data_files"),
+    **_all(take("datasets.path"), "datasets.file", "datasets.data_dir", "datasets.file_name", "datasets.source",
+           "datasets.dataset", "datasets.dataset_path"),
+    **_all(take("datasets.name"), "datasets.config_name", "datasets.subset", "datasets.dataset_config",
+           "datasets.config"),
+    **_all(take("datasets.revision"), "datasets.dataset_revision"),
+    **_all(by(_dataset_type, "datasets.format"), "datasets.type", "datasets.formatting", "datasets.kind",
+           "data.format_type", "datasets.format_type", "datasets.prompt_style"),
+    **_all(drop("the file's suffix says it"), "datasets.ds_type"),
+    **_all(drop("honed renders messages with the model's chat template, whatever their roles are called"),
+           "datasets.conversation", "datasets.roles", "datasets.chat_template", "datasets.drop_system_message",
+           "datasets.strict", "datasets.field_human", "datasets.field_model", "datasets.shards",
+           "datasets.preprocess_shards", "datasets.trust_remote_code", "datasets.field_tools"),
+    **_all(take("datasets.fraction"), "datasets.weight", "datasets.ratio", "datasets.share", "datasets.proportion",
+           "datasets.probability"),
+    **_all(told("datasets.fraction", "write fraction in each data set"), "interleave_probs", "mix_strategy"),
+    "streaming": drop("rows are read from files as they are needed"),
+    **_all(switch({"training.shuffle_dataset": True}), "shuffle_merged_datasets", "shuffle_train_set"),
+    **_all(never("leaving out rows that occur twice"), "dataset_exact_deduplication", "deduplicate"),
+    **_all(never("training on the prompts, too", _ON_ANSWERS), "train_on_inputs", "train_on_input", "train_on_prompt"),
+    **_all(never("training on the last answer alone", _ON_ANSWERS), "mask_history"),
+    **_all(never("training on other turns", _ON_ANSWERS, unless=lambda value: value in (
+        "assistant", ["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"], ["model"])), "roles_to_train"),
+    **_all(never("another end than that of each assistant's turn", unless=lambda value: value in ("turn", "all")),
+           "train_on_eos", "train_on_eot"),
+    **_all(by(lambda asked: Advice(f"leave it out: {_ON_ANSWERS}", {}) if is_on(asked.value) else Advice(
+        f"training on the prompts, too, is not supported yet: {_ON_ANSWERS}")), "train_on_completions",
+        "train_on_responses_only", "completion_only_loss", "assistant_only_loss", "response_only"),
+    **_all(drop("honed reads what it needs, each time"), "overwrite_cache", "dataset_prepared_path",
+           "tokenized_path", "preprocessing_batch_size", "cache_dir", "prepared_dataset_path", "dataset_keep_in_memory",
+           "dataset_shard_num", "dataset_shard_idx", "data_shared_file_system", "streaming_multipack_buffer_size"),
+    **_all(drop("a row longer than max_length is cut, counted and told"), "excess_length_strategy", "min_sample_len",
+           "truncation_strategy"),
+    # Evaluation and predictions
+    **_all(take("training.eval_steps"), "run_val_every_n_steps", "eval_every", "val_check_interval"),
+    "evals_per_epoch": _per_epoch("eval"),
+    **_all(take("predictions.num_samples"), "num_generation_samples", "max_predict_samples", "eval_table_size"),
+    "sample_prompts": take("predictions.prompts"),
+    **_all(switch({"predictions.sample_frequency": "eval"}, {"predictions.sample_frequency": "off"}),
+           "generate_samples", "predict_with_generate"),
+    **_all(take("predictions.sample_frequency"), "sample_every"),
+    **_all(take("predictions.max_new_tokens"), "generation_max_new_tokens", "max_generated_tokens",
+           "eval_max_new_tokens", "generation_max_length", "eval_table_max_new_tokens"),
+    **_all(by(_decoding, "predictions.sample"), "temperature", "top_p", "top_k", "generation_temperature",
+           "generation_do_sample", "do_sample", "repetition_penalty", "num_beams", "generation_num_beams"),
+    **_all(told("early_stopping_patience", "write early_stopping_patience: how many evaluations without improvement"),
+           "early_stopping"),
+    **_all(take("early_stopping_patience"), "patience", "early_stopping_steps"),
+    **_all(told("predictions.metrics", "write predictions.metrics: [exact_match, …]; `man honed-job` has them"),
+           "compute_metrics", "do_bench_eval", "do_causal_lm_eval", "compute_accuracy", "eval_causal_lm_metrics"),
+    # Saving and the rest
+    **_all(take("training.save_steps"), "save_every", "checkpoint_every", "checkpointing_steps"),
+    "saves_per_epoch": _per_epoch("save"),
+    **_all(take("training.save_total_limit"), "max_checkpoints", "keep_checkpoints"),
+    "save_only_model": drop("a job goes on from its checkpoints, which needs the optimizer's state"),
+    **_all(take("output_dir"), "output_path", "save_dir", "out_dir", "output", "save_path", "lora_out_dir"),
+    **_all(switch({"save_merged": "bfloat16"}), "merge_lora", "merge_adapter", "save_merged_model", "merge"),
+    **_all(told("output_dir", "a merge is a job of its own: kind: merge with base_model, adapter and output_dir; or "
+                "save_merged: bfloat16 beside training"), "export_dir"),
+    **_all(drop("honed writes safetensors, in files of a size that loads everywhere"), "export_size", "export_device",
+           "export_legacy_format", "max_shard_size"),
+    **_all(never("quantization of the result"), "export_quantization_bit", "export_quantization_dataset",
+           "quantize_model", "gguf", "save_gguf"),
+    **_all(by(_resume), "auto_resume_from_checkpoints", "auto_resume", "resume", "resume_from_checkpoint",
+           "ignore_data_skip"),
+    **_all(_tracker("wandb"), "use_wandb", "enable_wandb", "wandb_project", "wandb"),
+    **_all(_tracker("mlflow"), "use_mlflow", "mlflow_experiment_name"),
+    **_all(_tracker("trackio"), "use_trackio", "trackio_project_name"),
+    **_all(_tracker("tensorboard"), "use_tensorboard", "enable_tensorboard"),
+    "logging_dir": drop("report_to says who gets the figures, honed where they lie"),
+    **_all(by(_integrations, "report_to"), "integrations", "metric_logger", "log", "trackers"),
+    **_all(never("this tracker", "report_to takes tensorboard, wandb, mlflow and trackio"), "use_swanlab", "use_comet",
+           "swanlab_project", "comet_project_name", "use_neptune"),
+    **_all(take("name"), "job_name", "project_name", "suffix", "experiment_name", "title", "run_name", "wandb_name",
+           "wandb_run_name"),
+    **_all(_KIND, "stage", "task", "method", "trainer", "rl", "rlhf_type", "job_type", "task_type", "trainer_type",
+           "training_stage", "train_method"),
+    **_all(by(_hyperparameters, "training"), "hyperparameters", "training_args", "training_arguments", "sft_config",
+           "trainer_args"),
+    **_all(by(lambda asked: Advice("leave it out: a lora: section makes an adapter", {}) if is_on(asked.value) else
+              Advice("leave the lora: section out, too: full fine-tuning has none", {"lora": None})),
+           "lora.enabled", "lora.enable", "lora.use_lora", "lora.use"),
+    **_all(told("datasets", "a system prompt for all rows is not supported yet: write it into each row, as its first "
+                "message (role: system) or its `system` column"), "system_prompt", "default_system", "system",
+           "system_message", "datasets.system_prompt"),
+    "metadata": drop("name says what a job is, for people"),
+    **_all(by(_gpus, "resources"), "gpus", "num_gpus", "n_gpu", "devices", "resources.gpu", "resources.num_gpus",
+           "nproc_per_node", "gpu", "gpu_count", "num_processes", "gpu_ids", "ray_num_workers",
+           "gpus_per_node", "resources.gpus_per_node", "gpus_per_task", "resources.gpus_per_task"),
+    **_all(take("resources.gpus", _gres), "gres", "resources.gres"),
+    **_all(drop("the administrator's units limit memory and processors"), "mem", "cpus_per_task",
+           "mem_per_cpu", "mem_per_gpu", "resources.mem", "resources.memory", "resources.cpus",
+           "resources.cpus_per_task", "ntasks", "ntasks_per_node", "cpus"),
+    **_all(drop("honed queues jobs for one machine: priority says which runs first"), "partition", "account", "qos",
+           "constraint", "nodelist", "exclusive"),
+    **_all(take("notify.mail"), "mail_user", "email", "notify.email", "notify.mail_user"),
+    **_all(never("training on several machines", unless=lambda value: value == 1), "nnodes", "num_nodes",
+           "num_machines", "node_count", "nodes", "resources.nodes", "master_addr", "use_ray"),
+    **_all(take("retry.max_attempts"), "max_attempts", "max_retries", "retries", "retry.max_retries"),
+    **_all(take("time_limit_sec"), "time_limit", "timeout", "timeout_sec", "max_time", "walltime"),
+    "time": take("time_limit_sec", _slurm_seconds),
+    **_all(take("depends_on", _dependencies), "dependency", "dependencies", "after"),
+    **_all(drop("honectl submit --hold drops a job that waits"), "hold", "held"),
+    **_all(_STAGES, "fsdp", "fsdp_config", "deepspeed", "tensor_parallel_size", "context_parallel_size", "ddp",
+           "local_rank", "world_size", "parallelism_config", "dist_config", "pipeline_model_parallel_size",
+           "tensor_model_parallel_size", "expert_model_parallel_size", "expert_parallel_size", "sequence_parallel",
+           "sequence_parallel_degree", "dp_shard_size", "dp_replicate_size", "cp_size", "cp_mode", "special_fsdp_type",
+           "fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "use_distributed_optimizer", "torchdistx_path"),
+    **_all(drop("honed writes the log: honectl logs shows it"), "disable_tqdm", "log_level", "plot_loss", "verbose",
+           "profiler_steps", "log_on_each_node", "debug", "strict", "logging_nan_inf_filter", "is_preprocess",
+           "include_effective_tokens_per_second", "print_param_status", "wandb_mode", "report_model_size"),
+    **_all(_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "push_dataset_to_hub",
+           "hub_always_push", "hub_revision", "hf_use_auth_token", "push_to_hub_model_id", "hub_push_checkpoint"),
+    "auto_find_batch_size": drop("a batch size that changes makes another run; honed steps down and keeps the result"),
+    "enable_jit_checkpoint": drop("honed writes a checkpoint on every stop"),
+    **_all(drop("the class is chosen by config.json"), "model_class", "auto_model_class", "llama4_linearized_experts"),
+    **_all(drop("what a template does with reasoning is told by `honectl check`"), "datasets.field_thinking",
+           "datasets.template_thinking_key"),
+    **_all(drop("predictions are made by the model that is trained"), "sample_backend"),
+    "infer_backend": drop("predictions are made by the model that is trained"),
+}  # fmt: skip
+
+_MODEL_NAMES = dict.fromkeys(("name", "path", "id", "base", "name_or_path", "model"), "base_model")
+#: Sections of other tools: where ours have their keys (dotted; empty for the top level), and keys that mean something
+#: else there than elsewhere.
+SECTIONS: dict[str, tuple[str, Mapping[str, str]]] = {
+    **dict.fromkeys(
+        ("args", "training_args", "training_arguments", "sft_config", "trainer_args", "hyperparameters", "hparams",
+         "hyper_parameters", "trainer_config", "train_config", "train", "trainer", "sft", "train_args",
+         "training_config", "training_parameters", "sft_args", "params", "optimizer_params", "optimizer_args"),
+        ("training", {}),
+    ),
+    **dict.fromkeys(("model", "model_args", "model_config", "base"), ("", _MODEL_NAMES)),
+    **dict.fromkeys(("config", "job", "spec", "data_args"), ("", {})),
+    **dict.fromkeys(("optimizer", "optim", "optimizer_config"),
+                    ("training", {"name": "optim", "type": "optim", "betas": "adam_betas"})),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), ("training", {"name": "lr_scheduler_type",
+                                                                 "type": "lr_scheduler_type"})),
+    **dict.fromkeys(("peft", "peft_config", "lora_config", "lora_args", "adapter_config", "peft_args"), ("lora", {})),
+}  # fmt: skip
+
+#: Families of names: those of other tools' plugins, trackers and kernels.
+FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
+    (re.compile(r"(wandb|mlflow|comet|swanlab|trackio|neptune|lark|otel)_\w+|use_otel_metrics"), _TRACKED),
+    (re.compile(r"(ddp|deepspeed|fsdp|nccl)_\w+"), _STAGES),
+    (re.compile(r"(mcore|megatron|overlap|bias_activation|apply_rope|moe_token|recompute)_\w+"), _STAGES),
+    (re.compile(r"liger_\w+"), _LIGER),
+    (re.compile(r"(lora_(qkv|o|mlp|embedding)_kernel|flash_attn_\w+|use_\w+_kernels?|kt_\w+|use_kt)"), _SPEED),
+    (re.compile(r"(trl|vllm|ebft|grpo|dpo|kto|orpo|simpo|cpo|ppo|pref|rl|rm|reward|reference_model|ref_model|beta)(_\w+)?"),
+     never("training on preferences or rewards (DPO, KTO, ORPO, GRPO)", _SFT_ALONE)),
+    (re.compile(r"(badam|lisa|relora|jagged_restart|muon|diffusion)(_\w+)?"), never("this way to train")),
+    (re.compile(r"(galore|apollo)_\w+"), told("training.optim_args", "write training.optim_args: rank=…,scale=…")),
+    (re.compile(r"(gptq|awq|hqq)_\w+"), drop("a quantized base model says itself how it was")),
+    (re.compile(r"hub_\w+"), _HUB),
+    (re.compile(r"(oft|loftq|ia3|vera|boft)_\w+"), never("this kind of adapter", "lora: makes LoRA, DoRA and rsLoRA")),
+)  # fmt: skip
+
+#: Values that others write, and ours: the first that the key takes is named.
+VALUES: dict[str, tuple[str, ...]] = {
+    **{word: (ours,) for word, ours in _DTYPES.items() if word not in ("auto", "no")},
+    "full": ("float32",),
+    **{word: (ours,) for word, ours in OPTIMIZERS.items()},
+    **dict.fromkeys(("int4", "nf4", "fp4", "4", "4-bit", "bnb-4bit", "4bits"), ("4bit",)),
+    **dict.fromkeys(("int8", "8", "8-bit", "bnb-8bit", "8bits"), ("8bit",)),
+    **dict.fromkeys(("fa2", "flash", "flash_attention", "flash_attn", "flash-attention-2"), ("flash_attention_2",)),
+    **dict.fromkeys(("xformers", "flex_attention", "disabled"), ("auto",)),
+    **dict.fromkeys(("chat", "chatml", "chat_template", "openai", "conversational", "messages"), ("messages",)),
+    **dict.fromkeys(("prompt-completion", "instruction"), ("prompt_completion",)),
+    **dict.fromkeys(("completion", "pretrain", "raw", "plain"), ("text",)),
+    **dict.fromkeys(("json", "jsonl", "csv", "parquet"), ("auto",)),
+    **dict.fromkeys(("never", "off", "false", "none"), ("no", "off", "none")),
+    **dict.fromkeys(("epochs", "every_epoch"), ("epoch",)),
+    **dict.fromkeys(("step",), ("steps",)),
+    **dict.fromkeys(("hf", "huggingface", "trl", "peft"), ("transformers",)),
+    "qlora": ("4bit", "sft"),
+    **dict.fromkeys(("train", "lora", "finetune", "fine-tune", "pt", "pretrain", "supervised"), ("sft",)),
+}
+
+#: Keys that would hold a secret. Their values are never shown.
+SECRETS = re.compile(
+    r"(.*_)?(api_key|apikey|secret|secret_key|password|passwd|access_key|credentials?|(hf|hub|auth|access|api|job|bearer|wandb)_token|token)"
+)
+#: What tokens look like: of Hugging Face, GitHub, OpenAI and the like, Slack, AWS, and signed ones (JWT).
+SECRET_VALUES = re.compile(
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|AKIA[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.)"
+)
+
+
+def find(name: str, section: str) -> Synonym | None:
+    """The advice for a name, in a section or anywhere."""
+    if found := NAMES.get(f"{section}.{name}") or NAMES.get(name):
+        return found
+    return next((synonym for pattern, synonym in FAMILIES if pattern.fullmatch(name)), None)

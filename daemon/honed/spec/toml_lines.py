@@ -1,0 +1,180 @@
+"""The line of each key of a TOML text; tomllib, which reads the values, does not say."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+
+from honed.spec.problem import KeyPath
+
+#: Told of each key and list item with its line; may raise, which ends the scan.
+Note = Callable[[KeyPath, int], None]
+#: Told of each plain value with where it begins and ends in the text.
+Place = Callable[[KeyPath, int, int], None]
+#: Parts of a dotted key that are read; more is deeper than any limit on depth.
+MAX_DOTS = 200
+
+_BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_SPACE = re.compile(r"[ \t]*")
+_KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'""")
+#: A string of any of the four kinds, or a plain value up to what ends it. The long kinds may end in two more quotes.
+_VALUE = re.compile(
+    r'"""(?:[^\\]|\\[\s\S])*?"""(?:"{0,2})'
+    r"|'''[\s\S]*?'''(?:'{0,2})"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|'[^'\n]*'"
+    r"""|[^\s,\[\]{}#"'=][^,\[\]{}#"'=\n]*"""
+)
+
+
+def scan(text: str, note: Note, place: Place = lambda _path, _begin, _end: None) -> int | None:
+    """Tell `note` of every key, and `place` of every value. Returns None, or the offset of what it could not
+    read, where it stopped."""
+    scanner = _Scanner(text, note, place)
+    try:
+        scanner.statements()
+    except _StuckError:
+        return scanner.at
+    return None
+
+
+class _StuckError(Exception):
+    """What stands here is no TOML."""
+
+
+class _Scanner:
+    def __init__(self, text: str, note: Note, place: Place) -> None:
+        self.at = 0
+        self._text, self._note, self._place = text, note, place
+        self._line, self._line_at = 1, 0
+        self._num_tables: dict[KeyPath, int] = {}  #: [[path]] -> how many so far
+
+    def statements(self) -> None:
+        table: KeyPath = ()
+        while not self._is_end():
+            if self._take("[["):
+                table = self._next_table(self._keys())
+                self._expect("]]")
+            elif self._take("["):
+                table = self._resolve(self._keys())
+                self._note_all(table, len(table))
+                self._expect("]")
+            else:
+                self._pair(table)
+
+    def _pair(self, table: KeyPath) -> None:
+        path = (*table, *self._keys())
+        self._note_all(path, len(path) - len(table))
+        self._expect("=")
+        self._value(path)
+
+    def _value(self, path: KeyPath) -> None:
+        self._match(_SPACE)
+        if self._take("["):
+            self._array(path)
+        elif self._take("{"):
+            self._inline_table(path)
+        else:
+            begin = self.at
+            self._match(_VALUE)
+            self._place(path, begin, self.at)
+
+    def _array(self, path: KeyPath) -> None:
+        index = 0
+        while not self._take_after_blank("]"):
+            self._note_all((*path, index), 1)
+            self._value((*path, index))
+            index += 1
+            if not self._take_after_blank(","):
+                self._match(_BLANK)
+                self._expect("]")
+                return
+
+    def _inline_table(self, path: KeyPath) -> None:
+        if self._take_after_blank("}"):
+            return
+        self._pair(path)
+        while self._take_after_blank(","):
+            self._match(_BLANK)
+            self._pair(path)
+        self._expect("}")
+
+    def _keys(self) -> KeyPath:
+        """A dotted key."""
+        self._match(_SPACE)
+        keys = [_unquoted(self._match(_KEY))]
+        self._match(_SPACE)
+        while self._take("."):
+            self._match(_SPACE)
+            keys.append(_unquoted(self._match(_KEY)))
+            self._match(_SPACE)
+            if len(keys) > MAX_DOTS:  # far too deep, which `note` will say
+                break
+        return tuple(keys)
+
+    def _resolve(self, keys: KeyPath) -> KeyPath:
+        """A header's path, with the number of the last [[table]] wherever it goes through one."""
+        path: KeyPath = ()
+        for key in keys:
+            path = (*path, key)
+            if path in self._num_tables:
+                path = (*path, self._num_tables[path] - 1)
+        return path
+
+    def _next_table(self, keys: KeyPath) -> KeyPath:
+        path = (*self._resolve(keys[:-1]), keys[-1])
+        self._num_tables[path] = self._num_tables.get(path, 0) + 1
+        item = (*path, self._num_tables[path] - 1)
+        self._note_all(item, len(item))
+        return item
+
+    def _note_all(self, path: KeyPath, num_new: int) -> None:
+        for length in range(len(path) - num_new + 1, len(path) + 1):
+            self._note(path[:length], self._here())
+
+    def _here(self) -> int:
+        self._line += self._text.count("\n", self._line_at, self.at)
+        self._line_at = self.at
+        return self._line
+
+    def _is_end(self) -> bool:
+        self._match(_BLANK)
+        return self.at >= len(self._text)
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        if not (match := pattern.match(self._text, self.at)):
+            raise _StuckError
+        self.at = match.end()
+        return match[0]
+
+    def _take(self, token: str) -> bool:
+        taken = self._text.startswith(token, self.at)
+        self.at += len(token) * taken
+        return taken
+
+    def _take_after_blank(self, token: str) -> bool:
+        self._match(_BLANK)
+        return self._take(token)
+
+    def _expect(self, token: str) -> None:
+        self._match(_SPACE)
+        if not self._take(token):
+            raise _StuckError
+
+
+def _unquoted(key: str) -> str:
+    if key[0] == "'":
+        return key[1:-1]
+    try:
+        return str(json.loads(key)) if key[0] == '"' else key
+    except ValueError:  # \\U0001F600, which JSON lacks, or no TOML at all, which tomllib says of the whole
+        return _of_toml(key)
+
+
+def _of_toml(key: str) -> str:
+    try:
+        return next(iter(tomllib.loads(f"{key} = 0")))
+    except ValueError:
+        return key

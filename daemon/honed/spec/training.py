@@ -1,0 +1,263 @@
+"""The `training` section: SFTConfig's own fields (TRL 1.14.2, transformers 5.17), written down to need no torch.
+
+    TrainingSpec   the fields that a spec may set, with SFTConfig's own defaults
+    OWNED          the fields that honed sets itself, each with the key or the reason
+A test compares both with the installed SFTConfig: each of its fields stands in one of them, and no other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from honed.spec.field import Count, Expected, Flag, Section, Steps, StepsOrZero, any_of
+
+Optimizer = Literal[
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "adamw_anyprecision",
+    "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit", "adamw_8bit",
+    "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw", "schedule_free_radam",
+    "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise", "stable_adamw",
+]  # fmt: skip
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+]  # fmt: skip
+Interval = Literal["no", "steps", "epoch"]
+#: transformers' -1 stands for "no limit".
+MaxSteps = Annotated[
+    int, any_of(lambda value: value == -1 or value >= 1, int), Expected("a whole number of steps, at least 1, or -1")
+]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+
+
+class TrainingSpec(Section):
+    """`training:`"""
+
+    # How long
+    num_train_epochs: Annotated[float, Gt(0)] = 3.0
+    """Passes over the training data."""
+    max_steps: MaxSteps = -1
+    """Optimizer steps in all; where set, it wins over `num_train_epochs`."""
+
+    # Batches and lengths
+    per_device_train_batch_size: Count = 8
+    """Examples in one forward pass."""
+    gradient_accumulation_steps: Count = 1
+    """Forward passes for one optimizer step."""
+    max_length: Count | None = 1024
+    """Tokens; longer examples are cut. null cuts nothing."""
+    packing: Flag = False
+    """Whether several examples share one sequence of `max_length`; refused where the model would mix them."""
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
+    """How examples are fitted together: best fit, best fit with long ones split, or one after the other, all mixed."""
+    padding_free: Flag = False
+    """Whether a batch is one long sequence without padding."""
+    pad_to_multiple_of: Count | None = None
+    """Tokens; sequences are padded to a multiple."""
+    truncation_mode: Literal["keep_start"] = "keep_start"
+    """Which end of a long example is kept."""
+    train_sampling_strategy: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
+    """The order of the examples."""
+    shuffle_dataset: Flag = False
+    """Whether the data are shuffled once, before the first epoch."""
+
+    # Learning rate and optimizer
+    learning_rate: Annotated[float, Gt(0), Le(1)] = 2e-5
+    """The highest learning rate. LoRA usually wants ten times that of full fine-tuning."""
+    lr_scheduler_type: Schedule = "linear"
+    """How the learning rate falls."""
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """What the schedule takes, such as `num_cycles`."""
+    warmup_steps: StepsOrZero = 0
+    """Steps in which the learning rate rises; below 1, a share of the run."""
+    optim: Optimizer = "adamw_torch_fused"
+    """The optimizer. Some need a package of their own."""
+    optim_args: str | None = None
+    """What the optimizer takes, as `key=value,key=value`."""
+    optim_target_modules: (
+        Annotated[str | list[str], any_of(bool, str, list), Expected("text or a list of words")] | None
+    ) = None
+    """The modules that GaLore and APOLLO work on."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """Decay of the weights at each step."""
+    adam_beta1: Fraction = 0.9
+    """Adam's decay of the mean."""
+    adam_beta2: Fraction = 0.999
+    """Adam's decay of the variance."""
+    adam_epsilon: Annotated[float, Gt(0)] = 1e-8
+    """Adam's term against division by zero."""
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+
+    # Loss
+    loss_type: Literal["nll", "dft", "chunked_nll"] | None = None
+    """The loss; null leaves the choice to TRL, or to Unsloth, which computes the same in its own way, and takes nll
+    where theirs is not the model's: see docs/operation.md."""
+    label_smoothing_factor: Fraction = 0.0
+    """Label smoothing."""
+    neftune_noise_alpha: Annotated[float, Ge(0)] | None = None
+    """Noise on the embeddings (NEFTune)."""
+    router_aux_loss_coef: Annotated[float, Ge(0)] | None = None
+    """Weight of the load-balancing loss of a mixture of experts."""
+    average_tokens_across_devices: Flag = True
+    """Whether the loss is averaged over the tokens of all devices."""
+
+    # Memory and speed
+    gradient_checkpointing: Flag = True
+    """Whether activations are computed again instead of kept: less memory, slower by a fifth."""
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    """What gradient checkpointing takes, such as `use_reentrant`."""
+    activation_offloading: Flag = False
+    """Whether activations are kept in the machine's memory."""
+    torch_compile: Flag = False
+    """Whether the model is compiled."""
+    torch_compile_backend: str | None = None
+    """The compiler's backend."""
+    torch_compile_mode: str | None = None
+    """The compiler's mode."""
+    use_liger_kernel: Flag = False
+    """Whether Liger's kernels are used; needs the package liger-kernel."""
+    liger_kernel_config: dict[str, bool] | None = None
+    """Which of Liger's kernels are used."""
+    torch_empty_cache_steps: Count | None = None
+    """Steps between emptyings of the device's cache."""
+
+    # Evaluation
+    eval_strategy: Interval = "no"
+    """When held-out rows are evaluated. Unless set: by `eval_steps` where given, else each epoch."""
+    eval_steps: Steps | None = None
+    """Steps between evaluations; null takes `logging_steps`."""
+    eval_delay: Annotated[float, Ge(0)] = 0
+    """Epochs or steps before the first evaluation."""
+    eval_on_start: Flag = False
+    """Whether the trainer evaluates before the first step. Unless set: where it evaluates at all."""
+    per_device_eval_batch_size: Count = 8
+    """Examples in one forward pass of an evaluation."""
+    eval_accumulation_steps: Count | None = None
+    """Batches whose outputs stay on the device."""
+    eval_packing: Flag | None = None
+    """Whether held-out examples are packed; null does as `packing`."""
+
+    # Checkpoints
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    """When checkpoints are written. A stop writes one in any case. Unless set: with each evaluation, where the best
+    checkpoint is wanted."""
+    save_steps: Steps = 500
+    """Steps between checkpoints; see also save_interval_sec."""
+    save_total_limit: Count | None = None
+    """Checkpoints that are kept."""
+    load_best_model_at_end: Flag = False
+    """Whether the best checkpoint is the result, instead of the last."""
+    metric_for_best_model: str | None = None
+    """The metric that tells the best; null takes the loss."""
+    greater_is_better: Flag | None = None
+    """Whether more of that metric is better; null goes by its name."""
+
+    # Logging
+    logging_strategy: Interval = "steps"
+    """When figures are reported."""
+    logging_steps: Steps = 10
+    """Steps between figures. Unless set: each step."""
+    logging_first_step: Flag = False
+    """Whether the first step is reported too."""
+    include_num_input_tokens_seen: Annotated[
+        Literal["all", "non_padding", "no"] | bool,
+        any_of(lambda value: value in ("all", "non_padding", "no", True, False), str, bool),
+        Expected("one of all, non_padding, no"),
+    ] = "no"
+    """Whether tokens are counted."""
+    project: str = "huggingface"
+    """Trackio's project."""
+    skip_memory_metrics: Flag = True
+    """Whether memory figures are left out of the metrics."""
+
+    # Seeds and loading
+    seed: Seed = 42
+    """Seed of weights, order, split and samples."""
+    data_seed: Seed | None = None
+    """Seed of the order alone; null takes `seed`."""
+    full_determinism: Flag = False
+    """Whether slower kernels are used that give the same bits each time."""
+    dataloader_drop_last: Flag = False
+    """Whether an incomplete last batch is left out."""
+    dataloader_num_workers: Annotated[int, Ge(0)] = 0
+    """Processes that load data; 0 loads in the worker itself."""
+    dataloader_pin_memory: Flag = True
+    """Whether batches lie in pinned memory."""
+    dataloader_persistent_workers: Flag = False
+    """Whether those processes live from epoch to epoch."""
+    dataloader_prefetch_factor: Count | None = None
+    """Batches that each of those processes loads ahead."""
+    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
+    """How those processes are started."""
+    dataloader_in_order: Flag = True
+    """Whether batches come in the order in which they were asked for."""
+
+    @property
+    def cut_at(self) -> int | None:
+        """Tokens at which a row is cut; None where it never is: packing that splits long rows cuts none."""
+        splits = self.packing and self.packing_strategy != "bfd"
+        return None if splits else self.max_length
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """What the user set, and nothing else."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    @model_serializer(mode="wrap")
+    def _only_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
+
+
+_DTYPE = "precision is planned as a whole: set dtype at the top level"
+_ONE_DEVICE = "a job has one device for now"
+_HUB = "honed sends nothing to the hub"
+_METRICS = "honed predicts by itself: see predictions"
+_SCRIPT = "kind says what the job does"
+_LOG = "honed writes the log; honectl logs shows it"
+_RESUME = "honed resumes by itself, and exactly"
+_MODEL = "the model's keys stand at the top level: base_model, dtype, attn_implementation"
+_TOKENIZED = "honed renders and tokenizes the rows itself"
+_MASK = "honed trains on the assistant's turns, whatever the format; rows of plain text train whole"
+
+#: SFTConfig's fields that are not the user's to set here: name -> the key that sets it, or why there is none.
+OWNED: dict[str, str] = {
+    "output_dir": "write output_dir at the top level",
+    "report_to": "write report_to at the top level",
+    "run_name": "write name at the top level",
+    "trust_remote_code": "write trust_remote_code at the top level",
+    "chat_template_path": "write chat_template at the top level",
+    "use_cpu": "write resources: {gpus: 0}",
+    "dataset_text_field": "write columns: {text: …} in the data set",
+    **dict.fromkeys(("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "accelerator_config"), _DTYPE),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), _MASK),
+    **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "remove_unused_columns", "label_names"), _TOKENIZED),
+    "length_column_name": _TOKENIZED,
+    "eos_token": "the tokenizer and its chat template say how a turn ends",
+    "pad_token": "the tokenizer has it; where it has none, honed chooses",
+    "model_init_kwargs": _MODEL,
+    "use_cache": "honed turns the cache off to train and on to predict",
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _HUB),
+    **dict.fromkeys(("hub_always_push", "hub_revision"), _HUB),
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _HUB),
+    "hub_token": "secrets never stand in a spec",
+    **dict.fromkeys(("resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"), _RESUME),
+    "enable_jit_checkpoint": "honed writes a checkpoint on every stop",
+    "save_only_model": "a job goes on from its checkpoints, which needs the optimizer's state",
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), _SCRIPT),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "local_rank"), _ONE_DEVICE),
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _ONE_DEVICE),
+    **dict.fromkeys(("ddp_static_graph", "ddp_backend", "ddp_timeout"), _ONE_DEVICE),
+    **dict.fromkeys(("log_on_each_node", "save_on_each_node", "log_level_replica"), _ONE_DEVICE),
+    **dict.fromkeys(("disable_tqdm", "log_level"), _LOG),
+    "logging_nan_inf_filter": "honed stops a run whose loss is not a number",
+    "auto_find_batch_size": "a batch size that changes makes another run: set per_device_train_batch_size",
+    **dict.fromkeys(("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"), _METRICS),
+    **dict.fromkeys(("include_for_metrics", "batch_eval_metrics"), _METRICS),
+    "debug": "honed watches the loss by itself",
+}

@@ -1,0 +1,310 @@
+"""The control socket: honectl's way in. One JSON object a line, answered by one; no request can hold the loop.
+
+    {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint, …}}
+    {"verb": "submit", "name": "a.yaml", "data": "<base64>", "hold": false}   →   {"id": 8, "name": "a.yaml"}
+
+A request takes 64 KiB, and what the largest job file takes in base64; a longer one is read to its end and refused. A
+long list is made as it is read, some rows at a time, in between the loop's other work.
+
+Who asks is known from the socket (SO_PEERCRED), never from the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honed.system import quote
+from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, NotPermittedError, UsageError, said
+
+log = logging.getLogger(__name__)
+
+#: Bytes of a request besides the job file in it, and that are read at a time.
+MAX_REQUEST_BYTES = 64 * 1024
+MAX_CONNECTIONS = 64
+#: Of one user, so that nobody keeps the others out. Root and we are no such users.
+MAX_CONNECTIONS_PER_USER = 16
+#: Linux' asm-generic/socket.h; Python 3.11 has no name for it.
+SO_PEERGROUPS = 59
+MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
+#: Seconds that honectl waits for an answer.
+TIMEOUT_SEC = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question, and who asks."""
+
+    verb: str
+    arguments: dict[str, Any]
+    uid: int
+    gids: frozenset[int] = frozenset()  #: all groups of the asking process
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An answer that is a list of any length."""
+
+    rows: Iterator[dict[str, Any]]
+
+
+#: Bytes of a long answer that are made at a time.
+CHUNK_BYTES = 64 * 1024
+
+
+def _chunks(rows: Rows) -> Iterator[bytes]:
+    """The answer's line, in pieces."""
+    piece, comma = b'{"ok": true, "result": [', b""
+    for row in rows.rows:
+        piece += comma + json.dumps(row).encode()
+        comma = b", "
+        if len(piece) >= CHUNK_BYTES:
+            yield piece
+            piece = b""
+    yield piece + b"]}\n"
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    uid: int
+    gids: frozenset[int]
+    received: bytearray = field(default_factory=bytearray)
+    is_cut: bool = False  #: the line that is being received is too long, and its beginning was thrown away
+    to_send: bytes = field(default=b"")
+    more: Iterator[bytes] | None = None  #: the rest of a long answer
+
+
+class Server:
+    """Listens, reads whole lines, and hands each to `answer`."""
+
+    def __init__(
+        self,
+        path: Path,
+        selector: selectors.BaseSelector,
+        answer: Callable[[Request], Any],
+        *,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+    ) -> None:
+        self.max_request_bytes = max_request_bytes
+        self._path = path
+        self._selector = selector
+        self._answer = answer
+        self._connections: dict[int, _Connection] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        path.unlink(missing_ok=True)
+        with _short(path) as address:
+            self._socket.bind(address)
+        path.chmod(0o666)
+        self._socket.listen(MAX_CONNECTIONS)
+        selector.register(self._socket, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        self._selector.unregister(self._socket)
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            peer, _ = self._socket.accept()
+            connection = _Connection(peer, *credentials(peer))
+            if self._is_full(connection.uid):
+                peer.close()
+                return
+            peer.setblocking(False)
+            self._connections[peer.fileno()] = connection
+            self._selector.register(peer, selectors.EVENT_READ, lambda events: self._serve(connection, events))
+
+    def _is_full(self, uid: int) -> bool:
+        if uid in {0, os.getuid()}:
+            return False
+        theirs = sum(connection.uid == uid for connection in self._connections.values())
+        return theirs >= MAX_CONNECTIONS_PER_USER or len(self._connections) >= MAX_CONNECTIONS
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._receive(connection)
+            self._answer_next(connection)
+            self._go_on(connection)
+            if connection.to_send:
+                sent = connection.socket.send(connection.to_send)
+                connection.to_send = connection.to_send[sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(connection)
+            return
+        if connection.socket.fileno() >= 0:
+            # Who has not read the last answer is not listened to; who has asked more can mostly be written to at once.
+            has_more = connection.to_send or connection.more is not None or b"\n" in connection.received
+            wanted = selectors.EVENT_WRITE if has_more else selectors.EVENT_READ
+            self._selector.modify(connection.socket, wanted, lambda events: self._serve(connection, events))
+
+    def _receive(self, connection: _Connection) -> None:
+        data = connection.socket.recv(MAX_REQUEST_BYTES)
+        connection.received += data
+        if not data:
+            self._close(connection)
+        elif len(connection.received) > self.max_request_bytes and b"\n" not in data:
+            connection.received.clear()
+            connection.is_cut = True
+
+    def _answer_next(self, connection: _Connection) -> None:
+        """One request a pass of the loop: a thousand sent at once hold up the loop no longer than one."""
+        is_idle = not connection.to_send and connection.more is None
+        if b"\n" in connection.received and is_idle and connection.socket.fileno() >= 0:
+            line, connection.received = connection.received.split(b"\n", 1)
+            is_long, connection.is_cut = connection.is_cut or len(line) > self.max_request_bytes, False
+            answer = self._refuse_long() if is_long else self._respond(line, connection)
+            if isinstance(rows := answer.get("result"), Rows):
+                connection.more = _chunks(rows)
+            else:
+                connection.to_send = json.dumps(answer).encode() + b"\n"
+
+    def _go_on(self, connection: _Connection) -> None:
+        """The next piece of a long answer, once the one before is sent."""
+        if connection.to_send or connection.more is None:
+            return
+        try:
+            connection.to_send = next(connection.more, b"")
+        except Exception:
+            log.exception("control: an answer breaks off")
+            self._close(connection)  # half a line: who asked sees that it is one
+            return
+        connection.more = connection.more if connection.to_send else None
+
+    def _refuse_long(self) -> dict[str, Any]:
+        error = UsageError(
+            f"a request takes {self.max_request_bytes} bytes at most",
+            hint="a job file names data; it does not hold it: spool.max_spec_bytes",
+        )
+        return {"ok": False, "error": error.as_dict()}
+
+    def _respond(self, line: bytearray, asking: _Connection) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
+                raise UsageError("a request is an object with a verb")
+            return {"ok": True, "result": self._answer(Request(request.pop("verb"), request, asking.uid, asking.gids))}
+        except HonedError as error:
+            return {"ok": False, "error": error.as_dict()}
+        except (ValueError, RecursionError) as error:
+            return {"ok": False, "error": UsageError(f"not a request: {error}").as_dict()}
+        except Exception as error:
+            log.exception("control: request failed")
+            # Without its words: it may be about a job that the asker must not read.
+            words = quote.hide(f"{type(error).__name__}: {said(error)}")
+            return {"ok": False, "error": InternalError(words, hint="honed's log has the traceback").as_dict()}
+
+    def _close(self, connection: _Connection) -> None:
+        fd = connection.socket.fileno()
+        if fd >= 0:
+            self._selector.unregister(connection.socket)
+            self._connections.pop(fd, None)
+            connection.socket.close()
+
+
+def with_file(num_bytes: int) -> int:
+    """Bytes of a request with a file of that size in it."""
+    return MAX_REQUEST_BYTES + 4 * -(-num_bytes // 3)
+
+
+def credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
+    """The user and the groups of the process that connected, as they were then."""
+    _, uid, gid = struct.unpack("3I", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3I")))
+    try:
+        groups = peer.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_GROUPS * 4)
+    except OSError:  # more than that, or a kernel before 4.13: the first one has to do
+        groups = b""
+    return uid, frozenset({gid, *(number for (number,) in struct.iter_unpack("I", groups))})
+
+
+class Client:
+    """honectl's end. Raises EnvironmentInvalidError where no daemon answers, and the daemon's own errors."""
+
+    def __init__(self, path: Path, *, timeout_sec: float = TIMEOUT_SEC) -> None:
+        self._path = path
+        self._timeout_sec = timeout_sec
+
+    @property
+    def is_up(self) -> bool:
+        with contextlib.suppress(OSError), self._connect():
+            return True
+        return False
+
+    def _connect(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(self._timeout_sec)
+        try:
+            with _short(self._path) as address:
+                peer.connect(address)
+        except OSError:
+            peer.close()
+            raise
+        return peer
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        try:
+            with self._connect() as peer, peer.makefile("rwb") as stream:
+                stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+                stream.flush()
+                line = stream.readline()
+        except (TimeoutError, BlockingIOError) as error:  # the second: its queue of callers is full
+            raise EnvironmentInvalidError(
+                f"honed is there, and has not answered at {self._path} within {self._timeout_sec:g} s",
+                hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
+            ) from error
+        except OSError as error:
+            raise EnvironmentInvalidError(
+                f"honed does not answer at {self._path}: {error.strerror or error}",
+                hint="start it: systemctl start honed, or honed --root DIR",
+            ) from error
+        if not line:
+            raise EnvironmentInvalidError("honed closed the connection", hint="see its log")
+        if not line.endswith(b"\n"):
+            raise EnvironmentInvalidError(
+                f"honed broke off its answer to {verb!r} after {len(line)} bytes",
+                hint="ask again; if it happens again, see honed's log",
+            )
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise EnvironmentInvalidError(f"honed's answer at {self._path} is none", hint="see its log") from error
+        if answer.get("ok"):
+            return answer["result"]
+        raise _remote(answer.get("error") or {})
+
+
+def _remote(data: dict[str, Any]) -> HonedError:
+    evidence = data.get("evidence", "")
+    for kind in (UsageError, NotPermittedError):
+        if data.get("code") == kind.code:
+            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
+    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
+    error.code = data.get("code", "error")  # type: ignore[misc]
+    return error
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Any:
+    """An address for a socket whose path may be longer than the 107 bytes that the kernel takes."""
+    if len(os.fsencode(path)) <= 107:  # sun_path
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,203 @@
+"""The devices that a job can run on, found without torch: NVIDIA GPUs through NVML, else Apple's, else the CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from honed.system.error import EnvironmentInvalidError
+
+Kind = Literal["cuda", "cpu", "mps"]
+
+
+#: The macOS from which on Metal computes in bfloat16; transformers and accelerate refuse it on an older one.
+MACOS_BFLOAT16 = 14
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as it was when it was probed."""
+
+    kind: Kind
+    name: str
+    index: int | None = None  #: as nvidia-smi numbers it
+    uuid: str | None = None  #: what goes into CUDA_VISIBLE_DEVICES: indices change with CUDA_DEVICE_ORDER
+    compute_capability: tuple[int, int] | None = None
+    total_bytes: int = 0
+    free_bytes: int = 0  #: what foreign processes hold is not free
+    has_bfloat16: bool = True  #: of an Apple GPU, which has it from macOS 14 on
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Device:
+        capability = data.get("compute_capability")
+        return cls(**{**data, "compute_capability": tuple(capability) if capability else None})
+
+
+def probe(gpus: list[int] | None = None) -> list[Device]:
+    """The GPUs among `gpus` (all by default), or, where there is none, the one other device of this machine.
+
+    Never raises: no NVIDIA driver means no GPU, and a GPU that does not answer (fallen off the bus) is left out.
+    """
+    return cuda_devices(gpus) or [_mps() if _is_apple_silicon() else cpu()]
+
+
+def is_free(device: Device, busy_bytes: int) -> bool:
+    """Whether others hold no more than `busy_bytes` of a GPU. The CPU's memory is everyone's: it is always free."""
+    return device.kind != "cuda" or device.total_bytes - device.free_bytes <= busy_bytes
+
+
+def cuda_devices(gpus: list[int] | None = None) -> list[Device]:
+    """What NVML sees; empty without its library or driver."""
+    try:
+        return _ask_nvml(gpus)
+    except EnvironmentInvalidError:
+        return []
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a GPU does at this moment."""
+
+    uuid: str
+    name: str
+    busy_percent: int | None  #: of the last second or so; None where it does not say
+    used_bytes: int
+    total_bytes: int
+
+
+def gpu_loads() -> list[Load]:
+    """Use of each GPU that answers, and of its memory; empty without NVML's library or driver."""
+    try:
+        nvml = _nvml()
+    except EnvironmentInvalidError:
+        return []
+    try:
+        found = [_load(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
+    finally:
+        nvml.nvmlShutdown()
+    return [load for load in found if load is not None]
+
+
+def _load(nvml: Any, index: int) -> Load | None:
+    if (gpu := _cuda(nvml, index)) is None:
+        return None
+    try:
+        busy_percent = int(nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(index)).gpu)
+    except nvml.NVMLError:  # a slice of one (MIG) has none
+        busy_percent = None
+    return Load(gpu.uuid or "", gpu.name, busy_percent, gpu.total_bytes - gpu.free_bytes, gpu.total_bytes)
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version. Raises EnvironmentInvalidError, which says what NVML said."""
+    nvml = _nvml()
+    try:
+        return _text(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError as error:
+        raise EnvironmentInvalidError(f"NVML: {error}", hint="see nvidia-smi") from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml() -> Any:
+    """NVML, initialised; the caller shuts it down."""
+    try:
+        import pynvml  # noqa: PLC0415  (only where there may be a GPU)
+    except ImportError as error:
+        raise EnvironmentInvalidError("no nvidia-ml-py", hint="pip install nvidia-ml-py") from error
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise EnvironmentInvalidError(f"NVML: {error}", hint="is the NVIDIA driver installed and loaded?") from error
+    return pynvml
+
+
+def _ask_nvml(gpus: list[int] | None) -> list[Device]:
+    if gpus == []:
+        return []
+    nvml = _nvml()
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        found = [_cuda(nvml, index) for index in range(count) if gpus is None or index in gpus]
+    except nvml.NVMLError as error:
+        raise EnvironmentInvalidError(f"NVML: {error}", hint="see nvidia-smi") from error
+    finally:
+        nvml.nvmlShutdown()
+    return [device for device in found if device is not None]
+
+
+def _cuda(nvml: Any, index: int) -> Device | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        total, free = _cuda_memory(nvml, handle)
+        return Device(
+            kind="cuda",
+            name=_text(nvml.nvmlDeviceGetName(handle)),
+            index=index,
+            uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+            compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+            total_bytes=total,
+            free_bytes=free,
+        )
+    except nvml.NVMLError:
+        return None
+
+
+def _cuda_memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """A GPU that shares the machine's memory (Jetson, GB10) has none of its own to tell of."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError_NotSupported:
+        return system_memory()
+    return int(memory.total), int(memory.free)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def cpu() -> Device:
+    """This machine's processor and memory."""
+    total, free = system_memory()
+    return Device(kind="cpu", name=_cpu_name(), total_bytes=total, free_bytes=free)
+
+
+def _is_apple_silicon() -> bool:
+    return platform.system() == "Darwin" and platform.machine() == "arm64"
+
+
+def _mps() -> Device:
+    total, free = system_memory()
+    release = platform.mac_ver()[0].partition(".")[0]
+    return Device(
+        kind="mps", name="Apple GPU", total_bytes=total, free_bytes=free,
+        has_bfloat16=int(release) >= MACOS_BFLOAT16 if release.isdecimal() else True,
+    )  # fmt: skip
+
+
+def system_memory(meminfo_path: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """Total and available bytes of the machine's memory."""
+    try:
+        lines = meminfo_path.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:  # not Linux: there is no word for what is available
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    kib = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines)}
+    return kib["MemTotal"] * 1024, kib.get("MemAvailable", kib["MemFree"]) * 1024
+
+
+def _cpu_name(cpuinfo_path: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        text = cpuinfo_path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()

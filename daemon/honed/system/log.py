@@ -1,0 +1,165 @@
+"""Logging: entries with fields of their own where the journal reads our stderr, lines on stderr elsewhere.
+
+What an entry is about goes with it: `log.info("job %d …", …, extra=about(job, message.STARTED))`. No entry has what a
+sentence quotes of a job's files, and marks (quote.py), nor the words of an exception, which may quote them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from honed.system import journal, quote
+from honed.system.error import said
+from honed.system.journal import Journal
+from honed.system.message import Message
+
+#: syslog(3) priorities.
+PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+STDERR_FD = 2
+#: Characters of an entry or a field; journald cuts what it reads as lines at 48 KiB.
+MAX_CHARS = 32_000
+#: Exceptions of one traceback, each the cause of the next.
+MAX_CHAIN = 8
+#: The attribute of a record that has its fields.
+FIELDS = "honed_fields"
+
+
+class Subject(Protocol):
+    """A job, as far as an entry of the journal names it."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+
+
+def about(job: Subject | int | None = None, message: Message | None = None, **fields: object) -> dict[str, Any]:
+    """`extra=` of a log call: what the entry is about. `step=3` becomes HONED_STEP=3; None is left out.
+
+    The fields that people filter by: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS,
+    HONED_CODE, HONED_HINT, HONED_FILE; and MESSAGE_ID, by which `journalctl -x` explains the entry.
+    """
+    if isinstance(job, int):
+        fields = {"job": job, **fields}
+    elif job is not None:
+        fields = {"job": job.id, "name": job.name, "state": job.state, **fields}
+    named = {f"HONED_{key.upper()}": _plain(str(value)) for key, value in fields.items() if value not in {None, ""}}
+    return {FIELDS: named | ({"MESSAGE_ID": message.id} if message else {})}
+
+
+def _plain(text: str) -> str:
+    """What a job file says must not paint the administrator's terminal, nor what is quoted of its files be read."""
+    text = quote.hide(text)
+    if len(text) > MAX_CHARS:
+        text = f"{text[:MAX_CHARS]}… ({len(text)} characters)"
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+
+
+def trace(error: BaseException) -> str:
+    """A traceback for everybody: the places, and of the words no more than everybody may read."""
+    parts: list[str] = []
+    here: BaseException | None = error
+    while here is not None and len(parts) < MAX_CHAIN:
+        words = quote.hide(said(here))
+        raised = f"{type(here).__qualname__}{f': {words}' if words else ''}"
+        parts.append(
+            "".join(["Traceback (most recent call last):\n", *traceback.format_tb(here.__traceback__), raised])
+        )
+        here = here.__cause__ or (None if here.__suppress_context__ else here.__context__)
+    return "\n\nwhich led to:\n\n".join(reversed(parts))
+
+
+def guard_tracebacks() -> None:
+    """Have what nobody catches, in any thread, told as `trace` tells it: stderr is a log."""
+
+    def tell(_kind: type[BaseException], error: BaseException | None, _places: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            print(trace(error), file=sys.stderr)
+
+    sys.excepthook = tell
+    threading.excepthook = lambda caught: tell(caught.exc_type, caught.exc_value, caught.exc_traceback)
+
+
+class _Tracer(logging.Formatter):
+    def formatException(  # noqa: N802 - the library's name
+        self,
+        ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
+    ) -> str:
+        return trace(ei[1]) if ei[1] is not None else ""
+
+
+class _Formatter(_Tracer):
+    def __init__(self, *, prefixed: bool) -> None:
+        super().__init__("%(message)s" if prefixed else "%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        self._prefixed = prefixed
+
+    def format(self, record: logging.LogRecord) -> str:
+        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix. Lines
+        # after the first are indented: what a job or a worker says must not pass for an entry of ours.
+        prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._prefixed else ""
+        return prefix + f"\n{prefix}    ".join(_plain(super().format(record)).split("\n"))
+
+
+class JournalHandler(logging.Handler):
+    """Hands records to the journal; to stderr, prefixed, what the journal does not take."""
+
+    def __init__(self, to: Journal, *, identifier: str = "honed", fallback: TextIO | None = None) -> None:
+        super().__init__()
+        self._journal = to
+        self._identifier = identifier
+        self._fallback = logging.StreamHandler(fallback or sys.stderr)
+        self._fallback.setFormatter(_Formatter(prefixed=True))
+        self.setFormatter(_Tracer("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._journal.send(self._entry(record))
+        except OSError:
+            self._fallback.handle(record)
+
+    def _entry(self, record: logging.LogRecord) -> dict[str, str | bytes | int | float]:
+        return {
+            "MESSAGE": _plain(self.format(record)),
+            "PRIORITY": PRIORITIES.get(record.levelno, 6),
+            "SYSLOG_IDENTIFIER": self._identifier,
+            "SYSLOG_TIMESTAMP": time.strftime("%b %d %H:%M:%S ", time.localtime(record.created)),
+            "CODE_FILE": record.pathname,
+            "CODE_LINE": record.lineno,
+            "CODE_FUNC": record.funcName or "",
+            "HONED_LOGGER": record.name,
+            **_job_of(record),
+            **getattr(record, FIELDS, {}),
+        }
+
+
+def _job_of(record: logging.LogRecord) -> dict[str, str]:
+    """The job of an entry that says no more of what it is about: by our own rule its text begins with it."""
+    match record.args:
+        case (int(number), *_) if record.msg.startswith("job %d"):
+            return {"HONED_JOB": str(number)}
+        case _:
+            return {}
+
+
+def set_up(*, verbose: bool, identifier: str = "honed") -> None:
+    """Send every logger's records to the journal, or to stderr: prefixed unless a person sits there."""
+    guard_tracebacks()
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[_handler(identifier)], force=True)
+    logging.getLogger("watchdog").setLevel(logging.WARNING)
+
+
+def _handler(identifier: str = "honed") -> logging.Handler:
+    if journal.is_read_from(STDERR_FD) and journal.SOCKET_PATH.exists():
+        return JournalHandler(Journal(), identifier=identifier)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(prefixed="JOURNAL_STREAM" in os.environ or not sys.stderr.isatty()))
+    return handler

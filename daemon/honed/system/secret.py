@@ -1,0 +1,35 @@
+"""Secrets: one line of a file, which systemd hands over as a credential, or which the configuration names.
+
+They are read anew each time, so that a changed one counts, and no error shows them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from honed.system.error import EnvironmentInvalidError
+
+ONE_LINE = "one line, without blanks in it"
+
+
+def credential(*names: str) -> Path | None:
+    """The first of these that systemd has given us."""
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    places = [Path(directory) / name for name in names] if directory else []
+    return next((place for place in places if place.exists()), None)
+
+
+def read(path: Path, what: str, *, min_chars: int = 1, hint: str = ONE_LINE) -> str:
+    """What a file holds, called `what`. Raises EnvironmentInvalidError; `hint` is for a file in which there is none."""
+    try:
+        secret = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not plain text"
+        raise EnvironmentInvalidError(
+            f"the {what} in {path} cannot be read: {why}", hint="one line, readable"
+        ) from None
+    if len(secret) < min_chars or not secret.isprintable() or " " in secret:
+        least = f" of {min_chars} characters or more" if min_chars > 1 else ""
+        raise EnvironmentInvalidError(f"{path} holds no {what}{least}", hint=hint)
+    return secret

@@ -1,0 +1,123 @@
+"""From the text that a template renders to the text that a processor makes of it, and what lies where in both.
+
+    rendered   user\n<|image_pad|>What is it?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n
+    expanded   user\n<|image_pad|>…<|image_pad|>What is it?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n
+
+A template writes a few tokens where a picture, a film or a sound belongs, and a processor writes as many as it takes in
+their place, with whatever else its model wants to read there. All other text is the same in both, in the same order:
+so whatever lies in it is found again, in any family, without knowing what the processor wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from honed.system import quote
+from honed.text.span import Span, common
+
+if TYPE_CHECKING:
+    from honed.spec.media import Kind
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an image, a video or a sound in a text."""
+
+    kind: Kind
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """What a processor made of a rendered conversation and its media."""
+
+    text: str  #: as it went to the tokenizer
+    input_ids: list[int]
+    grids: Mapping[Kind, Sequence[tuple[int, ...]]] = field(default_factory=dict)  #: patches, where a family counts so
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A rendered text's pieces, and where each lies in the expanded one."""
+
+    pieces: tuple[tuple[Span, Span], ...]
+    places: tuple[Place, ...]  #: in the expanded text
+
+    def spans(self, spans: Iterable[Span]) -> list[Span]:
+        """Spans of the rendered text in the expanded one, with what was put there left out."""
+        carried = []
+        for a, b in spans:
+            for (start, end), (at, _) in self.pieces:
+                low, high = max(a, start), min(b, end)
+                if low < high:
+                    carried.append((at + low - start, at + high - start))
+        return carried
+
+
+def added_text(with_it: str, without: str, tokens: Sequence[str]) -> str:
+    """What a text has more than another, from the first of the added tokens to the last; empty for none."""
+    pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+    found, other = list(pattern.finditer(with_it)), [match.group() for match in pattern.finditer(without)]
+    named = [match.group() for match in found]
+    head = common(named, other)
+    tail = common(named[head:][::-1], other[head:][::-1])
+    more = found[head : len(found) - tail]
+    return with_it[more[0].start() : more[-1].end()] if more else ""
+
+
+def find_places(text: str, placeholders: Mapping[Kind, str]) -> list[Place]:
+    """Places where the template has written that something belongs, in order."""
+    kinds = {placeholder: kind for kind, placeholder in placeholders.items()}
+    pattern = re.compile("|".join(map(re.escape, sorted(kinds, key=len, reverse=True))) or r"(?!)")
+    return [Place(kinds[match.group()], *match.span()) for match in pattern.finditer(text)]
+
+
+def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[str] = ()) -> Carried:
+    """The spans of the text between the places once they are expanded. Raises ValueError where that cannot be told.
+
+    `tokens` are those of which nothing is text: `ok` is not found in `<image_soft_token>`.
+    """
+    cuts = [0, *[cut for place in places for cut in (place.start, place.end)], len(text)]
+    pieces = [(cuts[n], cuts[n + 1]) for n in range(0, len(cuts), 2)]
+    first, last = text[: pieces[0][1]], text[pieces[-1][0] :]
+    if not expanded.startswith(first) or not expanded.endswith(last) or len(first) + len(last) > len(expanded):
+        raise ValueError("the processor changes the text before the first of its media, or after the last")
+    if not places:
+        return Carried(((pieces[0], (0, len(expanded))),), ())
+    inner, limit = pieces[1:-1], len(expanded) - len(last)
+    early, late = [], []
+    at = len(first)
+    for a, b in inner:
+        if (at := _without(tokens, expanded, text[a:b]).find(text[a:b], at, limit)) < 0:
+            raise ValueError(
+                f"the processor changes the text between its media: {quote.mark(repr(text[a:b]))} is no more there"
+            )
+        early.append(at)
+        at += b - a
+    at = limit
+    for a, b in reversed(inner):
+        at = _without(tokens, expanded, text[a:b]).rfind(text[a:b], len(first), at)
+        late.append(at)
+    starts = []
+    for (a, b), start, other in zip(inner, early, reversed(late), strict=True):
+        if start != other and text[a:b].strip():
+            raise ValueError(f"the processor repeats {quote.mark(repr(text[a:b]))}, which stands between its media")
+        starts.append(start)
+    where = [(0, len(first)), *[(at, at + b - a) for (a, b), at in zip(inner, starts, strict=True)]]
+    where.append((limit, len(expanded)))
+    return Carried(
+        tuple(zip(pieces, where, strict=True)),
+        tuple(Place(each.kind, where[n][1], where[n + 1][0]) for n, each in enumerate(places)),
+    )
+
+
+def _without(tokens: Sequence[str], expanded: str, piece: str) -> str:
+    """The expanded text with those tokens blanked that are spelled with a piece of the rendered one."""
+    for token in tokens:
+        if piece in token and piece != token and piece.strip():
+            expanded = expanded.replace(token, "\0" * len(token))
+    return expanded

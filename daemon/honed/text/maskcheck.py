@@ -1,0 +1,368 @@
+"""The independent check of a mask: it knows only the row and the decoded tokens, not how the mask was made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from honed.inputs.row import Example, words
+from honed.system import quote
+from honed.system.error import MaskError
+from honed.text.span import Span, runs_of, squeeze
+from honed.text.template import TEMPLATE_ERRORS, turn_marks, where
+
+if TYPE_CHECKING:
+    from honed.text.chat import ChatFormat
+
+IGNORED = -100  #: the label of a token that is not trained on
+
+#: Characters, white space left out, from which on words of the user in a trained text are no accident.
+_MIN_FOREIGN = 12
+
+
+@dataclass
+class Check:
+    """One row's labels against what its assistant says, by decoding."""
+
+    chat: ChatFormat
+    ids: list[int]
+    labels: list[int]
+    example: Example
+    is_truncated: bool
+    placeholder_ids: frozenset[int]
+
+    def run(self) -> None:
+        self._check_tokens()
+        runs = [(a, b) for a, b, is_trained in runs_of([label != IGNORED for label in self.labels]) if is_trained]
+        match self.example.kind:
+            case "messages":
+                self._check_turns(runs)
+            case "prompt_completion":
+                self._check_completion(runs)
+            case "text":
+                self._check_whole()
+
+    def _check_tokens(self) -> None:
+        tokenizer, trained = self.chat.tokenizer, [n for n, label in enumerate(self.labels) if label != IGNORED]
+        if len(self.ids) != len(self.labels):
+            raise self._error(f"there are {len(self.ids)} tokens and {len(self.labels)} labels")
+        if not trained:
+            raise self._error("nothing is trained on")
+        if wrong := [n for n in trained if self.labels[n] != self.ids[n]]:
+            raise self._error("the labels are not the row's own tokens", wrong[0])
+        forbidden = self.placeholder_ids | placeholder_ids(tokenizer)
+        said = str([words(m) for m in self.example.messages]) + self.example.completion + self.example.text
+        if self._pads_otherwise and tokenizer.pad_token not in said:
+            forbidden |= {tokenizer.pad_token_id}
+        if wrong := [n for n in trained if self.ids[n] in forbidden]:
+            named = ", ".join(repr(self.chat.decode([token])) for token in sorted({self.ids[n] for n in wrong}))
+            raise self._error(f"a token that nobody says is trained on{quote.aside(f': {named}')}", wrong[0])
+        twice = [n for n in trained[1:] if self.ids[n] == self.ids[n - 1] == tokenizer.pad_token_id]
+        if twice and tokenizer.pad_token not in said:
+            raise self._error("padding is trained on", twice[0])
+
+    @property
+    def _pads_otherwise(self) -> bool:
+        """Whether padding has a token of its own, which ends nothing."""
+        pad_id = self.chat.tokenizer.pad_token_id
+        ends = [self.chat.tokenizer.eos_token_id] if self.example.kind != "messages" else self.chat.stop_token_ids
+        return pad_id is not None and pad_id not in ends
+
+    # --- conversations
+
+    def _check_turns(self, runs: list[Span]) -> None:
+        awaited = self.example.trained_turns
+        for n, run in enumerate(runs):
+            if not awaited:
+                raise self._error("more is trained on than the assistant's turns", run[0])
+            is_cut = self.is_truncated and n == len(runs) - 1
+            turns = self._match(run, awaited, is_cut=is_cut, is_alone=len(runs) - n >= len(awaited))
+            awaited = awaited[len(turns) :]
+            self._check_order(run, turns)
+            self._check_edges(run, words(self.example.messages[turns[0]]), is_cut=is_cut)
+            if not is_cut:
+                self._check_end(run, turns[-1])
+        if awaited and not self.is_truncated:
+            raise self._error(f"message {awaited[0] + 1}, the assistant's, is not trained on")
+
+    def _match(self, run: Span, awaited: list[int], *, is_cut: bool, is_alone: bool) -> list[int]:
+        """The messages that one run of trained tokens holds, in order; at least one."""
+        text, at, matched = squeeze(self._said(run, is_cut=is_cut)), 0, list[int]()
+        ends = [squeeze(end) for end in self.chat.probe.ends]
+        rest, told = "", 0
+        for i in awaited[:1] if is_alone else awaited:
+            message = self.example.messages[i]
+            found = self._place(text, at, i, is_cut=is_cut)
+            if found is None:
+                break
+            if matched and found[0] == found[1] and not any(end in text[at:] for end in ends):
+                break  # it says nothing, and nothing is left of this run: it has one of its own
+            if not matched or not _is_simple(message):
+                self._check_front(text[at : found[0]], i, run)
+            rest += text[at : found[0]]
+            told = found[1]
+            at = told + next((len(end) for end in ends if text.startswith(end, told)), 0)
+            matched.append(i)
+        if not matched:
+            said = shorten(words(self.example.messages[awaited[0]]))
+            raise self._error(
+                f"message {awaited[0] + 1}, the assistant's, is not trained on as it is said: its words"
+                f"{quote.aside(f', {said!r},')} are not in the trained text",
+                run[0],
+            )
+        self._check_back(text[told:], matched[-1], run)
+        self._check_foreign(rest + "\n" + text[told:], run)
+        return matched
+
+    def _place(self, text: str, at: int, i: int, *, is_cut: bool) -> Span | None:
+        """The span of message i's words in a run, [start, end); in one that is cut off, a beginning of them will do."""
+        message = self.example.messages[i]
+        content = squeeze(words(message))
+        told = [content, squeeze(words(message).split("</think>")[-1])]
+        names = [squeeze(call.get("function", call)["name"]) for call in message.get("tool_calls") or []]
+        for word in told if content else names[:1] or [""]:
+            if word in text[at:]:
+                start = text.index(word, at)
+                called = [text.find(name, start + len(word)) + len(name) for name in names if name in text[start:]]
+                if len(called) == len(names) or is_cut or not content:
+                    return start, max([start + len(word), *called])
+        if content and names:
+            by_name, by_words = _found(names[:1], text, at), _found(told, text, at)
+            if by_name and by_words:  # the calls first
+                return min(by_name[0], by_words[0]), max(by_name[1], by_words[1])
+            # Many templates show a turn's words or its calls, not both.
+            lost = self.chat.left_out(self.example, i) if by_name or by_words else set()
+            if alone := (by_words if "tool_calls" in lost else None) or (by_name if "answer" in lost else None):
+                return alone
+        if not is_cut:
+            return None
+        fronts = ["", *[squeeze(lead) for _, lead in self.chat.probe.fronts]]
+        bare = [text[at:].removeprefix(front) for front in fronts]
+        if any(front.startswith(text[at:]) for front in fronts) or any(
+            word.startswith(part) or part.startswith(word) for word in told for part in bare
+        ):
+            return at, len(text)
+        return None if _is_simple(message) else (at, len(text))
+
+    def _check_front(self, front: str, i: int, run: Span) -> None:
+        """What is trained before a message's words: the template's marks of a turn, nothing of what comes before."""
+        probe = self.chat.probe
+        leads = {squeeze(lead) for _, lead in probe.fronts}
+        if not front or front in leads:
+            return
+        message = self.example.messages[i]
+        openings = {squeeze(opening) for opening, _ in probe.fronts} | {squeeze(probe.header)}
+        asked = squeeze(words(self.example.messages[i - 1]) if i else "")
+        # After the reasoning, a template may open the answer in the way in which it opens a turn.
+        if any(opening and opening in front.partition(_reasoning(message) or "\n")[0] for opening in openings):
+            raise self._error("the header of a turn is trained on", run[0])
+        if asked and _is_simple(self.example.messages[i]) and asked.endswith(front):
+            raise self._error(
+                f"the end of message {i}, the {self.example.messages[i - 1]['role']}'s, is trained on", run[0]
+            )
+
+    def _check_back(self, back: str, i: int, run: Span) -> None:
+        """What is trained after a message's words: its end, once, and nothing after it."""
+        said = squeeze("".join(words(m) for m in self.example.messages if m["role"] == "assistant"))
+        ends = [squeeze(end) for end in self.chat.probe.ends if squeeze(end) not in said]
+        if not back or back in self.chat.probe.backs or back in ends:
+            return
+        if self.example.messages[i].get("tool_calls") and self._told(i).endswith(back):
+            return  # one of several calls ends as the last does
+        if any(back.find(end) not in (-1, len(back) - len(end)) for end in ends if end):
+            raise self._error(f"more is trained on than message {i + 1} and its end token", run[1] - 1)
+
+    def _check_foreign(self, rest: str, run: Span) -> None:
+        """The trained text apart from the assistant's words must not hold anyone else's."""
+        probe = self.chat.probe
+        trained = self.example.trained_turns
+        own = squeeze(str([self.example.messages[i] for i in trained]))
+        own += "".join(map(squeeze, [*probe.ends, *probe.backs, *(part for front in probe.fronts for part in front)]))
+        for i, message in enumerate(self.example.messages):
+            told = squeeze(words(message))
+            if i not in trained and len(told) >= _MIN_FOREIGN and told in rest and told not in own:
+                raise self._error(f"message {i + 1}, the {message['role']}'s, is trained on", run[0])
+
+    def _check_order(self, run: Span, turns: list[int]) -> None:
+        """Tell apart turns that say the same, some not trained on: those before the run lie before it, those after,
+        after."""
+        for i in turns:
+            told = squeeze(words(self.example.messages[i]))
+            same = [
+                k for k, m in enumerate(self.example.messages)
+                if m["role"] == "assistant" and k not in turns and _is_simple(m) and told and told == squeeze(words(m))
+            ]  # fmt: skip
+            if not any(k in self.example.untrained for k in same):
+                continue
+            before, after = squeeze(self._text(0, run[0])), squeeze(self._text(run[1], len(self.ids)))
+            num_before, num_after = sum(k < i for k in same), sum(k > i for k in same)
+            if before.count(told) < num_before or (not self.is_truncated and after.count(told) < num_after):
+                raise self._error(f"a turn of weight 0, which says what message {i + 1} says, is trained on", run[0])
+
+    def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
+        """The run's two ends: the header before it whole and untrained, its own front whole, its end token trained."""
+        before, text, after = self._text(0, run[0]), self._text(*run), self._text(run[1], len(self.ids))
+        first, last = self._text(run[0], run[0] + 1), self._text(run[1] - 1, run[1])
+        ends = self.chat.probe.ends
+        for form in (str, _despace):
+            openings = [form(opening) for opening, _ in self.chat.probe.fronts if opening]
+            is_opened = any(form(before).endswith(opening) for opening in openings)
+            for opening, lead in [(form(o), form(lead)) for o, lead in self.chat.probe.fronts]:
+                over = _overlap(form(before), form(text), opening)
+                if over == len(opening) and not (opening.isspace() and not form(content).startswith(opening)):
+                    over = 0  # words that read like a header, or one that `_check_front` has seen
+                if over and not is_opened and not (opening[-over:].isspace() and len(form(first)) > over):
+                    raise self._error(
+                        f"{quote.mark(repr(opening[-over:]))}, of the header of the turn, is trained on", run[0]
+                    )
+                is_late = opening and lead and form(before).endswith(opening + lead)
+                late = 0 if is_late else _overlap(form(before), form(text), opening + lead)
+                if is_late or (opening and 0 < late < len(lead)):
+                    front = quote.mark(repr(lead[: len(lead) - late]))
+                    raise self._error(f"the front of the turn, {front}, is not trained on", run[0])
+        ended = [end for end in ends if squeeze(text).endswith(squeeze(end))]
+        if ended and not last.strip():
+            raise self._error("what follows the end token is trained on", run[1] - 1)
+        if not ended and not is_cut and any(_overlap(squeeze(text), squeeze(after), squeeze(end)) for end in ends):
+            raise self._error("the end token of the turn is not trained on", run[1] - 1)
+
+    def _check_end(self, run: Span, i: int) -> None:
+        """What ends message i's turn is trained on: without it the model would not learn to stop."""
+        text, after = self._text(*run).rstrip(), self._text(run[1], len(self.ids)).lstrip()
+        ends, messages = [squeeze(end) for end in self.chat.probe.ends], self.example.messages
+        if any(squeeze(text).endswith(end) for end in ends):
+            return
+        following = messages[i + 1] if i + 1 < len(messages) else None
+        calls = bool(messages[i].get("tool_calls"))
+        missing = self.chat.probe.unwritten_call if calls else self.chat.probe.unwritten
+        # Where no mark is a token, what ends a call is not told from its arguments' end, and is trained with it.
+        if following is None and (missing or (ends and (after or not calls))):
+            raise self._error(
+                "the row ends without what ends a turn, so that the model would not learn to stop", run[1]
+            )
+        if following is not None and following["role"] == "assistant":
+            return
+        # By the row alone: the turn as it is rendered without what comes after it, and the mark of what does.
+        told = self._told(i)
+        whole, reached = squeeze(self._text(0, len(self.ids))), len(squeeze(self._text(0, run[1])))
+        if told.startswith(whole[:reached]) and whole.startswith(told) and len(told) > reached:
+            end = quote.mark(repr(whole[reached : len(told)]))
+            raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
+        marks = [mark for mark in turn_marks(self.chat.tokenizer) if squeeze(after).startswith(squeeze(mark))]
+        if marks and not any(text.endswith(mark) for mark in turn_marks(self.chat.tokenizer)):
+            end = quote.mark(repr(marks[0]))
+            raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
+
+    def _told(self, i: int) -> str:
+        """The conversation up to message i as it is rendered alone, without white space."""
+        try:
+            return squeeze(self.chat.render(self.example.messages[: i + 1], self.example.tools))
+        except TEMPLATE_ERRORS:
+            return ""
+
+    # --- the other kinds
+
+    def _check_completion(self, runs: list[Span]) -> None:
+        text, wanted = squeeze(self._said(runs[0], is_cut=self.is_truncated)), squeeze(self.example.completion)
+        eos = squeeze(self.chat.tokenizer.eos_token or "")
+        is_whole = text in (wanted + eos, wanted)
+        if len(runs) > 1 or not (is_whole or (self.is_truncated and (wanted + eos).startswith(text))):
+            raise self._error("the trained text is not the completion", runs[0][0])
+        if text == wanted and eos and not wanted.endswith(eos) and not self.is_truncated:
+            raise self._error("the end token after the completion is not trained on", runs[0][1] - 1)
+
+    def _check_whole(self) -> None:
+        tokenizer = self.chat.tokenizer
+        outside = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+        for n, label in enumerate(self.labels):
+            if label == IGNORED and self.ids[n] not in outside:
+                raise self._error("a text row is trained on whole, and a part of it is masked", n)
+
+    # --- evidence
+
+    def _text(self, a: int, b: int) -> str:
+        """The text of tokens [a, b), as it stands in the row's."""
+        return self.chat.decode(self.ids[:b])[len(self.chat.decode(self.ids[:a])) :]
+
+    def _said(self, run: Span, *, is_cut: bool) -> str:
+        """The text of a run; of one that is cut off, without the bytes of a character that is not whole."""
+        text = self._text(*run)
+        return text.rstrip("\ufffd") if is_cut else text
+
+    def _error(self, what: str, at: int | None = None) -> MaskError:
+        """With the row around token `at`, what is trained on between ⟦ and ⟧."""
+        around = range(max(0, (at or 0) - 24), min(len(self.ids), len(self.labels), (at or 0) + 24))
+        shown = ""
+        for a, b, is_trained in runs_of([self.labels[n] != IGNORED for n in around]):
+            text = self.chat.decode(self.ids[around[0] + a : around[0] + b])
+            shown += f"⟦{text}⟧" if is_trained else text
+        return MaskError(
+            f"{where(self.example)}: {what}{quote.aside(f'; trained between ⟦⟧: {shorten(shown, 600)!r}')}",
+            hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
+            f"they are rendered; {_MORE[self.example.kind == 'messages']}",
+        )
+
+
+#: What helps, of rows that a chat template renders and of others.
+_MORE = {
+    True: "name another template with `chat_template:`, or train on prompt/completion rows, which need none; report it "
+    "with the template",
+    False: "look at the versions with `honectl doctor`, and report it with the row",
+}
+
+
+def placeholder_ids(*sources: Any) -> frozenset[int]:
+    """The tokens of images, video and audio, and of their beginnings and ends, as far as the sources name them.
+
+    A source is a tokenizer, a processor, or a model's config as a dict.
+    """
+    found: set[int] = set()
+    for source in sources:
+        named = source if isinstance(source, Mapping) else _named_ids(source)
+        found |= {token for name, token in named.items() if _PLACEHOLDER.search(name) and type(token) is int}
+    return frozenset(token for token in found if token >= 0)
+
+
+#: `image_token_id`, `vision_start_token_id`, `boi_token_id`, `audio_token_index`, `vision_eos_token_id`, …
+_PLACEHOLDER = re.compile(r"(image|video|vision|audio|\bboi|\beoi).*token_(id|index)$")
+
+
+def _named_ids(source: Any) -> dict[str, Any]:
+    """What an object has under such names; some of a tokenizer's are there only once they are asked for."""
+    kinds = ("image", "video", "audio", "vision_start", "vision_end", "vision_bos", "vision_eos", "audio_bos",
+             "audio_eos", "boi", "eoi")  # fmt: skip
+    return {**vars(source)} | {name: getattr(source, name, None) for name in (f"{kind}_token_id" for kind in kinds)}
+
+
+def _is_simple(message: Mapping[str, Any]) -> bool:
+    """Whether a message is its content, without reasoning or calls around it."""
+    has_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking"))
+    return not has_more and "</think>" not in words(message)
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """What a message thinks, white space left out, whichever way it is written down."""
+    named = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), "")
+    inside, _, answer = words(message).rpartition("</think>")
+    return squeeze(str(named) or (inside.removeprefix("<think>") if answer != words(message) else ""))
+
+
+def _found(wanted: list[str], text: str, at: int) -> Span | None:
+    """The place of the first word that a text has from `at` on."""
+    places = ((text.find(word, at), len(word)) for word in wanted)
+    return next(((start, start + length) for start, length in places if start >= 0), None)
+
+
+def _overlap(before: str, after: str, text: str) -> int:
+    """The number of `text`'s last characters lie in `after`, where `text` lies across the two; 0 where it does not."""
+    return next((n for n in range(1, len(text) + 1) if after.startswith(text[-n:]) and before.endswith(text[:-n])), 0)
+
+
+def _despace(text: str) -> str:
+    return text.replace(" ", "").replace("▁", "")
+
+
+def shorten(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else text[: length // 2] + " … " + text[-length // 2 :]

@@ -1,0 +1,396 @@
+"""Parts of a row that its chat template leaves out: reasoning, system messages, names, tools, calls.
+
+Templates decide by role, by place, and by tags in the text, so it is tried: every text of the row gets a mark of its
+own in its middle, tags and all else stay as they are, and the conversation is rendered once more. Texts whose marks are
+not in that rendering are left out.
+
+    said       <think>two and two</think>4
+    marked     <think>two aQx0omitnd two</think>Qx1omit4
+    rendered   …<|im_start|>assistant\\nQx1omit4<|im_end|>       the reasoning is left out
+
+Most rows of a data set are alike: which keys they have, and which tags. What one of them has shown wholly is not tried
+for the others, whose texts are just looked for in their renderings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from honed.spec.problem import shown
+from honed.system import quote
+from honed.system.error import DatasetError
+from honed.text.span import Span, squeeze
+
+Kind = Literal["reasoning", "answer", "tool_calls", "tools", "system", "user", "tool", "name"]
+
+#: What the kinds are called; of rows that lose some of it.
+WORDS: dict[Kind, str] = {
+    "reasoning": "reasoning",
+    "answer": "words of the assistant",
+    "tool_calls": "tool calls",
+    "tools": "the list of tools",
+    "system": "system messages",
+    "user": "words of the user",
+    "tool": "answers of tools",
+    "name": "names of speakers",
+}
+#: The keys of a message under which templates look for reasoning.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+#: Tags by which templates may take a text apart: `<think>`, `<|channel|>`, `[THINK]`.
+_TAG = re.compile(r"</?[^<>\s/][^<>\n]{0,40}>|\[/?[A-Z_]{3,20}\]")
+_REASONING_TAG = re.compile(r"think|thought|reason|analysis", re.IGNORECASE)
+#: Texts between tags that are tried apart; of a text with more, those between its first tags and all the rest.
+MAX_PIECES = 32
+#: Kinds of rows that are remembered as shown wholly.
+MAX_REMEMBERED = 4096
+
+#: Names in a template that are tried as arguments.
+MAX_SWITCHES = 12
+#: Of the rows: a job of which more are left out because nothing of a turn is shown is refused.
+MAX_SILENCED_SHARE = 0.1
+
+#: Renders a conversation with its tools; None where the template refuses it.
+Render = Callable[[Sequence[Mapping[str, Any]], Any], str | None]
+
+
+class SilencedError(DatasetError):
+    """A row with a turn of which the template leaves out all that it says: its end alone would be trained."""
+
+
+@dataclass(frozen=True)
+class Omission:
+    """One text that is left out, wholly or in part."""
+
+    kind: Kind
+    message: int | None  #: from 0; None of the row's tools
+    text: str
+
+    @property
+    def place(self) -> str:
+        return "tools" if self.message is None else f"message {self.message + 1}"
+
+    @property
+    def quoted(self) -> str:
+        return shown(" ".join(self.text.split()))
+
+    def __str__(self) -> str:
+        return f"{self.place}, {WORDS[self.kind]}: {self.quoted}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "message": None if self.message is None else self.message + 1, "text": self.text}
+
+
+def line(told: Mapping[str, Any]) -> str:
+    """What `as_dict` has made, in words for the row's owner."""
+    number = told["message"]
+    return quote.show(str(Omission(told["kind"], None if number is None else number - 1, told["text"])))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One text of a row: where it stands, and the pieces of it that are tried."""
+
+    kind: Kind
+    message: int | None
+    path: tuple[str | int, ...]  #: of keys and numbers, from the row's messages or its tools
+    value: str
+    pieces: tuple[Span, ...]
+    is_key: bool = False  #: it is the last key of the path
+
+
+#: What helps, where nothing better was found.
+_ADVICE: dict[Kind, str] = {
+    "reasoning": "name a template that shows it (`chat_template:`), or leave it out of the rows",
+    "answer": "some templates show a turn's words or its calls, not both: give each a turn of its own",
+    "tool_calls": "name a template with a place for calls (`chat_template:`)",
+    "tools": "name a template with a place for tools (`chat_template:`), or leave the column out",
+    "system": "put such words at the beginning of the user's, or name another template (`chat_template:`)",
+    "user": "`honectl preview` shows what is left",
+    "tool": "name a template with a place for the answers of tools (`chat_template:`)",
+    "name": "write the name into the content",
+}
+SILENCED_HINT = (
+    "name a template that shows what these rows say (`chat_template:`, `training_chat_template: trl`), or leave them "
+    "out; `honectl preview` shows how rows are rendered"
+)
+
+
+def advice(kinds: Iterable[Kind]) -> str:
+    """What helps, in general."""
+    return "; ".join(f"{WORDS[kind]}: {_ADVICE[kind]}" for kind in kinds)
+
+
+def said_in_tags(text: str) -> str:
+    """What is said where all other texts are left out: an answer such as `[SEARCH]`, which is nothing but a tag."""
+    return _TAG.sub(lambda tag: "" if _REASONING_TAG.search(tag[0]) else tag[0], text).strip()
+
+
+def under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """The messages with their reasoning under each other key at which templates look: from, to, messages."""
+    present = [key for key in REASONING_KEYS if any(message.get(key) for message in messages)]
+    for key in present:
+        for other in REASONING_KEYS:
+            if other not in present:
+                yield key, other, [{other if k == key else k: v for k, v in m.items()} for m in messages]
+
+
+def by_the_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with what a developer says said by the system, as most templates know it."""
+    return [{**each, "role": "system"} if each["role"] == "developer" else dict(each) for each in messages]
+
+
+def switches(template: str) -> list[str]:
+    """Names in a template that may be arguments about reasoning, the likeliest first."""
+    named = re.findall(r"(?<![.'\"\w])[a-z_]*(?:think|reason)[a-z_]*(?![\w'\"(])", template)
+    kept = [name for name in named if name not in REASONING_KEYS or name == "thinking"]  # which is DeepSeek-V3.1's
+    return [name for name, _ in Counter(kept).most_common(MAX_SWITCHES)]
+
+
+class Finder:
+    """Finds what the rows of a data set lose under one template."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._shown: set[int] = set()  # hashes of the shapes of rows that are shown wholly
+
+    def find(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> list[Omission]:
+        """What of a row is not in `text`, its rendering, in the row's order."""
+        texts = list(_texts(messages, tools))
+        shape = hash(_shape(messages, texts))
+        squeezed = squeeze(text)
+        is_found = all(
+            squeeze(each.value[a:b]) in squeezed
+            for each in texts
+            for a, b in each.pieces
+            if not each.kind.startswith("tool") and each.kind != "name"
+        )
+        if is_found and shape in self._shown:
+            return []
+        found = self._tried(messages, tools, texts, 0.5)
+        if not found and not is_found:  # rendered in other words, or cut
+            found = self._tried(messages, tools, texts, 0.0) or self._tried(messages, tools, texts, 1.0)
+        if not found:
+            if len(self._shown) >= MAX_REMEMBERED:
+                self._shown.clear()
+            self._shown.add(shape)
+        return found
+
+    def is_silenced(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, i: int, found: Iterable[Omission]
+    ) -> bool:
+        """Whether message i says something, and nothing of it is shown, by what was found of its row."""
+        texts = list(_texts(messages, tools))
+        said = sum(len(text.pieces) for text in texts if text.message == i and text.kind != "name")
+
+        def is_lost(omissions: Iterable[Omission]) -> bool:
+            return sum(each.message == i and each.kind != "name" for each in omissions) >= said
+
+        # Of a text that is cut the middle may be left out, and its beginning or end be shown.
+        return said > 0 and is_lost(found) and all(
+            is_lost(self._tried(messages, tools, texts, where)) for where in (0.0, 1.0)
+        )  # fmt: skip
+
+    def _tried(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, texts: list[_Text], where: float
+    ) -> list[Omission]:
+        """What is left out of a rendering with marks in those places of the texts, 0 for their beginnings."""
+        mark = _mark(messages, tools)
+        rendered = self._marked(messages, tools, texts, mark, where)
+        if rendered is not None:
+            return _missing(texts, mark, rendered)
+        # The template takes some text for more than text: each kind is tried apart, and what is refused passed over.
+        found: list[Omission] = []
+        for kind in dict.fromkeys(text.kind for text in texts):
+            some = [text for text in texts if text.kind == kind]
+            rendered = self._marked(messages, tools, some, mark, where)
+            found += _missing(some, mark, rendered) if rendered is not None else []
+        return sorted(found, key=lambda each: -1 if each.message is None else each.message)
+
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, texts: Iterable[_Text], mark: str, where: float
+    ) -> str | None:
+        made: dict[str, Any] = {"messages": _copied(messages), "tools": _copied(tools)}
+        number = 0
+        for text in reversed(list(texts)):  # a key is renamed after what lies below it
+            value, root = text.value, made["tools" if text.message is None else "messages"]
+            numbers = range(number, number + len(text.pieces))
+            number += len(text.pieces)
+            for n, (a, b) in reversed(list(zip(numbers, text.pieces, strict=True))):
+                at = a + max(1 if where else 0, int((b - a) * where))
+                value = value[:at] + mark.format(n) + value[at:]
+            for step in text.path[:-1]:
+                root = root[step]
+            if text.is_key:
+                renamed = {value if key == text.path[-1] else key: item for key, item in root.items()}
+                root.clear()
+                root.update(renamed)
+            else:
+                root[text.path[-1]] = value
+        return self._render(made["messages"], made["tools"])
+
+
+@dataclass
+class Tally:
+    """What many rows lose."""
+
+    num_rows: int = 0
+    kinds: Counter[Kind] = field(default_factory=Counter)  #: rows that lose some of it
+    firsts: dict[Kind, str] = field(default_factory=dict)  #: of each kind the first, with its row
+    rows: dict[Kind, tuple[Any, list[Omission]]] = field(default_factory=dict)  #: those rows themselves
+
+    def add(self, where: str, omissions: Sequence[Omission], row: Any) -> None:
+        for kind in {each.kind for each in omissions} - self.rows.keys():
+            self.rows[kind] = row, [each for each in omissions if each.kind == kind]
+        self.num_rows += bool(omissions)
+        self.kinds.update({each.kind for each in omissions})
+        for each in merged(omissions):
+            self.firsts.setdefault(each.kind, f"{where}, {each.place}: {each.quoted}")
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.num_rows + other.num_rows, self.kinds + other.kinds, other.firsts | self.firsts, other.rows | self.rows
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows, "kinds": dict(sorted(self.kinds.items()))}
+
+    def told(self, num_rows: int) -> str:
+        """In words, for the rows' owner; empty where nothing is lost."""
+        if not self.num_rows:
+            return ""
+        listed = "; ".join(
+            f"{WORDS[kind]} in {number} (the first: {self.firsts[kind]})" for kind, number in self.kinds.most_common()
+        )
+        return f"the chat template leaves out parts of what {self.num_rows} of {num_rows} rows say: {listed}"
+
+
+def merged(omissions: Iterable[Omission]) -> list[Omission]:
+    """One for each message and kind: a call is a name and several arguments."""
+    found: dict[tuple[int | None, Kind], list[str]] = {}
+    for each in omissions:
+        found.setdefault((each.message, each.kind), []).append(each.text)
+    return [Omission(kind, message, ", ".join(texts)) for (message, kind), texts in found.items()]
+
+
+def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]:
+    found: list[Omission] = []
+    number = 0
+    shown_reasoning: set[tuple[int | None, str]] = set()
+    for text in reversed(list(texts)):
+        lost = []
+        for n, (a, b) in enumerate(text.pieces, start=number):
+            is_shown = mark.format(n) in rendered
+            if text.path[-1] in REASONING_KEYS and is_shown:
+                shown_reasoning.add((text.message, text.value))
+            if not is_shown:
+                lost.append(Omission(_kind_of_piece(text, (a, b)), text.message, text.value[a:b]))
+        number += len(text.pieces)
+        found += reversed(lost)
+    # The same reasoning under two keys, as servers write it, is shown once.
+    return [
+        each for each in reversed(found)
+        if each.kind != "reasoning" or not any(
+            message == each.message and each.text.strip() in value for message, value in shown_reasoning)
+    ]  # fmt: skip
+
+
+def _kind_of_piece(text: _Text, piece: Span) -> Kind:
+    """Words of the assistant between tags of reasoning are that."""
+    if text.kind != "answer":
+        return text.kind
+    before, behind = _TAG.findall(text.value[: piece[0]]), _TAG.findall(text.value[piece[1] :])
+    opens = bool(before) and _REASONING_TAG.search(before[-1]) and not before[-1].startswith(("</", "[/"))
+    closes = bool(behind) and _REASONING_TAG.search(behind[0]) and behind[0].startswith(("</", "[/"))
+    return "reasoning" if opens or closes else "answer"
+
+
+# --- the texts of a row ----------------------------------------------------------------------------------------------
+
+
+def _texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Iterator[_Text]:
+    for n, tool in enumerate(tools or []):
+        below = ("function",) if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) else ()
+        function = tool["function"] if below else tool
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+            yield from _text("tools", None, (n, *below, "name"), name, is_whole=True)
+    for n, message in enumerate(messages):
+        yield from _of_message(message, n)
+
+
+def _of_message(message: Mapping[str, Any], n: int) -> Iterator[_Text]:
+    role = message["role"]
+    kind: Kind = {"assistant": "answer", "developer": "system"}.get(role, role)
+    content = message.get("content")
+    if role != "tool" and isinstance(name := message.get("name"), str):  # a tool's name says only which call it answers
+        yield from _text("name", n, (n, "name"), name, is_whole=True)
+    for key in REASONING_KEYS:
+        if isinstance(value := message.get(key), str):
+            yield from _text("reasoning", n, (n, key), value, is_whole=True)
+    if isinstance(content, str):
+        yield from _text(kind, n, (n, "content"), content)
+    elif isinstance(content, list):
+        for place, part in enumerate(content):
+            if part.get("type") == "text":
+                yield from _text(kind, n, (n, "content", place, "text"), part["text"])
+    for place, call in enumerate(message.get("tool_calls") or []):
+        below = ("function",) if "function" in call else ()
+        function = call["function"] if below else call
+        yield from _text("tool_calls", n, (n, "tool_calls", place, *below, "name"), function["name"], is_whole=True)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, Mapping):
+            continue
+        for key, value in arguments.items():
+            path = (n, "tool_calls", place, *below, "arguments", key)
+            yield from _text("tool_calls", n, path, str(key), is_whole=True, is_key=True)
+            if isinstance(value, str):
+                yield from _text("tool_calls", n, path, value, is_whole=True)
+
+
+def _text(
+    kind: Kind, message: int | None, path: tuple[str | int, ...], value: str, *, is_whole: bool = False,
+    is_key: bool = False,
+) -> Iterator[_Text]:  # fmt: skip
+    """The text, unless it is empty; a whole one is not taken apart at its tags."""
+    pieces = tuple(_pieces(value, max_tags=0 if is_whole else MAX_PIECES - 1))
+    if pieces:
+        yield _Text(kind, message, path, value, pieces, is_key)
+
+
+def _pieces(value: str, *, max_tags: int) -> Iterator[Span]:
+    """What stands between tags, white space around it left out."""
+    at = 0
+    cuts = [match.span() for _, match in zip(range(max_tags), _TAG.finditer(value), strict=False)]
+    for start, end in [*cuts, (len(value), len(value))]:
+        piece = value[at:start]
+        if piece.strip():
+            yield at + len(piece) - len(piece.lstrip()), start - (len(piece) - len(piece.rstrip()))
+        at = end
+
+
+def _shape(messages: Sequence[Mapping[str, Any]], texts: Iterable[_Text]) -> tuple[Any, ...]:
+    """What a row has in common with others of which a template makes the same: all but its words."""
+    turns = tuple((message["role"], *sorted(key for key, value in message.items() if value)) for message in messages)
+    marked = tuple((text.message, text.kind, len(text.pieces), tuple(_TAG.findall(text.value))) for text in texts)
+    return turns, marked
+
+
+def _mark(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+    """A mark that the row does not hold by chance, with a place for a number."""
+    said = json.dumps([messages, tools], default=str)
+    letters = next(letters for letters in ("Qx", "Wj", "Vz", "Kq", "Zv", "") if f"{letters}omit" not in said)
+    return letters + "omit{}Q"
+
+
+def _copied(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {key: _copied(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_copied(item) for item in value]
+        case _:
+            return value

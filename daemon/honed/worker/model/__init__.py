@@ -1,0 +1,1 @@
+"""The model: backends, adapters, the audit, merge and export."""

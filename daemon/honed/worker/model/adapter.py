@@ -1,0 +1,66 @@
+"""A stored adapter beside its base model: one that fits only in part would go on from zeros, or be merged in part."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from honed.inputs.basemodel import read_header
+from honed.system.error import ModelError
+
+#: What to do about an adapter that does not fit.
+OTHER_BASE = "name the base_model that it was trained on: see base_model_name_or_path in its adapter_config.json"
+
+
+def check_fits(empty: Any, adapter_dir: Path) -> None:
+    """Raises ModelError for an adapter that fits a model only in part, as peft itself finds on one without weights.
+
+    `empty`, on meta, is wrapped in the adapter and good for nothing else afterwards.
+    """
+    import peft
+    import torch
+
+    config = peft.PeftConfig.from_pretrained(adapter_dir)
+    config.init_lora_weights = False  # nothing is drawn
+    stored, _ = read_header(adapter_dir / "adapter_model.safetensors", hint="the adapter is incomplete: copy it again")
+    state = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in stored}
+    wrap(empty, config, state, adapter_dir)
+
+
+def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> Any:
+    """The model with its modules wrapped in place, and an adapter's stored tensors in them. Raises ModelError where
+    these do not fit it, or only in part."""
+    import peft
+
+    try:
+        wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+        found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(f"{adapter_dir}: does not fit {type(model).__name__}: {said}", hint=OTHER_BASE) from error
+    check_fitted(adapter_dir, wrapped, found)
+    return wrapped
+
+
+def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
+    """Raises ModelError where peft has left weights of an adapter out, or has begun some from zeros: what it `found`.
+
+    Weights beside some that the model's class passes over had no gradient, as those of layers that share keys.
+    """
+    lacking = sorted(name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name)
+    model = wrapped.get_base_model()
+    homeless = sorted(name for name in found.unexpected_keys if not is_passed_over(model, name))
+    for names, what in (
+        (homeless, "has weights that the base model has no place for"),
+        (lacking, "lacks weights that its own adapter_config.json asks for"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            raise ModelError(f"{adapter_dir}: {what}: {', '.join(names[:3])}{more}", hint=OTHER_BASE)
+
+
+def is_passed_over(model: Any, name: str) -> bool:
+    """Whether a model's class says that it leaves a stored weight of this name out."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(each, name) for each in patterns)

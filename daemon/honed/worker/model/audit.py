@@ -1,0 +1,331 @@
+"""Audit of the loaded model against the plan: every parameter, by role, dtype and device.
+
+    base        what is not one of the others: in the planned dtype
+    quantized   bitsandbytes' storage, whose dtype says nothing; what it computes in is looked at instead
+    adapter     what peft added: in the adapter's own dtype, as everything that is trained beside a frozen base
+    norm        may stay in float32, which some backends and families keep it in
+    vision, audio, projector
+                towers of eyes and ears, and what leads from them into the language model: as base, and never quantized
+                by us
+    meta        not there (offloaded): passed over
+
+A difference is mended where no bit of the checkpoint is lost by it, and said; any other ends the job with
+precision_mismatch, as does a dtype that is another by the time weights are saved. `model.config.dtype` counts too,
+since libraries read it instead of looking at the parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from honed.inputs import modality
+from honed.job.event import EventWriter
+from honed.plan.precision import Precision
+from honed.system.error import PrecisionError
+
+_ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b|\btrainable_tokens_")
+_NORM = re.compile(r"norm|\bln_|layernorm", re.IGNORECASE)
+#: The classes in which bitsandbytes keeps quantized weights.
+_QUANTIZED = {"Params4bit": "4bit", "Int8Params": "8bit"}
+#: Dtypes from which the planned one can still be reached as loading would have: nothing is rounded away yet.
+_WIDE = ("float32", "float64")
+#: Parameters that an error names.
+MAX_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Count:
+    """So many parameters of a kind."""
+
+    role: str
+    dtype: str
+    device: str
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found at one moment of a run, after what could be mended was."""
+
+    when: str  #: loaded, adapted, built, resumed, restored, saved
+    counts: tuple[Count, ...]
+    model_dtype: str | None  #: of most parameters that are neither quantized nor an adapter's
+    config_dtype: str | None  #: what model.config claims
+    embedding_dtype: str | None
+    quantization: str
+    mended: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        return ", ".join(f"{each.role} {each.dtype} {each.num_parameters:,} on {each.device}" for each in self.counts)
+
+
+class Auditor:
+    """Holds one run's model against its plan whenever something may have changed it, and tells each time."""
+
+    def __init__(self, precision: Precision, events: EventWriter, *, backend: str = "transformers") -> None:
+        self._precision = precision
+        self._events = events
+        self._is_other = backend != "transformers"
+        self._dtypes: dict[str, Any] = {}  #: of each parameter, when it was last looked at
+
+    def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
+        """Count, mend and tell; `mended` is what the caller had to. Raises PrecisionError, naming the parameters."""
+        with self._advised():
+            found = examine(model, self._precision, when, mended=mended)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._events.emit("audit", **found.as_dict())
+        for text in found.mended:
+            self._events.log("info", f"audit ({when}): {text}")
+        return found
+
+    def saved(self, model: Any) -> Audit:
+        """The last look, once full fine-tuning's weights are cast to what they are saved in: that was planned, and is
+        no difference. Raises PrecisionError where one is left in another dtype."""
+        self._precision = replace(self._precision, load_dtype=str(self._precision.save_dtype), bf16=False, fp16=False)
+        return self.model(model, "saved")
+
+    def trainer(self, trainer: Any) -> None:
+        """Raises PrecisionError where the trainer would compute in another precision than the planned one."""
+        with self._advised():
+            check_arguments(trainer.args, self._precision)
+            check_accelerator(trainer.accelerator, self._precision)
+
+    def unchanged(self, model: Any) -> None:
+        """Raises PrecisionError where a parameter has another dtype than at the last look. Casting it back would only
+        hide that it was rounded."""
+        changed = [
+            f"{name} was {_name(self._dtypes[name])} and is {_name(parameter.dtype)}"
+            for name, parameter in model.named_parameters()
+            if self._dtypes.get(name, parameter.dtype) != parameter.dtype
+            and role(name, parameter) not in ("meta", "quantized")
+        ]
+        if changed:
+            more = f" and {len(changed) - MAX_NAMED} more" if changed[MAX_NAMED:] else ""
+            raise PrecisionError(
+                f"weights were cast while it trained: {'; '.join(changed[:MAX_NAMED])}{more}",
+                hint="its last checkpoint is whole"
+                + ("; drop it again with backend: transformers" if self._is_other else ""),
+            )
+
+    @contextmanager
+    def _advised(self) -> Iterator[None]:
+        """Errors say of the other backend what it can do, where there is another."""
+        try:
+            yield
+        except PrecisionError as error:
+            if not self._is_other:
+                raise
+            other = "backend: transformers, or backend: auto, which falls back to it before the first step"
+            raise PrecisionError(error.said, hint=f"{error.hint}, or {other}" if error.hint else other) from error
+
+
+def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str] = ()) -> Audit:
+    """What the model is, brought to what was planned. Raises PrecisionError for what cannot be."""
+    quantization = _quantization(model)
+    if quantization != precision.quantization:
+        raise PrecisionError(
+            f"planned quantization {precision.quantization}, but the loaded model is "
+            + (f"quantized to {quantization}" if quantization != "none" else "not quantized"),
+            hint="quantization: none",
+        )
+    if quantization != "none":
+        _check_quantized_share(model)
+    done = [*mended, *_mend_parameters(model, precision), *_mend_compute_dtype(model, precision)]
+    done += _mend_config(model, precision)
+    counts = count(model)
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    return Audit(
+        when=when,
+        counts=counts,
+        model_dtype=_model_dtype(counts),
+        config_dtype=_name(getattr(model.config, "dtype", None)),
+        embedding_dtype=None if embedding is None else _name(embedding.dtype),
+        quantization=quantization,
+        mended=tuple(done),
+    )
+
+
+def role(name: str, parameter: Any) -> str:
+    """One of base, quantized, adapter, norm, vision, audio, projector, meta."""
+    if parameter.device.type == "meta":
+        return "meta"
+    if type(parameter).__name__ in _QUANTIZED or not parameter.is_floating_point():
+        return "quantized"
+    if _ADAPTER.search(name):
+        return "adapter"
+    if (part := modality.part(name)) != "language":
+        return part
+    return "norm" if _NORM.search(name) else "base"
+
+
+def count(model: Any) -> tuple[Count, ...]:
+    """Parameters by role, dtype and device. bitsandbytes packs two 4-bit ones into a byte."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for name, parameter in model.named_parameters():
+        is_packed = type(parameter).__name__ == "Params4bit" and not parameter.is_floating_point()
+        number = parameter.numel() * parameter.element_size() * 2 if is_packed else parameter.numel()
+        found[role(name, parameter), str(_name(parameter.dtype)), str(parameter.device)] += number
+    return tuple(Count(*key, number) for key, number in sorted(found.items()))
+
+
+def describe(found: Audit, precision: Precision) -> str:
+    """The line that a person looks for when a dtype is wrong: what the model is in, what it trains in, and why."""
+    flags = "bf16 autocast" if precision.bf16 else "fp16 autocast" if precision.fp16 else "no autocast"
+    why = "; ".join(f"{choice}: {reason}" for choice, reason in precision.reasons.items())
+    beside = f", {precision.quantization} weights" if precision.quantization != "none" else ""
+    adapter = f", adapter in {precision.adapter_dtype}" if precision.adapter_dtype else ""
+    return (
+        f"detected model dtype: {found.model_dtype}{beside} (loaded: {found.text}; config {found.config_dtype}, "
+        f"embeddings {found.embedding_dtype}); training precision: {flags}{adapter}" + (f" ({why})" if why else "")
+    )
+
+
+# --- Differences ------------------------------------------------------------------------------------------------------
+
+
+def _mend_parameters(model: Any, precision: Precision) -> list[str]:
+    """Bring each parameter into its dtype, in place; says what was done. Raises PrecisionError for lost bits."""
+    import torch
+
+    changed: dict[tuple[str, str, str], int] = {}
+    lost = []
+    for name, parameter, allowed in _planned(model, precision):
+        found = str(_name(parameter.dtype))
+        if found in allowed:
+            continue
+        is_trained = parameter.requires_grad and precision.adapter_dtype is not None
+        if found not in _WIDE and not is_trained:
+            lost.append(f"{name} is {found}")
+            continue
+        kind = "trained" if is_trained else role(name, parameter)
+        changed[kind, found, allowed[0]] = changed.get((kind, found, allowed[0]), 0) + 1
+        parameter.data = parameter.data.to(getattr(torch, allowed[0]))
+    if lost:
+        more = f" and {len(lost) - MAX_NAMED} more" if lost[MAX_NAMED:] else ""
+        raise PrecisionError(
+            f"planned {precision.load_dtype}, but {'; '.join(lost[:MAX_NAMED])}{more}",
+            hint="name the dtype in the job file",
+        )
+    return [f"{number} {kind} weights were {found}, now {wanted}" for (kind, found, wanted), number in changed.items()]
+
+
+def _planned(model: Any, precision: Precision) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Each parameter that the plan speaks of, with the dtypes that it may have, the wanted one first."""
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
+    for name, parameter in model.named_parameters():
+        if role(name, parameter) in ("meta", "quantized"):
+            continue
+        if parameter.requires_grad and precision.adapter_dtype is not None:
+            yield name, parameter, (precision.adapter_dtype,)
+        elif _NORM.search(name) or any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", name) for each in kept):
+            yield name, parameter, (precision.load_dtype, "float32")
+        else:
+            yield name, parameter, (precision.load_dtype,)
+
+
+def _mend_compute_dtype(model: Any, precision: Precision) -> list[str]:
+    """What 4-bit layers compute in: a checkpoint that was stored quantized brings the dtype of another day along."""
+    import torch
+
+    if precision.quantization != "4bit" or precision.compute_dtype is None:
+        return []
+    wanted = getattr(torch, precision.compute_dtype)
+    wrong = [module for module in model.modules() if getattr(module, "compute_dtype", wanted) not in (wanted, None)]
+    found = sorted({str(_name(module.compute_dtype)) for module in wrong})
+    for module in wrong:
+        module.compute_dtype = wanted
+    return [f"{len(wrong)} 4-bit layers computed in {', '.join(found)}, now {precision.compute_dtype}"] if wrong else []
+
+
+def _mend_config(model: Any, precision: Precision) -> list[str]:
+    import torch
+
+    found = _name(getattr(model.config, "dtype", None))
+    if found == precision.load_dtype:
+        return []
+    model.config.dtype = getattr(torch, precision.load_dtype)
+    return [f"model.config.dtype said {found}, now {precision.load_dtype}"]
+
+
+def _check_quantized_share(model: Any) -> None:
+    """Raises PrecisionError for a model of which one layer is quantized and most are not.
+
+    Heads, towers, routers and what the checkpoint leaves out stay as they are, in every family: more than there is
+    quantized is left out by none.
+    """
+    import torch
+
+    head = model.get_output_embeddings()
+    plain, quantized = {}, 0
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if type(weight).__name__ in _QUANTIZED:
+            quantized += weight.numel() * (2 if weight.dtype == torch.uint8 else 1)  # two 4-bit ones in a byte
+        elif type(module) is torch.nn.Linear and module is not head and role(f"{name}.weight", weight) == "base":
+            plain[name] = weight.numel()
+    if sum(plain.values()) > quantized:
+        raise PrecisionError(
+            f"planned a quantized model, but {len(plain)} layers are not quantized: {', '.join([*plain][:5])}",
+            hint="quantization: none",
+        )
+
+
+def _quantization(model: Any) -> str:
+    found = {_QUANTIZED[kind] for each in model.parameters() if (kind := type(each).__name__) in _QUANTIZED}
+    return "none" if not found else "4bit" if "4bit" in found else "8bit"
+
+
+def _model_dtype(counts: Sequence[Count]) -> str | None:
+    """The dtype of most parameters: base first, else whatever there is beside quantized ones and adapters."""
+    for roles in (("base",), ("norm", "vision", "audio", "projector")):
+        found: Counter[str] = Counter()
+        for each in counts:
+            if each.role in roles:
+                found[each.dtype] += each.num_parameters
+        if found:
+            return found.most_common(1)[0][0]
+    return None
+
+
+def _name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+# --- The trainer ------------------------------------------------------------------------------------------------------
+
+
+def check_arguments(arguments: Any, precision: Precision) -> None:
+    """Raises PrecisionError where the trainer's final flags are not the planned ones: a backend may flip them."""
+    planned, final = (precision.bf16, precision.fp16), (bool(arguments.bf16), bool(arguments.fp16))
+    if planned != final:
+        raise PrecisionError(
+            f"planned bf16={planned[0]} fp16={planned[1]}, but the trainer has bf16={final[0]} fp16={final[1]}"
+        )
+
+
+def check_accelerator(accelerator: Any, precision: Precision) -> None:
+    """Raises PrecisionError unless accelerate will do what the flags say.
+
+    On a CPU it takes fp16 and then neither autocasts nor scales: what it calls itself proves nothing.
+    """
+    planned = "bf16" if precision.bf16 else "fp16" if precision.fp16 else "no"
+    wanted = (planned, planned != "no", planned == "fp16")
+    found = (str(accelerator.mixed_precision), bool(accelerator.native_amp), accelerator.scaler is not None)
+    if found != wanted:
+        words = "mixed_precision={} autocast={} scaler={}".format
+        raise PrecisionError(
+            f"planned {words(*wanted)}, but accelerate has {words(*found)}",
+            hint="an ACCELERATE_MIXED_PRECISION in the environment overrides the plan",
+        )

@@ -1,0 +1,87 @@
+"""The model card of an output, README.md: Markdown, with names and paths that are another person's words."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from honed import __version__
+from honed.system.error import plain
+from honed.worker.assignment import Assignment
+
+
+def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str:
+    """The card of an output; `manifest` names the file beside it that has the rest."""
+    spec, metrics = assignment.spec, facts["metrics"]
+    if spec.kind == "merge":
+        return _merged(assignment, manifest)
+    kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
+    library = "peft" if spec.lora or spec.adapter else "transformers"
+    figures = [
+        f"- {_text(name)}: {value:.4g}" for name, value in sorted(metrics.items()) if isinstance(value, int | float)
+    ]
+    commits = assignment.plan.get("hub_datasets") or {}
+    data = [
+        f"- {_code(item.path)}" + (f" at {found['commit']}" if (found := commits.get(f"datasets.{number}")) else "")
+        for number, item in enumerate(spec.datasets)
+    ]
+    return "\n".join([
+        "---", f"base_model: {_yaml(spec.base_model)}", f"library_name: {library}",
+        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
+        f"# {_text(assignment.name)}", "",
+        f"A {kind} of {_code(spec.base_model)}, trained by honed {__version__} (job {assignment.job_id}).", "",
+        "Trained on:", "", *data, "",
+        "Figures at the end:", "", *figures, "",
+        f"Everything else (spec, plan, versions, hashes of the data, seed) is in {manifest}.", "",
+    ])  # fmt: skip
+
+
+def _yaml(text: str) -> str:
+    """A string of YAML, which has no pairs of surrogates for a character as JSON has."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _text(given: object) -> str:
+    """Text that Markdown shows as it is: it makes no image that a reader's browser would load, and no link."""
+    return re.sub(r"([\\`*\[\]<>!])", r"\\\1", _line(given))
+
+
+def _code(given: object) -> str:
+    """The same, as a name in a program is set."""
+    text = _line(given)
+    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if text[:1] in ("`", " ") or text[-1:] in ("`", " ") else ""
+    return f"{ticks}{space}{text}{space}{ticks}"
+
+
+def _line(given: object) -> str:
+    return plain(str(given)).replace("\n", "\ufffd")
+
+
+def _task(base: Path) -> str:
+    """The hub's word for what a model does, by what its processor takes."""
+    files = [path.read_text(encoding="utf-8", errors="replace") for path in base.glob("*processor_config.json")]
+    sees, hears = (any(word in text for text in files) for word in ("image_processor_type", "feature_extractor_type"))
+    match sees, hears:
+        case True, True:
+            return "any-to-any"
+        case True, False:
+            return "image-text-to-text"
+        case False, True:
+            return "audio-text-to-text"
+        case _:
+            return "text-generation"
+
+
+def _merged(assignment: Assignment, manifest: str) -> str:
+    spec = assignment.spec
+    return "\n".join([
+        "---", f"base_model: {_yaml(spec.base_model)}", "library_name: transformers",
+        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
+        f"# {_text(assignment.name)}", "",
+        f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every parameter "
+        f"in {assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).", "",
+        f"Everything else (spec, plan, versions) is in {manifest}.", "",
+    ])  # fmt: skip

@@ -1,0 +1,121 @@
+"""Full fine-tuning's weights as they will be saved: cast once, at the end, and for each look at them on the way.
+
+Float32 masters are more than a checkpoint stores. What is asked of the model (predictions, scores, the guard) is asked
+of the weights that its user will have; the masters are put back bit for bit, so that training does not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from honed.plan.precision import Precision
+
+#: Weights that a warning names.
+MAX_NAMED = 3
+
+
+def computed_dtype(precision: Precision) -> str:
+    """What a forward pass outside of training computes in.
+
+    The dtype that is saved where training computes in the same, so the device can; else the rounded numbers are
+    widened again.
+    """
+    if precision.master_weights == "compensated" and _is_cast(precision):
+        return "float32"  # which the remainders reach beyond bfloat16 in
+    autocast = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else precision.load_dtype
+    return autocast if autocast == precision.save_dtype else precision.load_dtype
+
+
+@contextlib.contextmanager
+def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterator[None]:
+    """Have the model hold the numbers that will be saved; afterwards its own again, the same storage.
+
+    `optimizer`: what keeps the remainders of compensated weights, once there are any. Needs as much memory as weights
+    of `computed_dtype` do, at moments at which there are no gradients.
+    """
+    import torch
+
+    from honed.worker.train.optimizer import master
+
+    kept: list[tuple[Any, Any]] = []
+    is_compensated, is_kept = precision.master_weights == "compensated", bool(overflowing(model, precision))
+    # What has no remainder is the same number in float32.
+    is_same = precision.save_dtype == "float32" and not is_compensated
+    if not _is_cast(precision) or is_same or (is_kept and not is_compensated):
+        yield
+        return
+    computed = getattr(torch, computed_dtype(precision))
+    try:
+        for tensor, dtype in _targets(model, str(precision.save_dtype)):
+            numbers = tensor.data if is_kept else master(tensor, optimizer).to(dtype)
+            kept.append((tensor, tensor.data))
+            tensor.data = numbers.to(torch.float32 if dtype == torch.float32 else computed)
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
+def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
+    """Cast what was trained, remainders included, to the dtype that is saved, in place; says why where it was not."""
+    import torch
+
+    from honed.worker.train.optimizer import master
+
+    if not _is_cast(precision):
+        return ""
+    if names := overflowing(model, precision):
+        more = f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else ""
+        return (
+            f"the output is saved in {precision.load_dtype}: {', '.join(names[:MAX_NAMED])}{more} grew beyond 65504, "
+            "where float16 ends; save_dtype: bfloat16 or float32 says so from the start"
+        )
+    for tensor, dtype in _targets(model, str(precision.save_dtype)):
+        tensor.data = master(tensor, optimizer).to(dtype)
+    _tell(model.config, getattr(torch, str(precision.save_dtype)))
+    return ""
+
+
+def _tell(config: Any, dtype: Any) -> None:
+    """Have a config say the dtype, and those in it of a model that sees or hears: other programs read theirs."""
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", None) or ():
+        if (inner := getattr(config, name, None)) is not None:
+            _tell(inner, dtype)
+
+
+def overflowing(model: Any, precision: Precision) -> list[str]:
+    """The names of the weights that float16 has no numbers for, where it is what is saved."""
+    import torch
+
+    if precision.save_dtype != "float16":
+        return []
+    largest = torch.finfo(torch.float16).max
+    return [name for name, each in model.named_parameters() if each.numel() and bool((each.abs() > largest).any())]
+
+
+def _is_cast(precision: Precision) -> bool:
+    return precision.save_dtype is not None and precision.save_dtype != precision.load_dtype
+
+
+def _targets(model: Any, save_dtype: str) -> Iterator[tuple[Any, Any]]:
+    """Every parameter and stored buffer of floating point, with its dtype in the output: what transformers loads in
+    float32 whatever is asked is saved so."""
+    import torch
+
+    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if save_dtype == "float16":
+        wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    passing = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        if tensor.is_floating_point() and tensor.device.type != "meta":
+            is_wide = any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", name) for each in wide)
+            yield tensor, torch.float32 if is_wide else getattr(torch, save_dtype)

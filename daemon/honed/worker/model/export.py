@@ -1,0 +1,225 @@
+"""The output, made whole beside its place and renamed into it: adapter or model, tokenizer, model card, manifest.
+
+.<name>.tmp  ──►  <output_dir>/  adapter_model.safetensors | model.safetensors …, tokenizer, README.md, honed.json
+                                 merged/  a whole checkpoint in one dtype, where save_merged asks for it (merge.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from honed import __version__
+from honed.system import durable
+from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
+from honed.worker.assignment import Assignment
+from honed.worker.model import card, generation, merge
+from honed.worker.model.load import load_config
+
+MANIFEST = "honed.json"
+
+#: Linux's, for renameat2.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def export(
+    assignment: Assignment,
+    model: Any,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    *,
+    progress: Callable[[int, int], None],
+    is_regressed: bool = False,
+) -> tuple[dict[str, str], Exception | None]:
+    """Write everything, sync it, and put it in its place. Returns the artifacts, name to path, and what went wrong with
+    the merge alone: the adapter is kept then. `progress` is called with (done, of) as the merge goes on.
+
+    Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced. What has
+    regressed lies beside it, so that nobody who waits for an output takes it for one.
+    """
+    target = _beside_as_regressed(assignment) if is_regressed else assignment.output_dir
+    artifacts = {"output_dir": str(target)}
+    with beside(target) as made:
+        with generation.savable(model):
+            model.save_pretrained(made)
+        generation.restore(assignment.base_model_path, made)
+        tokenizer.save_pretrained(made)
+        _copy_processor(assignment.base_model_path, made)
+        fault: Exception | None = None
+        if assignment.spec.save_merged != "none":
+            try:
+                _merge(assignment, made, progress)
+            except (InterruptedRunError, TimeLimitError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, what was trained is kept
+                fault = error
+                shutil.rmtree(made / "merged", ignore_errors=True)
+            else:
+                artifacts["merged"] = str(target / "merged")
+        finish(assignment, made, facts, target=target)
+    return artifacts, fault
+
+
+def _beside_as_regressed(assignment: Assignment) -> Path:
+    """With the job's number in its name where another job's lies there, which had the same output directory before."""
+    place = assignment.output_dir.with_name(f"{assignment.output_dir.name}.regressed")
+    if not place.exists() or _owner(place) == _identity(assignment.plan):
+        return place
+    return place.with_name(f"{assignment.output_dir.name}.{assignment.job_id}.regressed")
+
+
+def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | None]]:
+    """Remove what an earlier run of this job, which had regressed, has left beside the output; yields each, and what
+    keeps it from being removed. Another job's stays, and what does not say whose it is."""
+    name, number = assignment.output_dir.name, assignment.job_id
+    for found in (f"{name}.regressed", f"{name}.{number}.regressed"):
+        place = assignment.output_dir.with_name(found)
+        gone = place.with_name(f".{found}.old")
+        shutil.rmtree(gone, ignore_errors=True)  # a kill left it
+        if _owner(place) != _identity(assignment.plan):
+            continue
+        try:
+            place.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            yield place, error
+        else:
+            yield place, None
+
+
+def _copy_processor(base: Path, made: Path) -> None:
+    """What a model that sees or hears needs beside its weights and tokenizer, unchanged by the training."""
+    for path in base.iterdir():  # not glob, which passes over what may not be read
+        if path.name.endswith("processor_config.json") or path.name == "chat_template.json":
+            shutil.copyfile(path, made / path.name)
+
+
+@contextlib.contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """An empty directory beside a target, for what is made whole before it is renamed."""
+    durable.make_dir(target.parent)
+    made = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    try:
+        yield made
+    except EnvironmentInvalidError:
+        raise  # `place` has said that it lies there
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target: Path | None = None) -> None:
+    """Add model card and manifest to an output made beside its place, sync it, and put it there."""
+    (made / "README.md").write_text(card.made(assignment, facts, manifest=MANIFEST), encoding="utf-8")
+    manifest = _manifest(assignment, facts)
+    (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _open_up(made)
+    sync(made)
+    place(made, target or assignment.output_dir, owner=_identity(assignment.plan))
+
+
+def _open_up(made: Path) -> None:
+    """Give every file the mode that the umask allows: safetensors makes its own with 0600, whatever that is, and then
+    neither the daemon nor who dropped the job could read what was trained."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for path in durable.below(made):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o666 & ~umask)
+
+
+def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
+    """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there.
+
+    At every moment one of the two lies there, whole, where the file system can exchange names (ext4, xfs, btrfs can).
+    """
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if _owner(target) == owner:
+        if _exchange(beside, target):
+            durable.sync_dir(target.parent)
+            shutil.rmtree(beside, ignore_errors=True)
+            return
+        target.rename(old)
+    try:
+        beside.rename(target)
+    except OSError as error:
+        if old.exists():
+            old.rename(target)  # what an earlier attempt had made is better than nothing
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise EnvironmentInvalidError(
+            f"{target} is not empty and not this job's; the output lies in {beside}", hint="move one of them away"
+        ) from error
+    durable.sync_dir(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step. False where that was not done: NFS and FUSE know no such step, and what
+    else is wrong a plain rename meets again, and says."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def sync(directory: Path) -> None:
+    """Make a directory and all that is in it durable."""
+    for path in durable.below(directory):
+        if path.is_dir():
+            durable.sync_dir(path)
+        else:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    durable.sync_dir(directory)
+
+
+def _owner(target: Path) -> tuple[int, str] | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return _identity(json.loads((target / MANIFEST).read_bytes()))
+    return None
+
+
+def _identity(manifest: Any) -> tuple[int, str]:
+    """Whose it is: the job's number, and the instance whose numbers these are."""
+    return int(manifest["job"]["id"]), str(manifest["job"].get("instance", ""))
+
+
+def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> None:
+    """The adapter as it was saved, into the base as it is stored: whole, though training quantized it."""
+    merge.merge(
+        assignment.base_model_path,
+        adapter_dir,
+        adapter_dir / "merged",
+        dtype=assignment.spec.save_merged,
+        config=load_config(assignment),
+        trust_remote_code=assignment.spec.trust_remote_code,
+        progress=progress,
+    )
+
+
+def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "honed": __version__,
+        "job": assignment.plan["job"],
+        "spec": assignment.plan["spec"],
+        "plan": {key: value for key, value in assignment.plan.items() if key not in ("spec", "job")},
+        "backend": assignment.backend,
+        "seed": assignment.seed,
+        "ended": time.time(),
+        **facts,
+    }

@@ -1,0 +1,192 @@
+"""The model and its tokenizer, in the planned precision, through one of two backends.
+
+A backend is a few functions behind one interface: `import_libraries`, before which nothing of the training stack may be
+imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. `make_room` comes before
+the trainer, `building` is around its making. The tokenizer is the same for both.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from honed.inputs import basemodel, modality
+from honed.plan.precision import trained_parts
+from honed.system.error import BackendError, HonedError, InternalError, ModelError
+from honed.system.installed import MODEL_TYPE_ALIASES
+from honed.worker import cause
+from honed.worker.assignment import Assignment
+from honed.worker.model.audit import Auditor
+
+if TYPE_CHECKING:
+    from honed.worker.rows.processor import Processor
+
+
+class Backend(Protocol):
+    """What loads a model."""
+
+    name: str
+
+    @property
+    def told(self) -> Sequence[str]:
+        """What a load has to tell the job's owner."""
+
+    def import_libraries(self) -> None:
+        """Import the training stack, in the order that this backend needs."""
+
+    def load_base(self, assignment: Assignment) -> Any:
+        """The base model as planned, whatever the checkpoint looks like. Raises ModelError or BackendError."""
+
+    def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
+        """The model in a new adapter, or in the one to go on from; a full fine-tuning gets its model back."""
+
+    def make_room(self, model: Any, num_tokens: int) -> None:
+        """Let rows and prompts of so many tokens through whole."""
+
+    def building(self) -> AbstractContextManager[None]:
+        """Around the making of the trainer, whose class may be the backend's own."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Any
+    tokenizer: Any
+    told: tuple[str, ...] = ()  #: to the job's owner
+
+
+def choose(name: str) -> Backend:
+    """The backend of that name, with nothing imported yet."""
+    match name:
+        case "unsloth":
+            from honed.worker.model.unsloth_backend import UnslothBackend
+
+            return UnslothBackend()
+        case "transformers":
+            from honed.worker.model.transformers_backend import TransformersBackend
+
+            return TransformersBackend()
+        case _:
+            raise BackendError(f"no such backend: {name}")
+
+
+def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
+    """Load both. Raises ModelError, BackendError where it is Unsloth that fails, or PrecisionError."""
+    from transformers import set_seed
+
+    set_seed(assignment.seed)  # the adapter's first weights are drawn
+    tokenizer = load_tokenizer(assignment)
+    try:
+        model = backend.load_base(assignment)
+        # What is frozen is frozen before it is looked at, or a base would be taken for what is trained.
+        freeze(model, assignment)
+        auditor.model(model, "loaded")
+        model = backend.attach_adapter(model, assignment)
+    except (ImportError, HonedError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        found = cause.explain(error, str(assignment.job_id))
+        kind = ModelError if isinstance(found, InternalError) else type(found)
+        raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
+    return Loaded(model, tokenizer, tuple(backend.told))
+
+
+def freeze(model: Any, assignment: Assignment) -> None:
+    """Freeze what is not trained: the base beside an adapter, and the parts that full fine-tuning leaves as they are.
+
+    Raises ModelError where the job names or trains a part that the model does not have.
+    """
+    is_adapted, wanted = assignment.precision.adapter_dtype is not None, trained_parts(assignment.spec)
+    there = {modality.part(name) for name, _ in model.named_parameters()}
+    for kind in sorted({*assignment.spec.parts.patterns, *(() if is_adapted else wanted)} - there):
+        key = f"parts.{kind}" if kind in assignment.spec.parts.patterns else f"train_parts: {kind}"
+        raise ModelError(
+            f"{key}: {type(model).__name__} has no such part among its modules: "
+            f"{', '.join(name for name, _ in model.named_children())}",
+            hint="transformers may name modules otherwise than they are stored: a shorter expression fits both",
+        )
+    for name, parameter in model.named_parameters():
+        if is_adapted or modality.part(name) not in wanted:
+            parameter.requires_grad_(False)
+
+
+#: What torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects say of it.
+_OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory", "std::bad_alloc", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory", "Cannot allocate memory",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device's memory ran out, or the machine's: torch has a class for the first alone."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (
+            isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _OUT_OF_MEMORY_WORDS)
+        )
+    )
+
+
+def load_config(assignment: Assignment) -> Any:
+    """The model's config, under the model_type of the spec where config.json has none, or one that has another name.
+
+    Always a config object: what loads a quantized model reads `model_type` from it, which no dict would have.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = assignment.base_model_path
+    raw = json.loads((path / "config.json").read_bytes())
+    stored = raw.get("model_type")
+    model_type = assignment.spec.model_type or stored
+    if model_type not in CONFIG_MAPPING:
+        model_type = MODEL_TYPE_ALIASES.get(str(model_type), model_type)
+    if model_type == stored or model_type not in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(path, trust_remote_code=assignment.spec.trust_remote_code)
+    raw.pop("model_type", None)
+    return CONFIG_MAPPING[model_type].from_dict(raw)
+
+
+def load_tokenizer(assignment: Assignment) -> Any:
+    """The base model's tokenizer, with a chat template of the job's own where it names one, and a pad token.
+
+    A vision model's is that of its processor, which keeps its template in a file that tokenizers pass over.
+
+    Padding is masked in the labels and in the attention, so the end token can stand in: nothing is added to the
+    embeddings.
+    """
+    from transformers import AutoTokenizer
+
+    spec = assignment.spec
+    tokenizer = AutoTokenizer.from_pretrained(
+        assignment.base_model_path, config=load_config(assignment), trust_remote_code=spec.trust_remote_code
+    )
+    if spec.chat_template:
+        tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
+    elif not tokenizer.chat_template and (assignment.base_model_path / "chat_template.json").exists():
+        tokenizer.chat_template = basemodel.chat_template(
+            assignment.base_model_path, has_processor=basemodel.has_processor(assignment.base_model_path)
+        )
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            f"{assignment.base_model_path}: the tokenizer has no end token (eos_token)",
+            hint="set eos_token in tokenizer_config.json",
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_processor(assignment: Assignment, tokenizer: Any) -> Processor:
+    """The base model's processor, around the job's tokenizer. Raises DatasetError where it has none."""
+    from honed.worker.rows import processor
+
+    return processor.load(assignment, tokenizer, assignment.spec.media.limits)

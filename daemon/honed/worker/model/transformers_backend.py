@@ -1,0 +1,369 @@
+"""Loading with transformers, bitsandbytes and peft alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from honed.inputs import modality, unused_weights
+from honed.inputs.basemodel import QUANTIZATION_STATE, read_names
+from honed.plan.precision import PART_KEYS, Precision, trained_parts
+from honed.spec.media import Part
+from honed.system.error import ModelError
+from honed.worker.assignment import Assignment
+from honed.worker.model import adapter as adapters
+from honed.worker.model.load import load_config
+
+
+class TransformersBackend:
+    """The backend that works everywhere."""
+
+    name = "transformers"
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def import_libraries(self) -> None:
+        import transformers  # noqa: F401
+
+    def load_base(self, assignment: Assignment) -> Any:
+        return load_base(assignment, load_config(assignment), tell=self.told.append)
+
+    def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
+        return attach_adapter(model, assignment)
+
+    def make_room(self, model: Any, num_tokens: int) -> None:
+        """It cuts nothing."""
+
+    def building(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None] = lambda _text: None) -> Any:
+    """The base model, as planned. `tell` hears which stored weights it has no place for."""
+    import torch
+
+    precision = assignment.precision
+    config = trained_config(config)
+    options: dict[str, Any] = {}
+    empty = check_complete(assignment, config)
+    own = getattr(config, "quantization_config", None)
+    if not own:
+        options["quantization_config"] = quantization_config(precision, empty)
+    elif isinstance(own, dict) and precision.compute_dtype is not None:
+        own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored one is that of another machine
+    if assignment.spec.adapter:
+        adapters.check_fits(empty, Path(assignment.spec.adapter))
+    if torch.cuda.is_available():
+        options["device_map"] = {"": 0}
+    if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
+        options["use_safetensors"] = True  # no pickle that came after the check
+    model, info = model_class(config).from_pretrained(
+        assignment.base_model_path,
+        config=config,
+        dtype=getattr(torch, precision.load_dtype),
+        attn_implementation=precision.attn_implementation,
+        trust_remote_code=assignment.spec.trust_remote_code,
+        output_loading_info=True,
+        **options,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise incomplete(assignment, missing)
+    if words := unused_weights.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
+        tell(words)
+    keep_trainable_layout(model)
+    return model
+
+
+def check_complete(assignment: Assignment, config: Any) -> Any:
+    """The model without weights. Raises ModelError, before any is read, for weights that no file names and for those
+    that the model should have a place for.
+
+    Only where every stored name, or every one of the model's, is one of the other's: what is stored under other names
+    is known once it is loaded.
+    """
+    import torch
+
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, trust_remote_code=assignment.spec.trust_remote_code)
+    wanted = set(model.state_dict())
+    stored = {name for name in read_names(assignment.base_model_path) if not QUANTIZATION_STATE.search(name)}
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = sorted(
+        name
+        for name in wanted - stored - set(getattr(model, "all_tied_weights_keys", None) or ())
+        if not any(re.search(pattern, name) for pattern in ignored)
+    )
+    if missing and stored and stored <= wanted:
+        raise incomplete(assignment, missing)
+    if not missing:
+        unused_weights.check(assignment.base_model_path, unplaced(model, stored), wanted)
+    return model
+
+
+def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
+    """The stored names that are none of the model's, but for those that its class says it passes over."""
+    names = {name for name in stored if not QUANTIZATION_STATE.search(name)} - set(model.state_dict())
+    return {name for name in names if not adapters.is_passed_over(model, name)}
+
+
+def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
+    """What is missing; transformers would train on random numbers in its place, with a warning in a log."""
+    return ModelError(
+        f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
+        hint="the checkpoint is incomplete, or is of another architecture than its config.json says",
+    )
+
+
+def trained_config(config: Any) -> Any:
+    """The config of what is trained: of a model that also speaks, the part that reads, hears, sees and writes."""
+    return getattr(config, "thinker_config", config)
+
+
+def model_class(config: Any) -> Any:
+    """The auto class for a config: a model that sees or hears whole, though one for text may have its name, too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+
+    own = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in own:
+        return AutoModelForCausalLM
+    if "AutoModelForImageTextToText" in own or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    hears = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if hears else AutoModelForCausalLM
+
+
+def quantization_config(precision: Precision, model: Any = None) -> Any:
+    """bitsandbytes' config as planned, or None.
+
+    Eyes, ears and what leads from them into the language model stay as they are: they are a small part of the weights,
+    and what they lose no adapter of the language model gives back. `model` tells which they are; it may be on meta.
+    """
+    import torch
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    left_out = [] if model is None else [re.escape(name) for name, kind in roots(model).items() if kind != "language"]
+    # Naming any leaves transformers' own choice out, the head.
+    skipped = [*left_out, *get_keys_to_not_convert(model)] if left_out else None
+    match precision.quantization:
+        case "4bit":
+            return BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=getattr(torch, precision.compute_dtype or precision.load_dtype),
+                llm_int8_skip_modules=skipped,
+            )
+        case "8bit":
+            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+        case _:
+            return None
+
+
+def roots(model: Any) -> dict[str, Part]:
+    """The uppermost module of each part, `""` for the whole: a projector may lie within the eyes it leads from."""
+    found: dict[str, Part] = {"": "language"}
+    for name, _ in model.named_modules():
+        if name and modality.part(name) != modality.part(name.rpartition(".")[0]):
+            found[name] = modality.part(name)
+    return found
+
+
+def quantized_senses(model: Any) -> list[str]:
+    """The parameters of eyes, ears and projector that bitsandbytes has quantized, by name."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if type(parameter).__name__ in ("Params4bit", "Int8Params") and modality.part(name) != "language"
+    ]
+
+
+def keep_trainable_layout(model: Any) -> None:
+    """Keep 4-bit weights as backward needs them.
+
+    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a Linear4bit in place at its first forward in eval mode, and
+    never back; backward through the packed weight is wrong. Our predictions at step 0 are such a forward.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def attach_adapter(model: Any, assignment: Assignment) -> Any:
+    """Wrap the model in a new LoRA adapter, or in the one to go on from; a full fine-tuning gets its model back.
+
+    peft's prepare_model_for_kbit_training is left out: it would cast every norm, embedding and head of a quantized
+    model to float32, against the plan. What it does besides, freezing and input gradients, get_peft_model and
+    SFTTrainer do.
+    """
+    spec = assignment.spec
+    if not spec.adapter and spec.lora is None:
+        return model
+    import peft
+
+    if spec.adapter:
+        model = peft.PeftModel.from_pretrained(model, spec.adapter, is_trainable=True)
+        found = model.load_adapter(
+            spec.adapter, "default", is_trainable=True
+        )  # again: from_pretrained keeps the report
+        adapters.check_fitted(Path(spec.adapter), model, found)
+    elif spec.lora is not None:
+        check_parts(model, assignment)
+        options = _in_layers(model, lora_options(model, assignment))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        check_adapted(model, assignment)
+    cast_trainable(model, assignment.precision)
+    spare_frozen(model)
+    return model
+
+
+def spare_frozen(model: Any) -> None:
+    """Have no gradients computed for eyes and ears in which nothing is trained.
+
+    For gradient checkpointing, transformers makes the first embedding of every part ask for some
+    (enable_input_require_grads): frozen eyes would keep what they saw, see it twice, and be gone back through for
+    nothing. Parts that have no embedding are passed over there.
+    """
+    for name, module in model.named_modules():
+        is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+        if is_frozen and modality.part(name) != "language" and hasattr(module, "get_input_embeddings"):
+            module.get_input_embeddings = _no_embedding
+
+
+def _no_embedding() -> None:
+    return None
+
+
+def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
+    """peft's LoraConfig as the spec has it, with the parts of the model left out that the job does not train."""
+    lora = assignment.spec.lora
+    assert lora is not None
+    options = lora.model_dump(exclude_unset=False, exclude_none=True, exclude=set(PART_KEYS.values()))
+    ours = _untrained(model, trained_parts(assignment.spec))
+    if ours:
+        excluded = options.get("exclude_modules") or []
+        if not isinstance(excluded, str):
+            excluded = rf"(.*\.)?({'|'.join(map(re.escape, excluded))})" if excluded else ""
+        options["exclude_modules"] = f"({excluded})|({ours})" if excluded else ours
+    return options
+
+
+def _in_layers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The same, where layers are chosen among modules that are not listed, for which peft has no way: with a list."""
+    layers, wanted = options.get("layers_to_transform"), options["target_modules"]
+    if not layers or not isinstance(wanted, str):
+        return options
+    head = model.get_output_embeddings()
+    names = [name for name in _linear_names(model) if model.get_submodule(name) is not head or wanted != "all-linear"]
+    chosen = [
+        name
+        for name in names
+        if (layer := re.search(r"\.(\d+)\.", name))
+        and int(layer[1]) in layers
+        and (wanted == "all-linear" or re.fullmatch(wanted, name))
+    ]
+    return {**options, "target_modules": chosen, "layers_to_transform": None}
+
+
+def _untrained(model: Any, wanted: frozenset[Part]) -> str:
+    """A regular expression for the names of all modules in parts that get no adapter; empty where there are none.
+
+    Parts lie within each other, so each is taken without those below it.
+    """
+    found = roots(model)
+    patterns = []
+    for root, kind in found.items():
+        if kind in wanted:
+            continue
+        prefix = f"{root}." if root else ""
+        inner = [re.escape(name.removeprefix(prefix)) for name in found if name != root and name.startswith(prefix)]
+        below = rf"(?!({'|'.join(inner)})(\.|$))" if inner else ""
+        patterns.append(rf"{re.escape(root)}(\.{below}.*)?" if root else rf"{below}.+")
+    return "|".join(patterns)
+
+
+def target_pattern(model: Any, options: dict[str, Any]) -> str:
+    """The layers that peft would choose for these options, as one regular expression for their whole names."""
+    wanted, excluded = options["target_modules"], options.get("exclude_modules", "")
+    head = model.get_output_embeddings()
+    heads = {name for name, module in model.named_modules() if module is head}
+    names = [name for name in _linear_names(model) if not (excluded and re.fullmatch(excluded, name))]
+    if wanted == "all-linear":
+        names = [name for name in names if name not in heads]
+    else:
+        names = [name for name in names if any(name == each or name.endswith(f".{each}") for each in wanted)]
+    return "|".join(sorted({re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names}))
+
+
+def check_parts(model: Any, assignment: Assignment) -> None:
+    """Raises ModelError where the job trains a part that the model has not, or that has no layers for an adapter, or
+    names a module to be trained whole that is not there: peft says nothing of that."""
+    lora = assignment.spec.lora
+    every = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for name in (lora and lora.modules_to_save) or ():
+        if not any(module.endswith(name) for module in every):
+            outer = sorted(
+                {module.rpartition(".")[2] for module in every if not re.search(r"\.\d+(\.|$)", module)} - {""}
+            )
+            raise ModelError(
+                f"lora.modules_to_save: {assignment.base_model_path} has no module {name!r} once it is loaded",
+                hint=f"outside of its layers it has {', '.join(outer)}",
+            )
+    there = {modality.part(name) for name in _linear_names(model)}
+    for kind in sorted(trained_parts(assignment.spec) - there):
+        names = [name for name, part in roots(model).items() if part == kind]
+        hint = f"lora.{PART_KEYS[kind]}: false"
+        if not names:
+            raise ModelError(f"lora.{PART_KEYS[kind]}: {assignment.base_model_path} has no such part", hint=hint)
+        raise ModelError(
+            f"lora.{PART_KEYS[kind]}: {names[0]} of this model has no linear layer for an adapter",
+            hint=f"{hint}, with lora.modules_to_save: [{names[0].rpartition('.')[2]}], which trains it whole",
+        )
+
+
+def check_adapted(model: Any, assignment: Assignment) -> None:
+    """Raises ModelError where no module got an adapter in a part that the job trains.
+
+    Families name the layers of their eyes as they like: a list of names that fits the language model may miss them all.
+    """
+    reached = {modality.part(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for kind in sorted(trained_parts(assignment.spec) - reached):
+        names = sorted({name.rpartition(".")[2] for name in _linear_names(model) if modality.part(name) == kind})
+        raise ModelError(
+            f"lora.{PART_KEYS[kind]}: target_modules names no layer of that part of the model: {', '.join(names)}",
+            hint=f"target_modules: all-linear, or name some of them, or {PART_KEYS[kind]}: false",
+        )
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Layers that an adapter can stand beside, GPT-2's Conv1D among them."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    return [name.removesuffix(".base_layer") for name in linear if ".lora_" not in name]
+
+
+def cast_trainable(model: Any, precision: Precision) -> list[str]:
+    """Bring every trainable parameter into the planned dtype, in place; returns the names of those that were not."""
+    import torch
+
+    if precision.adapter_dtype is None:
+        return []
+    dtype = getattr(torch, precision.adapter_dtype)
+    wrong = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype != dtype
+    ]
+    parameters = dict(model.named_parameters())
+    for name in wrong:
+        parameters[name].data = parameters[name].data.to(dtype)
+    return wrong

@@ -1,0 +1,193 @@
+"""Loading with Unsloth, which must be imported before transformers, trl and peft, and patches them for good."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from honed.inputs import unused_weights
+from honed.inputs.basemodel import read_names
+from honed.plan.precision import PART_KEYS, trained_parts
+from honed.system.error import BackendError, HonedError, said
+from honed.worker.assignment import Assignment
+from honed.worker.model.load import is_out_of_memory, load_config
+
+#: Tokens that a model is loaded for where the job cuts nothing: what its rows need is known later.
+UNCUT_LENGTH = 1024
+
+
+class UnslothBackend:
+    """The quick one. Whatever goes wrong in it is a BackendError, since the process it patched is of no more use."""
+
+    name = "unsloth"
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def import_libraries(self) -> None:
+        # Unsloth turns autocast off, behind the plan, on a processor that only emulates bfloat16.
+        os.environ.setdefault("UNSLOTH_CPU_BF16", "1")
+        with _blamed(has_rows=False):
+            import unsloth  # noqa: F401
+
+    def load_base(self, assignment: Assignment) -> Any:
+        with _blamed(has_rows=False):
+            return _load_base(assignment, self.told)
+
+    def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
+        with _blamed(has_rows=False):
+            return _attach_adapter(model, assignment)
+
+    def make_room(self, model: Any, num_tokens: int) -> None:
+        """Unsloth takes a row's first `max_seq_length` tokens, with a word to its own log; each layer has its own."""
+        for module in model.modules():
+            if getattr(module, "max_seq_length", num_tokens) < num_tokens:
+                module.max_seq_length = num_tokens
+
+    def building(self) -> AbstractContextManager[None]:
+        return _blamed(has_rows=True)
+
+
+@contextmanager
+def _blamed(*, has_rows: bool) -> Iterator[None]:
+    """Every failure is Unsloth's, but those that another backend would meet, too: memory's, and what honed says.
+    Where it has seen no row, its words are of the model and the machine, and the log has them."""
+    try:
+        yield
+    except HonedError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):  # another backend would need no less
+            raise
+        raise BackendError(
+            f"Unsloth cannot train this model here: {type(error).__name__}: {said(error) if has_rows else error}",
+            hint="backend: transformers, or backend: auto, which falls back to it",
+        ) from error
+
+
+def _load_base(assignment: Assignment, told: list[str]) -> Any:
+    import torch
+
+    from honed.worker.model.transformers_backend import keep_trainable_layout
+
+    spec, precision = assignment.spec, assignment.precision
+    is_full = spec.lora is None and not spec.adapter
+    model, _ = _loader(assignment).from_pretrained(
+        str(assignment.base_model_path),
+        max_seq_length=max_seq_length(assignment),
+        dtype=getattr(torch, precision.load_dtype),
+        load_in_4bit=precision.quantization == "4bit",
+        load_in_8bit=precision.quantization == "8bit",
+        full_finetuning=is_full,
+        # Left out, whole weights may go to bfloat16 and its trainer turns autocast off; adapters are float32 anyway.
+        **({"float32_mixed_precision": precision.load_dtype == "float32"} if is_full else {}),
+        attn_implementation=precision.attn_implementation,
+        trust_remote_code=spec.trust_remote_code,
+        use_gradient_checkpointing=_is_checkpointed(assignment),
+    )
+    _check_complete(model, assignment)
+    _check_placed(model, assignment, told)
+    if not assignment.plan["checkpoint"].get("quantization_method"):
+        check_senses(model)
+    keep_trainable_layout(model)
+    return model
+
+
+def max_seq_length(assignment: Assignment) -> int:
+    """What Unsloth is told to load for: never more than the model has positions, or it would stretch them (RoPE
+    scaling), which nobody has asked for and no other program that loads the adapter does."""
+    length = assignment.spec.training.max_length or UNCUT_LENGTH
+    positions = getattr(load_config(assignment), "max_position_embeddings", None)  # it goes by no inner config's
+    return min(length, positions) if isinstance(positions, int) and positions > 0 else length
+
+
+def _attach_adapter(model: Any, assignment: Assignment) -> Any:
+    from honed.worker.model.transformers_backend import (
+        attach_adapter,
+        cast_trainable,
+        check_adapted,
+        check_parts,
+        lora_options,
+        spare_frozen,
+        target_pattern,
+    )
+
+    if assignment.spec.adapter or assignment.spec.lora is None:
+        return attach_adapter(model, assignment)
+    check_parts(model, assignment)
+    options = lora_options(model, assignment)
+    if _sees(assignment):
+        parts = trained_parts(assignment.spec)
+        options |= {key: part in parts for part, key in PART_KEYS.items() if part != "projector"}
+        # What Unsloth makes of all-linear turns every part on and leaves projectors out.
+        if not isinstance(options["target_modules"], str) or options["target_modules"] == "all-linear":
+            options["target_modules"] = target_pattern(model, options)
+    model = _loader(assignment).get_peft_model(
+        model,
+        **options,
+        random_state=assignment.seed,
+        use_gradient_checkpointing=_is_checkpointed(assignment),
+    )
+    check_adapted(model, assignment)
+    cast_trainable(model, assignment.precision)
+    spare_frozen(model)
+    return model
+
+
+def _loader(assignment: Assignment) -> Any:
+    """Unsloth's class for the model: that for vision, where a text model's would pass its eyes over in silence."""
+    from unsloth import FastLanguageModel, FastVisionModel
+
+    return FastVisionModel if _sees(assignment) else FastLanguageModel
+
+
+def _sees(assignment: Assignment) -> bool:
+    return bool(assignment.plan["checkpoint"].get("has_vision"))
+
+
+def _is_checkpointed(assignment: Assignment) -> bool:
+    return bool(assignment.spec.training.as_kwargs().get("gradient_checkpointing", True))
+
+
+def check_senses(model: Any) -> None:
+    """Raises BackendError where eyes or ears were quantized: Unsloth goes by names, and has not those of Idefics3."""
+    from honed.worker.model.transformers_backend import quantized_senses
+
+    if names := quantized_senses(model):
+        raise BackendError(
+            f"Unsloth has quantized eyes or ears, which the plan leaves alone: {names[0]} and {len(names) - 1} more",
+            hint="backend: transformers, or backend: auto, which falls back to it",
+        )
+
+
+def _check_complete(model: Any, assignment: Assignment) -> None:
+    """Raises ModelError where weights were drawn at random for want of stored ones: Unsloth does not say so itself.
+
+    transformers marks each parameter that it has read. A mark can be lost on the way: only what no file names counts.
+    """
+    from honed.worker.model.transformers_backend import incomplete
+
+    stored = read_names(assignment.base_model_path)
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if not getattr(parameter, "_is_hf_initialized", False) and stored and name not in stored
+    ]
+    if missing:
+        raise incomplete(assignment, missing)
+
+
+def _check_placed(model: Any, assignment: Assignment, told: list[str]) -> None:
+    """Raises ModelError for stored weights that layers lack, and tells of others that are left out.
+
+    Only where every parameter is stored under its own name: otherwise names say nothing.
+    """
+    from honed.worker.model.transformers_backend import unplaced
+
+    stored = read_names(assignment.base_model_path)
+    if all(name in stored for name, _ in model.named_parameters()):
+        left_out = unplaced(model, stored)
+        if words := unused_weights.check(assignment.base_model_path, left_out, model.state_dict()):
+            told.append(words)

@@ -1,0 +1,1 @@
+"""Rows as tensors: encoding, masks, media, batches."""

@@ -1,0 +1,153 @@
+"""Batches of rows with images, videos and sounds, which are decoded as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from honed.inputs.media import Media
+from honed.system.error import DatasetError, HonedError
+from honed.text.maskcheck import IGNORED
+from honed.worker.rows.processor import Processor
+
+Side = Literal["left", "right"]
+
+#: What the tensors that have a number for each token are filled up with; 0 for any other.
+_FILLERS = {"labels": IGNORED}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a row is made of again, whenever it is needed."""
+
+    name: str  #: for people
+    text: str  #: as rendered; some templates write today's date
+    media: tuple[Media, ...]
+    num_tokens: int  #: of the whole row
+
+
+class MediaChangedError(DatasetError):
+    """A file that is no more what it was when the rows were counted.
+
+    Torch wraps what a loader's process raises in a text with its traceback; the sentence is the last line of it.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        if message.startswith("Caught "):
+            message = message.rpartition("MediaChangedError: ")[2].strip()
+        super().__init__(message, hint=hint or "put the file back; honectl requeue goes on from the last checkpoint")
+
+
+class Collator:
+    """Rows to a batch: media decoded and processed, floating inputs in the model's dtype, padded on the right."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        sources: Sequence[Source],
+        *,
+        dtype: str,
+        pad_token_id: int,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        self._processor = processor
+        self._sources = sources
+        self._dtype = dtype
+        self._pad_token_id = pad_token_id
+        self._multiple = pad_to_multiple_of
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return merge(
+            [self._tensors(row) for row in rows],
+            self._processor.names_by_token,
+            side="right",
+            dtype=self._dtype,
+            pad_token_id=self._pad_token_id,
+            pad_to_multiple_of=self._multiple,
+        )
+
+    def _tensors(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """One row, cut where the data stage has cut it. Raises MediaChangedError if it is another row by now."""
+        import torch
+
+        ids, place = list(row["input_ids"]), row["source"]
+        tensors = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([list(row["labels"])])}
+        if place < 0:
+            return tensors
+        source = self._sources[place]
+        try:
+            processed = self._processor.process(source.text, source.media)
+        except HonedError as error:
+            raise MediaChangedError(f"{source.name}: {error.said}, and it was good when the job began") from error
+        whole = processed.expanded.input_ids
+        if len(whole) != source.num_tokens or whole[: len(ids)] != ids:
+            raise MediaChangedError(
+                f"{source.name}: the tokens are others than when the job began: "
+                f"{', '.join(each.named for each in source.media)} has changed"
+            )
+        by_token = set(self._processor.names_by_token)
+        more = {
+            name: value[:, : len(ids)] if name in by_token else value
+            for name, value in processed.tensors.items()
+            if name not in tensors
+        }
+        return tensors | more
+
+
+def merge(
+    rows: Sequence[Mapping[str, Any]],
+    names_by_token: Sequence[str],
+    *,
+    side: Side,
+    dtype: str,
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+) -> dict[str, Any]:
+    """One batch of batches of one.
+
+    What has a number for each token is padded on the given side; anything else, as long as there are media of its kind,
+    is put end to end, with zeros where another row's is larger. Floating tensors come out in `dtype`.
+    """
+    import torch
+
+    lengths = [row["input_ids"].shape[1] for row in rows]
+    width = max(lengths)
+    if pad_to_multiple_of:
+        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+    fillers = {"input_ids": pad_token_id} | _FILLERS
+    by_token = {"input_ids", "attention_mask", *names_by_token, *(["labels"] if "labels" in rows[0] else [])}
+    merged: dict[str, Any] = {}
+    for name in sorted(by_token):
+        batch = torch.full((len(rows), width), fillers.get(name, 0), dtype=torch.int64)
+        for n, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            cells = slice(width - length, width) if side == "left" else slice(0, length)
+            if name in row:
+                batch[n, cells] = row[name][0]
+            elif name == "attention_mask":
+                batch[n, cells] = 1
+        merged[name] = batch
+    for name in dict.fromkeys(name for row in rows for name in row if name not in by_token):
+        merged[name] = _joined([row[name] for row in rows if name in row])
+    floating = getattr(torch, dtype)
+    return {
+        name: value.to(floating) if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in merged.items()
+    }
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    import torch
+
+    if not all(torch.is_tensor(value) for value in values):
+        return [each for value in values for each in value]
+    tensors = [value if value.dim() else value.unsqueeze(0) for value in values]
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    return torch.cat([_filled(tensor, sizes) for tensor in tensors])
+
+
+def _filled(tensor: Any, sizes: Sequence[int]) -> Any:
+    from torch.nn.functional import pad
+
+    missing = [size - has for has, size in zip(tensor.shape[1:], sizes, strict=True)]
+    return pad(tensor, [n for each in reversed(missing) for n in (0, each)]) if any(missing) else tensor

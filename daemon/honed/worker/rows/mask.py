@@ -1,0 +1,92 @@
+"""The check before the first step: real batches, as the trainer will see them, held against the rows they came from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from honed.job.event import EventWriter
+from honed.system import quote
+from honed.system.error import MaskError
+from honed.text.chat import IGNORED, ChatFormat, trained_share
+from honed.text.maskcheck import placeholder_ids
+from honed.worker.rows.data import Data, Rows
+from honed.worker.train.prediction import random_state_kept
+
+#: The rows were encoded well: what a collator does to them after that goes by its version and by packing.
+_HINT = (
+    "what lies between the rows and the model has changed them: leave out `training.packing` and "
+    "`training.padding_free`, look at the versions with `honectl doctor`, and report it"
+)
+#: Batches that are looked at: enough to meet each kind of row of a mixture, little beside a step.
+NUM_BATCHES = 8
+
+
+def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> None:
+    """Raises MaskError, with decoded evidence, unless what is trained on is what the rows' assistants say.
+
+    Beside images, videos and sounds, none of their tokens may be trained on, nor those that begin and end them: the
+    model's config names them, and its processor, and its tokenizer.
+    """
+    forbidden: frozenset[int] = frozenset()
+    if data.media is not None:
+        config = trainer.model.config.to_dict()
+        forbidden = placeholder_ids(config, data.media.processor.processor, chat.tokenizer)
+    with random_state_kept():
+        batches = list(itertools.islice(iter(trainer.get_train_dataloader()), NUM_BATCHES))
+    for batch in batches:
+        is_packed = trainer.args.packing or "attention_mask" not in batch
+        for input_ids, labels in examples(batch):
+            _check_example(input_ids, labels, data.train, chat, forbidden, is_packed=is_packed)
+    _hint(batches, data.train, events)
+
+
+def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """The examples of a batch, padding taken off and packing taken apart."""
+    if "attention_mask" in batch:
+        for ids, labels, seen in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+            yield ids[seen.bool()].tolist(), labels[seen.bool()].tolist()
+            if bool((labels[~seen.bool()] != IGNORED).any()):
+                raise MaskError("padding is trained on", hint=_HINT)
+        return
+    ids, labels, positions = (batch[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
+    starts = [n for n, position in enumerate(positions) if position == 0]
+    for start, end in itertools.pairwise([*starts, len(ids)]):
+        yield ids[start:end], labels[start:end]
+
+
+def _check_example(
+    input_ids: list[int],
+    labels: list[int],
+    rows: Rows,
+    chat: ChatFormat,
+    forbidden: frozenset[int],
+    *,
+    is_packed: bool,
+) -> None:
+    place = rows.place(input_ids)
+    if place is None and is_packed:  # a packing that splits rows: the pieces are nobody's whole turn
+        return
+    if place is None:
+        raise MaskError(
+            f"a batch holds tokens that are no row's: {quote.mark(repr(chat.decode(input_ids)[:200]))}",
+            hint=_HINT,
+        )
+    # The first token is nobody's prediction; a packing masks it for its own reasons.
+    labels = [rows.dataset[place]["labels"][0], *labels[1:]]
+    chat.check_trained(
+        input_ids, labels, rows.examples[place], is_truncated=rows.truncated[place], placeholder_ids=forbidden
+    )
+
+
+def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> None:
+    if all(example.kind == "text" for example in rows.examples):
+        return
+    share = max(trained_share(batch["labels"].tolist()) for batch in batches)
+    if share > 0.5:
+        events.log(
+            "warning",
+            f"{share:.0%} of a batch's tokens are trained on: usual for short questions with long answers, "
+            "suspicious otherwise; see honectl preview",
+        )

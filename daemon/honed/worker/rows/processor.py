@@ -1,0 +1,233 @@
+"""The processor of a model that sees or hears: from a rendered row and its media to token ids and tensors.
+
+Nothing here knows a family. What a processor writes in the place of an image is read from what it hands to its
+tokenizer, for which a stand-in listens.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from honed.inputs import media as medias
+from honed.inputs.media import Media
+from honed.spec.media import Kind, MediaLimits
+from honed.system.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError, said
+from honed.text.chat import MediaCutError
+from honed.text.expansion import Expanded
+from honed.worker.assignment import Assignment
+
+#: Frames a second that a video's are taken for where no file says: at this rate most processors sample a video.
+FRAME_RATE = 2.0
+
+#: What a processor has for each kind; without it, most pass over such an argument in silence.
+_PARTS: dict[Kind, tuple[str, ...]] = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+
+#: Seconds at a sound's end that are exchanged to see whether they matter.
+_TAIL_SEC = 0.1
+
+#: A fast tokenizer cannot be used in two threads at once.
+_TOKENIZER_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Processed:
+    """One row, ready for the model."""
+
+    expanded: Expanded
+    tensors: dict[str, Any]  #: of a batch of one
+
+
+class Processor:
+    """A processor, with the tokenizer that the job trains with."""
+
+    def __init__(self, processor: Any, tokenizer: Any, limits: MediaLimits) -> None:
+        self.processor = processor
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._limits = limits
+        self._is_by_token: dict[str, bool] = {}
+        self._num_heard = 0  # samples: sounds of this length are known to be taken in whole
+
+    @property
+    def names_by_token(self) -> list[str]:
+        """The tensors that have a number for each token, as far as rows have been seen."""
+        return [name for name, is_by_token in self._is_by_token.items() if is_by_token]
+
+    def expand(self, text: str, media: Sequence[Media]) -> Expanded:
+        return self.process(text, media).expanded
+
+    def process(self, text: str, media: Sequence[Media]) -> Processed:
+        """Decode the media and process the row. Raises DatasetError for one that the processor does not take."""
+        heard = _Listener(self._tokenizer)
+        options = self._options(media)
+        tensors = self._call(text, options, heard)
+        self._check_sounds(text, media, options, tensors)
+        ids = tensors["input_ids"][0].tolist()
+        expanded = next((said for said, tokens in reversed(heard.told) if tokens == ids), None)
+        if expanded is None:
+            raise ModelError(
+                f"{type(self.processor).__name__} does not write out an image's tokens before it tokenizes a row: "
+                "what is trained on cannot be told from what is not",
+                hint="train this model on text rows alone, or with a processor as transformers 5 writes them",
+            )
+        for name, value in tensors.items():
+            is_by_token = getattr(value, "shape", None) == (1, len(ids)) and not value.is_floating_point()
+            self._is_by_token[name] = is_by_token and self._is_by_token.get(name, True)
+        return Processed(Expanded(expanded, ids, _grids(tensors)), tensors)
+
+    def _call(self, text: str, options: Mapping[str, Any], heard: _Listener) -> dict[str, Any]:
+        processor = copy.copy(self.processor)
+        processor.tokenizer = heard
+        try:
+            return dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **options))
+        except (MemoryError, HonedError):
+            raise
+        except Exception as error:  # its own classes, and whatever it stumbles over
+            words = f"{type(error).__name__}: {said(error)}" if str(error) else type(error).__name__
+            raise DatasetError(f"the processor does not take the row: {words}") from error
+
+    def _check_sounds(
+        self, text: str, media: Sequence[Media], options: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> None:
+        """Raises MediaCutError for a sound whose end the processor passes over, as Whisper's does after 30 seconds.
+
+        None says so, and their limits have many names: so a longer sound than any before is given a second time with
+        another end, which must make a difference.
+        """
+        import numpy as np
+
+        rate = self._sampling_rate
+        sounds, files = options.get("audio", []), [each for each in media if each.kind == "audio"]
+        for n, (sound, file) in enumerate(zip(sounds, files, strict=True)):
+            if len(sound) <= max(self._num_heard, rate):
+                continue
+            other = sound.copy()
+            other[-int(_TAIL_SEC * rate) :] = np.random.default_rng(0).uniform(-0.5, 0.5, int(_TAIL_SEC * rate))
+            again = {**options, "audio": [*sounds[:n], other, *sounds[n + 1 :]]}
+            if _are_equal(tensors, self._call(text, again, _Listener(self._tokenizer))):
+                limit = getattr(getattr(self.processor, "feature_extractor", None), "chunk_length", None)
+                raise MediaCutError(
+                    f"{file.named}: {len(sound) / rate:.1f} seconds of sound, and the processor "
+                    + (f"takes in the first {limit} alone" if limit else "passes over the end"),
+                    hint="cut long sounds into pieces, each with its own row",
+                )
+            self._num_heard = max(self._num_heard, len(sound))
+
+    def _options(self, media: Sequence[Media]) -> dict[str, Any]:
+        """The media as processors take them, decoded. Raises MediaError, which names the file."""
+        for kind in dict.fromkeys(each.kind for each in media):
+            if not any(hasattr(self.processor, part) for part in _PARTS[kind]):
+                raise DatasetError(f"{type(self.processor).__name__} takes no {kind}: it has no {_PARTS[kind][0]}")
+        options: dict[str, Any] = {}
+        images = [medias.image(each, self._limits) for each in media if each.kind == "image"]
+        videos = [_video(each, self._limits) for each in media if each.kind == "video"]
+        rate = self._sampling_rate
+        sounds = [medias.audio(each, rate) for each in media if each.kind == "audio"]
+        if images:
+            options["images"] = images
+        if videos:
+            options["videos"] = [frames for frames, _ in videos]
+            facts = [each for _, each in videos]
+            options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": facts, "fps": _rate(facts)}
+        if sounds:
+            options |= {"audio": sounds, "sampling_rate": rate}
+        return options
+
+    @property
+    def _sampling_rate(self) -> int:
+        ears = getattr(self.processor, "feature_extractor", None) or getattr(self.processor, "audio_processor", None)
+        return int(getattr(ears, "sampling_rate", 16000))
+
+
+class _Listener:
+    """In the place of a processor's tokenizer: it does what that does, and keeps what was tokenized."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.told: list[tuple[str, list[int]]] = []
+
+    def __call__(self, text: Any = None, *arguments: Any, **options: Any) -> Any:
+        with _TOKENIZER_LOCK:
+            batch = self._tokenizer(text, *arguments, **options)
+        texts = [text] if isinstance(text, str) else text
+        ids = batch["input_ids"]
+        rows = ids.tolist() if hasattr(ids, "tolist") else ids
+        if isinstance(texts, Sequence) and len(texts) == 1:
+            self.told.append((texts[0], list(rows[0]) if rows and not isinstance(rows[0], int) else list(rows)))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # asked for by copy, before there is one
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+
+def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Processor:
+    """The base model's processor. Raises DatasetError where it has none: the rows are what does not fit."""
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    path, spec = assignment.base_model_path, assignment.spec
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+    except ImportError as error:  # most video processors, and with them all of Qwen's, want torchvision
+        raise EnvironmentInvalidError(
+            f"{path}: its processor cannot be loaded here: {str(error).strip().splitlines()[0]}",
+            hint="install what it names, for this torch; honectl doctor shows what is there",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path}: its processor cannot be loaded: {type(error).__name__}: {said(error)}",
+            hint="copy preprocessor_config.json and processor_config.json from where the model came from",
+        ) from error
+    if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "tokenizer"):
+        raise DatasetError(
+            f"the rows have images, videos or sounds, and the base model ({path}) has no processor for them",
+            hint="train a vision or audio model on them, with its processor's files",
+        )
+    return Processor(processor, tokenizer, limits)
+
+
+def _are_equal(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    import torch
+
+    return tensors.keys() == others.keys() and all(
+        torch.equal(value, others[name]) for name, value in tensors.items() if torch.is_tensor(value)
+    )
+
+
+def _video(media: Media, limits: MediaLimits) -> tuple[Any, dict[str, Any]]:
+    """A video's frames as one array, and what processors want to know of it: they are sampled already."""
+    import numpy as np
+
+    frames, rate = medias.frames(media, limits)
+    width, height = frames[0].size
+    same = [frame if frame.size == (width, height) else frame.resize((width, height)) for frame in frames]
+    number = len(frames)
+    facts = {
+        "total_num_frames": number, "fps": rate or FRAME_RATE, "frames_indices": list(range(number)), "width": width,
+        "height": height, "duration": number / (rate or FRAME_RATE),
+    }  # fmt: skip
+    return np.stack([np.asarray(frame) for frame in same]), facts
+
+
+def _rate(facts: Sequence[Mapping[str, Any]]) -> float:
+    """Frames a second of a row's videos, for processors that do not look into `video_metadata`: Omni's has one rate
+    for all of them, and takes two where it is given none."""
+    return sum(float(each["fps"]) for each in facts) / len(facts)
+
+
+def _grids(tensors: Mapping[str, Any]) -> dict[Kind, list[tuple[int, ...]]]:
+    """The number of patches of each of the media (frames, rows, columns), in families that say."""
+    kinds: tuple[Kind, ...] = ("image", "video")
+    return {
+        kind: [tuple(row) for row in tensors[f"{kind}_grid_thw"].tolist()]
+        for kind in kinds
+        if f"{kind}_grid_thw" in tensors
+    }

@@ -1,0 +1,1 @@
+"""The trainer: checkpoints, evaluation and predictions, room, divergence, trackers."""

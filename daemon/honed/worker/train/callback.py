@@ -1,0 +1,132 @@
+"""The run as it happens: steps, evaluations and predictions as events, and the looks at the clock and the stop flag."""
+
+# ruff: noqa: ARG002 - transformers hands every callback everything
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from honed.job.event import EventWriter
+from honed.spec.metric_names import PREFIX
+from honed.system.error import InterruptedRunError
+from honed.worker.stop import Stop
+from honed.worker.train.checkpoint import Progress
+
+#: What a step's event has of the trainer's log.
+FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
+
+
+class RunCallback(TrainerCallback):
+    """Reports to the daemon. Predicts before it reports an evaluation, so that one cut short is not half told.
+
+    `predict` is given the model, the trainer's state, and whether it may be left out; it returns the scores. `guard`
+    says whether the model is past saving.
+    """
+
+    def __init__(
+        self,
+        *,
+        events: EventWriter,
+        stop: Stop,
+        progress: Progress,
+        predict: Callable[[Any, Any, bool], dict[str, float]],
+        guard: Callable[[Any, Any], bool],
+        sample_frequency: str | int,
+        save_interval_sec: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._events = events
+        self._stop = stop
+        self._progress = progress
+        self._predict = predict
+        self._guard = guard
+        self._frequency = sample_frequency
+        self._save_interval_sec = save_interval_sec
+        self._clock = clock
+        self._saved_at = clock()
+        self._began: tuple[float, int] = (clock(), 0)
+        self._is_save_deferred = False
+        self.is_in_step = False  #: the end of a step is being dealt with, and that of its epoch is not
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = (self._clock(), state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        self._events.emit(
+            "step", step=state.global_step, num_steps=state.max_steps, epoch=state.epoch, eta_sec=self._eta_sec(state),
+            **{name: logs[name] for name in FIGURES if name in logs},
+        )  # fmt: skip
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop.beat()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._stop.beat()
+        self.is_in_step = True
+        interval = self._save_interval_sec
+        if interval is not None and self._clock() - self._saved_at >= interval:
+            control.should_save = True
+        # A checkpoint of an epoch's last step comes after what else the epoch's end brings, or a resume would miss it.
+        if is_epoch_end(state):
+            self._is_save_deferred, control.should_save = control.should_save, False
+        if isinstance(self._frequency, int) and state.global_step % self._frequency == 0:
+            self.predict(model, state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        control.should_save = control.should_save or self._is_save_deferred
+        self._is_save_deferred = False
+        if self._frequency == "epoch":
+            self.predict(model, state)
+        self.is_in_step = False
+
+    def predict(self, model: Any, state: Any) -> None:
+        """A round that no evaluation asks for. A stop leaves it to the next attempt, and this step's log is written."""
+        self._progress.is_prediction_due = True
+        with contextlib.suppress(InterruptedRunError):  # whoever looks at the stop flag next raises it again
+            self._predict(model, state, False)
+            self._progress.is_prediction_due = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved_at = self._clock()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop.check()
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        figures = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        if self._frequency == "eval":
+            scores = self._predict(model, state, True)
+            if metrics is not None:  # where the trainer, and early stopping after us, look for the best
+                metrics.update({f"eval_{PREFIX}{name}": value for name, value in scores.items()})
+        is_lost = self._guard(model, state)
+        epoch = figures.pop("epoch", state.epoch) or 0.0
+        self._events.emit("evaluation", step=state.global_step, epoch=epoch, metrics=figures)
+        if is_lost:
+            control.should_training_stop = True
+        if state.global_step == 0 and "eval_loss" in figures:
+            self._progress.figures_before["eval_loss"] = figures["eval_loss"]
+
+    def _eta_sec(self, state: Any) -> float | None:
+        began, step = self._began
+        if state.global_step <= step:
+            return None
+        return (self._clock() - began) / (state.global_step - step) * (state.max_steps - state.global_step)
+
+
+def is_epoch_end(state: Any) -> bool:
+    """Whether the step just done is the last of an epoch, or of the run."""
+    return bool(state.epoch == int(state.epoch)) or state.global_step >= state.max_steps

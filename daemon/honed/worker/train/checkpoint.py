@@ -1,0 +1,230 @@
+"""Checkpoints that are whole or not there.
+
+checkpoints/.new/checkpoint-N             being written; renamed into place once all of it is durable
+checkpoints/checkpoint-N/MANIFEST.json    the names, sizes and hashes of its files, and what the run needs besides
+checkpoints/checkpoint-N.damaged          set aside: its manifest does not hold, or it has none
+checkpoints/.checkpoint-N.old             on its way out; taken back where a crash left nothing else of its step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from honed.system import durable
+from honed.worker.train import digest
+
+MANIFEST = "MANIFEST.json"
+#: Without this file there is nothing to go on from, whatever a manifest says.
+REQUIRED = "trainer_state.json"
+
+_NEW = ".new"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_DAMAGED = re.compile(r"checkpoint-(\d+)\.damaged.*")
+_OLD = re.compile(r"\.checkpoint-(\d+)\.old")
+
+
+@dataclass
+class Progress:
+    """What a run must remember besides the trainer's own state."""
+
+    is_evaluation_due: bool = False  #: it was cut short before this checkpoint
+    is_prediction_due: bool = False  #: so was a round of predictions that no evaluation asked for
+    is_epoch_end_due: bool = False  #: and what comes after the last step of an epoch
+    has_ended: bool = False  #: nothing is left to train: it was the last step, or early stopping or the guard said so
+    predicted_step: int | None = None  #: the last step for which predictions were written
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  #: of each round of predictions, by its step
+    guarded: dict[str, float] = field(default_factory=dict)  #: what the guard has measured, by step
+    elapsed_sec: float = 0.0  #: seconds spent, all attempts together
+    num_trained_tokens: int = 0
+    data_hashes: dict[str, str] = field(default_factory=dict)  #: sha256 of each data file, as it was read
+    guard_before: float | None = None  #: the guard's metric at step 0
+    num_below: int = 0  #: evaluations in a row with it below the line
+    prediction_sec: float = 0.0  #: seconds that predictions have taken
+    figures_before: dict[str, float] = field(default_factory=dict)  #: eval_loss and the predictions' scores at step 0
+    divergence: dict[str, Any] = field(default_factory=dict)  #: the last steps' losses and gradients, see divergence.py
+    running_loss: float = 0.0  #: the sum of the losses since `logged_step`, which transformers forgets
+    running_figures: dict[str, list[float]] = field(default_factory=dict)  #: and TRL's figures since then
+    logged_step: int | None = None  #: the last step whose loss was told
+    num_seen_tokens: int = 0  #: by TRL's count, padding left out
+    loss_type: str | None = None  #: how the loss is computed; None in a checkpoint of an earlier version
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Progress:
+        """From a manifest; of an earlier version's it lacks some, of a later one's it has more than we know."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint."""
+
+    path: Path
+    step: int
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """One that was not whole."""
+
+    name: str  #: what it was
+    path: Path  #: where it lies now
+    why: str
+
+
+def _no_beat() -> None:
+    pass
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def new_dir(checkpoints_dir: Path) -> Path:
+    """An empty directory to write `checkpoint-N` into. What a crash left in it is gone."""
+    path = checkpoints_dir / _NEW
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir()
+    return path
+
+
+def seal(path: Path, progress: Progress, *, beat: Callable[[], None] = _no_beat) -> None:
+    """Make all that lies in `path` durable, and say in a manifest what it is."""
+    files = sorted(file for file in durable.below(path) if file.is_file() and file.name != MANIFEST)
+    for file in files:
+        # safetensors writes files of mode 0600, which shuts out honed and, by the ACL's mask, who dropped the job.
+        file.chmod(file.stat().st_mode | (path.stat().st_mode & 0o044))
+    entries = digest.take(path, [str(file.relative_to(path)) for file in files], beat=beat)
+    for directory in (entry for entry in durable.below(path) if entry.is_dir()):
+        durable.sync_dir(directory)
+    match = _NAME.fullmatch(path.name)
+    manifest = {"step": int(match[1]) if match else None, "files": entries, "progress": asdict(progress)}
+    durable.write_json(path / MANIFEST, manifest | {"sha256": _fingerprint(manifest)})
+
+
+def put(path: Path, checkpoints_dir: Path) -> Path:
+    """Rename a sealed checkpoint into its place: the commit point. One of the same step gives way to it."""
+    place = checkpoints_dir / path.name
+    old = checkpoints_dir / f".{path.name}.old"
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    path.rename(place)
+    durable.sync_dir(checkpoints_dir)
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(checkpoints_dir / _NEW, ignore_errors=True)
+    return place
+
+
+def rotate(checkpoints_dir: Path, *, limit: int, keep: set[Path]) -> None:
+    """Remove all but the newest `limit` whole checkpoints and those to `keep`. Called once a newer one is in place.
+
+    Damaged ones go once `limit` whole ones are newer.
+    """
+    for leftover in checkpoints_dir.glob(".checkpoint-*.old"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    whole = [(step, path) for step, path in _named(checkpoints_dir, _NAME) if (path / MANIFEST).is_file()]
+    limit = max(limit, 1)
+    for _, path in whole[:-limit]:
+        if path not in keep:
+            # Renamed first: a removal cut short must not look like a checkpoint that was damaged.
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")), ignore_errors=True)
+    if len(whole) >= limit:
+        for step, path in _named(checkpoints_dir, _DAMAGED):
+            if step < whole[-limit][0]:
+                _remove(path)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def find(checkpoints_dir: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Checkpoint | None, list[SetAside]]:
+    """The newest whole checkpoint, and those newer ones that were not and have been set aside.
+
+    Whole means that each file has the size and the hash of its manifest. `beat` is called as they are read, and may
+    raise to stop that.
+    """
+    if not checkpoints_dir.is_dir():
+        return None, []
+    shutil.rmtree(checkpoints_dir / _NEW, ignore_errors=True)
+    _take_back(checkpoints_dir)
+    set_aside: list[SetAside] = []
+    for step, path in reversed(_named(checkpoints_dir, _NAME)):
+        progress, why = read(path, beat=beat)
+        if progress is not None:
+            return Checkpoint(path, step, progress), set_aside
+        set_aside.append(SetAside(path.name, _set_aside(path), why))
+    return None, set_aside
+
+
+def read(path: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Progress | None, str]:
+    """A checkpoint's progress where it is whole; else None, and why it is not."""
+    if path.is_symlink() or not path.is_dir():
+        return None, "it is no directory of its own"
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if (word := manifest.pop("sha256", None)) not in (None, _fingerprint(manifest)):
+            return None, f"{MANIFEST} is not what was written"
+        entries = manifest["files"]
+        if REQUIRED not in entries:
+            return None, f"{MANIFEST} does not name {REQUIRED}"
+        if word is not None and path.name != f"checkpoint-{manifest['step']}":
+            return None, f"it is of step {manifest['step']}"
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
+            return None, f"{MANIFEST} names a file elsewhere"
+        progress = Progress.read(manifest["progress"])
+        if (why := digest.fault(path, entries, beat=beat)) is not None:
+            return None, why
+    except FileNotFoundError:
+        return None, f"it has no {MANIFEST}: it was not finished"
+    except OSError as error:
+        return None, f"{path.name}: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, f"{MANIFEST} cannot be understood"
+    return progress, ""
+
+
+def _fingerprint(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _named(checkpoints_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """What has such a name, whatever it is, by step."""
+    found = ((pattern.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _take_back(checkpoints_dir: Path) -> None:
+    """A crash between the two renames of `put` leaves the newest step's checkpoint under its old name alone."""
+    newest = max((step for step, _ in _named(checkpoints_dir, _NAME)), default=-1)
+    for step, old in _named(checkpoints_dir, _OLD):
+        if step > newest:
+            old.rename(checkpoints_dir / f"checkpoint-{step}")
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Out of the way, under a name that nobody has. Raises OSError where the directory cannot be changed."""
+    name = f"{path.name}.damaged"
+    number = 1
+    while (place := path.with_name(name if number == 1 else f"{name}-{number}")).exists() or place.is_symlink():
+        number += 1
+    return path.rename(place)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

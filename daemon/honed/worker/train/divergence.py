@@ -1,0 +1,152 @@
+"""When a run is past saving: losses and gradients that are no numbers, a gradient that explodes, weights that are lost.
+
+Small batches are noisy, a warm-up begins with large gradients, and data in an order of their own raise the loss when
+they change. So an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss
+above twice that of the last steps and of the first, when the model knew nothing yet. Where it knew the first rows by
+heart, from another training, that says little: the loss has to come near that of a guess, too. A run can also be lost
+slowly, the medians with it: then the loss ends far above that of a model which knows no token from another. Steps that
+a GradScaler has skipped change nothing and count for nothing, unless it skips them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from honed.plan.precision import Precision
+from honed.spec.spec import DivergenceSpec
+from honed.system.error import DivergedError
+
+#: Losses or gradients in a row that are not a number, after which the run has diverged.
+MAX_BAD = 2
+#: Steps that the medians are taken over, and those that they need.
+NUM_RECENT, MIN_RECENT = 100, 20
+#: How far the loss has to rise above both medians.
+LOSS_FACTOR = 2.0
+#: How far above that of a guess among all tokens, and the least share of it that an explosion takes: what is new to a
+#: language model is far below.
+GUESS_FACTOR, GUESS_SHARE = 1.5, 0.5
+#: Steps in a row that a GradScaler may skip: it begins at 2^16 and halves its scale each time.
+MAX_SKIPPED = 40
+#: The same figures to so many places, that a manifest stays short.
+PLACES = 6
+
+
+class Divergence:
+    """Looks at each step, once. What has to outlive this attempt is in `kept`, plain data."""
+
+    def __init__(self, spec: DivergenceSpec, kept: dict[str, Any], suspect: str, *, vocab_size: int) -> None:
+        """`suspect` names the precision, where it may be to blame; see `suspicion`."""
+        self._guess_loss = math.log(max(vocab_size, 2))
+        self._spec = spec
+        self._suspect = suspect
+        self._kept = kept
+        kept.setdefault("steps", [])  # [loss, gradient norm] of the last good steps
+        kept.setdefault("first", [])  # losses of the first
+        kept.setdefault("num_bad", 0)
+        kept.setdefault("num_exploding", 0)
+        self._num_skipped = 0
+        self._good_step = 0
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the steps since the last good one may be the first of a divergence: no checkpoint is to be made."""
+        return bool(self._kept["num_bad"] or self._kept["num_exploding"])
+
+    def look(self, step: int, loss: float, grad_norm: float | None, *, was_skipped: bool) -> DivergedError | None:
+        """What has to end the run after this step; None while it is well, or not yet known to be lost."""
+        is_finite = math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm) or was_skipped)
+        self._num_skipped = self._num_skipped + 1 if was_skipped else 0
+        kept = self._kept
+        if not is_finite:
+            kept["num_bad"] += 1
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {grad_norm}"
+            return self._lost(what, step, kept["num_bad"]) if kept["num_bad"] >= MAX_BAD else None
+        kept["num_bad"] = 0
+        if self._num_skipped >= MAX_SKIPPED:
+            return self._lost("every gradient overflows and its step is skipped", step, self._num_skipped)
+        if was_skipped:
+            return None
+        if (words := self._explosion(loss, grad_norm)) is not None:
+            kept["num_exploding"] += 1
+            return self._lost(words, step, kept["num_exploding"]) if self._is_over else None
+        kept["num_exploding"] = 0
+        self._good_step = step
+        self._keep(loss, grad_norm)
+        return None
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self._kept["num_exploding"] >= self._spec.num_steps)
+
+    def _explosion(self, loss: float, grad_norm: float | None) -> str | None:
+        factor, steps = self._spec.grad_norm_factor, self._kept["steps"]
+        if len(steps) < MIN_RECENT:
+            return None
+        first = sorted(self._kept["first"])[len(self._kept["first"]) * 3 // 4]
+        if loss > max(GUESS_FACTOR * self._guess_loss, LOSS_FACTOR * first):
+            return f"the loss is {loss:.4g}, was {first:.4g} at first, and a guess has {self._guess_loss:.4g}"
+        norms = [norm for _, norm in steps if norm]
+        if factor is None or grad_norm is None or len(norms) < MIN_RECENT:
+            return None
+        usual, before = median(norms), max(median(each for each, _ in steps), first)
+        if grad_norm <= factor * usual or loss <= max(LOSS_FACTOR * before, GUESS_SHARE * self._guess_loss):
+            return None
+        return (
+            f"the gradient's norm is {grad_norm:.4g}, and was {usual:.4g}; the loss is {loss:.4g}, and was {before:.4g}"
+        )
+
+    def _keep(self, loss: float, grad_norm: float | None) -> None:
+        kept = self._kept
+        figures = [float(f"{loss:.{PLACES}g}"), None if grad_norm is None else float(f"{grad_norm:.{PLACES}g}")]
+        kept["steps"] = [*kept["steps"], figures][-NUM_RECENT:]
+        if len(kept["first"]) < MIN_RECENT:
+            kept["first"] = [*kept["first"], figures[0]]
+
+    def _lost(self, what: str, step: int, count: int) -> DivergedError:
+        steps = self._kept["steps"]
+        until = f"; the loss was {steps[-1][0]:.4g} until step {self._good_step}" if self._good_step else ""
+        return DivergedError(
+            f"{what} at step {step}, {count} times in a row{until}{'; ' if self._suspect else ''}{self._suspect}",
+            hint=_hint(self._suspect),
+        )
+
+    def lost_weights(self, names: list[str], step: int) -> DivergedError:
+        """The end of a run with weights that are no numbers any more."""
+        return DivergedError(
+            f"{len(names)} trained weights are not numbers at step {step}, {names[0]} the first: none is saved"
+            f"{'; ' if self._suspect else ''}{self._suspect}",
+            hint=_hint(self._suspect),
+        )
+
+
+def _hint(suspect: str) -> str:
+    lower = "a lower learning_rate, more warmup_steps, or max_grad_norm; the last good checkpoint is kept"
+    return f"dtype: bfloat16 or float32; else {lower}" if suspect else lower
+
+
+def suspicion(precision: Precision, model_type: str) -> str:
+    """What may be wrong with the precision; empty where nothing is."""
+    from honed.plan.precision import OVERFLOWS_FLOAT16
+
+    dtypes = {precision.load_dtype, precision.compute_dtype}
+    if precision.quantization == "8bit" and model_type.startswith(OVERFLOWS_FLOAT16):
+        return f"8bit takes every input through float16, in which {model_type} is known to overflow"
+    if not precision.fp16 and "float16" not in dtypes:
+        return ""
+    if model_type.startswith(OVERFLOWS_FLOAT16):
+        return f"float16 is the suspect: {model_type} is known to overflow in it"
+    return "float16 is a suspect: its numbers end at 65504"
+
+
+def not_finite(parameters: Iterable[tuple[str, Any]]) -> list[str]:
+    """The names of the trained weights that hold a number which is none."""
+    import torch
+
+    return [
+        name
+        for name, parameter in parameters
+        if parameter.requires_grad and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all())
+    ]

@@ -1,0 +1,283 @@
+"""Examination of the model during a run: rounds of predictions with their scores, the guard, and the word at the
+end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from honed.inputs import score
+from honed.job import learning, trial
+from honed.job.event import EventWriter
+from honed.spec import metric_names
+from honed.spec.spec import JobSpec
+from honed.system.error import BY_CODE, DatasetError, HonedError, RegressedError
+from honed.text.chat import ChatFormat
+from honed.worker.assignment import Assignment
+from honed.worker.rows import thumbnail
+from honed.worker.train import prediction
+from honed.worker.train.budget import Budget
+from honed.worker.train.checkpoint import Progress
+from honed.worker.train.prediction import Answers, Predictor, Question
+
+#: By how much eval_loss may end above where it began before that is worth a word.
+LOSS_TOLERANCE = 0.01
+
+
+def named_metrics(spec: JobSpec) -> list[str]:
+    """The metrics that a spec asks for by name."""
+    names = list(spec.predictions.metrics) if spec.predictions.metrics != "auto" else []
+    guard = [spec.guard.metric] if spec.guard else []
+    chooser = metric_names.chooser(spec.training.metric_for_best_model)
+    return list(dict.fromkeys([*names, *guard, *([chooser] if chooser else [])]))
+
+
+class Examiner:
+    """Asks, scores and tells. What has to outlive this attempt is kept in `progress`."""
+
+    def __init__(
+        self,
+        job: Assignment,
+        data: Any,
+        chat: ChatFormat,
+        predictor: Predictor,
+        *,
+        progress: Progress,
+        events: EventWriter,
+        log: Callable[[str, str], None],
+    ) -> None:
+        """Raises DatasetError where the guard has nothing to compare answers with."""
+        self._spec, self._predictor, self._progress = job.spec, predictor, progress
+        self._events, self._log = events, log
+        held_out = data.held_out
+        examples = held_out.examples if held_out else data.train.examples
+        if job.is_trial:
+            examples = examples[: trial.NUM_ROWS]  # the rest is the same rows again
+        self._questions: list[Question] = []
+        self._guarded: list[Question] = []
+        if (guard := job.spec.guard) is not None:
+            chosen = prediction.choose(examples, chat, num_samples=guard.num_samples, seed=job.seed)
+            self._guarded = [question for question in chosen if question.ground_truth.strip()]
+            if not self._guarded:
+                raise DatasetError("guard: no held-out row has an answer to compare with", hint="leave the guard out")
+        if job.spec.predictions.sample_frequency == "off":
+            pass
+        elif job.spec.predictions.prompts:
+            self._questions = prediction.from_prompts(job.spec.predictions.prompts, chat)
+        else:
+            if not held_out and not job.is_trial:
+                log("warning", "no rows are held out: predictions are made on rows that are trained on")
+            self._questions = prediction.choose(
+                examples, chat, num_samples=job.spec.predictions.num_samples, seed=job.seed
+            )
+        asked = job.spec.predictions.metrics
+        names = score.recognise([question.ground_truth for question in self._questions]) if asked == "auto" else asked
+        chooser = metric_names.chooser(job.spec.training.metric_for_best_model)
+        self._metrics = [score.find(name) for name in dict.fromkeys([*names, *([chooser] if chooser else [])])]
+        self.budget = Budget(None if chooser else job.spec.predictions.max_share, progress)
+        # Of all attempts up to the checkpoint, by step: no round is made twice.
+        self._scores = {int(step): scores for step, scores in progress.scores.items()}
+        self._measured = {int(step): value for step, value in progress.guarded.items()}
+        self._unmeasured: HonedError | None = None  #: why the guard's last look found nothing out
+        self._told: set[str] = set()
+        self._needs_scores = chooser is not None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt of text alone; a processor makes the others."""
+        return max((len(question.input_ids) for question in [*self._questions, *self._guarded]), default=0)
+
+    def begin(self, model: Any, state: Any) -> None:
+        """Before the first step. Raises what keeps the guard from measuring: the run could never be a success."""
+        thumbnail.tell(self._questions, self._events)
+        self._progress.figures_before |= self.predict(model, state)
+        if self._guarded:
+            self._progress.guard_before = self._measure(model, 0, 0.0)
+        if self._unmeasured is not None:
+            raise self._unmeasured
+
+    def predict(self, model: Any, state: Any, may_wait: bool = False) -> dict[str, float]:
+        """A round at this step, unless there was one, or it may wait and the time for predictions is used up.
+
+        Returns its scores.
+        """
+        step = state.global_step
+        if self._spec.predictions.sample_frequency == "off":
+            return {}
+        if step in self._scores or (step == self._progress.predicted_step and not self._needs_scores):
+            return self._scores.get(step, {})
+        if may_wait and (why := self.budget.refusal(step, state.max_steps)) is not None:
+            self._log(
+                "info", f"step {step}: predictions are left out at this evaluation: {why} (predictions.max_share)"
+            )
+            return {}
+        return self._round(model, step, state.epoch or 0.0)
+
+    def _round(self, model: Any, step: int, epoch: float) -> dict[str, float]:
+        with self.budget.spend():
+            answers = self._predictor.ask(model, self._questions)
+        rows = [
+            {"sample_index": n, "prompt": question.prompt, "ground_truth": question.ground_truth, "prediction": text}
+            for n, (question, text) in enumerate(zip(self._questions, answers.texts, strict=True))
+            if text is not None
+        ]
+        scores = self._score(answers.texts, self._questions, self._metrics)
+        self._events.emit(
+            "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
+        )
+        if self._metrics and not scores and answers.num_failed:
+            self._log(
+                "warning",
+                f"step {step}: no scores: {answers.num_failed} of {len(rows) + answers.num_failed} predictions failed",
+            )
+        self._scores[step] = self._progress.scores[str(step)] = scores
+        self._progress.predicted_step = step
+        return scores
+
+    def _score(
+        self, texts: list[str | None], questions: list[Question], metrics: list[score.Metric]
+    ) -> dict[str, float]:
+        found = score.score(texts, [question.ground_truth for question in questions], metrics)
+        for fault in set(found.faults) - self._told:
+            self._told.add(fault)
+            self._log("warning", fault)
+        return found.figures
+
+    # --- the guard --------------------------------------------------------------------------------------------------
+
+    def watch(self, model: Any, state: Any) -> bool:
+        """At an evaluation: whether the guard has seen enough."""
+        guard, before = self._spec.guard, self._progress.guard_before
+        if guard is None or guard.patience is None or before is None or state.global_step == 0:
+            return False
+        value = self._measure(model, state.global_step, state.epoch or 0.0)
+        if value is None:
+            return False  # this evaluation neither counts nor ends a row of them
+        self._progress.num_below = self._progress.num_below + 1 if before - value > guard.max_drop else 0
+        if self._progress.num_below < guard.patience:
+            return False
+        self._log(
+            "warning",
+            f"{guard.metric} was below {before - guard.max_drop:.3f} at {self._progress.num_below} evaluations in a"
+            f" row: training ends at step {state.global_step}",
+        )
+        return True
+
+    def _measure(self, model: Any, step: int, epoch: float) -> float | None:
+        """None where too many answers failed for a figure; `_unmeasured` says why."""
+        guard = self._spec.guard
+        assert guard is not None
+        answers = self._predictor.ask(model, self._guarded)
+        scores = self._score(answers.texts, self._guarded, [score.find(guard.metric)])
+        before = self._progress.guard_before
+        line = None if before is None else before - guard.max_drop
+        self._events.emit(
+            "guard", step=step, epoch=float(epoch), metric=guard.metric, line=line, num_failed=answers.num_failed,
+            scores=scores,
+        )  # fmt: skip
+        num_asked, num_failed = len(answers.texts), answers.num_failed
+        if guard.metric not in scores:
+            self._log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")
+            self._unmeasured = self._why(answers, step)
+            return None
+        self._unmeasured = None
+        if num_failed:
+            self._log(
+                "warning",
+                f"step {step}: {num_failed} of the guard's {num_asked} answers failed: its {guard.metric} is that of "
+                f"the other {num_asked - num_failed}",
+            )
+        self._measured[step] = self._progress.guarded[str(step)] = scores[guard.metric]
+        return scores[guard.metric]
+
+    def _why(self, answers: Answers, step: int) -> HonedError:
+        assert self._spec.guard is not None
+        assert answers.fault is not None
+        fault = answers.fault
+        end = (
+            "; the output lies beside its place, as *.regressed; honectl requeue measures it once more" if step else ""
+        )
+        return BY_CODE[fault.code](
+            f"guard: {self._spec.guard.metric} cannot be told {'after' if step else 'before'} training: "
+            f"{answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault.said}",
+            hint=f"{fault.hint or 'mend what failed'}, or leave the guard out{end}",
+        )
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def end(self, model: Any, state: Any, step: int) -> dict[str, float]:
+        """After the last step, with the model as it was at `step`: the best, or the last. Returns its figures."""
+        epochs = [entry.get("epoch", 0.0) for entry in state.log_history if entry.get("step") == step]
+        epoch = epochs[-1] if epochs else state.epoch or 0.0
+        figures: dict[str, float] = {}
+        if step == state.global_step:
+            scores = self.predict(model, state)
+        elif self._questions and step not in self._scores:
+            scores = self._round(model, step, epoch)
+        else:
+            scores = self._scores.get(step, {})
+        figures |= {f"{metric_names.PREFIX}{name}": value for name, value in scores.items()}
+        if self._guarded:
+            value = self._measured[step] if step in self._measured else self._measure(model, step, epoch)
+            if value is not None:
+                figures["guard_after"] = value
+            if self._progress.guard_before is not None:
+                figures["guard_before"] = self._progress.guard_before
+        losses = [
+            entry["eval_loss"] for entry in state.log_history if entry.get("step") == step and "eval_loss" in entry
+        ]
+        if losses:
+            figures["eval_loss"] = losses[-1]
+        return figures
+
+    def remark(self, state: Any, figures: dict[str, float]) -> str:
+        """What is to be said of a run that ends well: that it ended worse than it began, or that nothing was learned;
+        also in the log. Empty where there is nothing."""
+        if worse := self._worse(figures) if self._spec.guard is None else []:
+            self._events.emit("worse", found=worse)
+            said = f"worse than it began: {', '.join(worse)}"
+            self._log("warning", f"the model ended {said}; with a guard: this would be no success")
+            return said
+        training = self._spec.training
+        if training.loss_type == "dft":
+            return ""  # which rises before it falls
+        told = [
+            learning.Told(entry["step"], entry["loss"], entry.get("epoch") or 0.0)
+            for entry in state.log_history
+            if isinstance(entry.get("loss"), int | float)
+        ]
+        is_ordered = training.train_sampling_strategy == "sequential"
+        before, after = self._progress.figures_before.get("eval_loss"), figures.get("eval_loss")
+        if said := learning.remark(told, before, after, is_ordered=is_ordered):
+            self._log("warning", f"{said}; look at the learning rate, the trained tokens and the predictions")
+        return said
+
+    def regression(self, figures: dict[str, float]) -> HonedError | None:
+        """What the guard says to the figures at the end, or why it cannot say anything; None where there is none."""
+        guard, before = self._spec.guard, self._progress.guard_before
+        if guard is None:
+            return None
+        if before is None:
+            self._log("warning", "the guard has no figure from before training to compare with")
+            return None
+        if (after := figures.get("guard_after")) is None:
+            return self._unmeasured
+        if before - after <= guard.max_drop:
+            return None
+        return RegressedError(
+            f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
+            hint="the output lies beside its place, as *.regressed; look at the predictions, the masks and the data",
+        )
+
+    def _worse(self, figures: dict[str, float]) -> list[str]:
+        """Scores that lost more than one answer's worth, which chance may do, and an evaluation loss that rose."""
+        before = self._progress.figures_before
+        found = []
+        if "eval_loss" in before and figures.get("eval_loss", 0.0) > before["eval_loss"] * (1 + LOSS_TOLERANCE):
+            found.append(f"eval_loss rose from {before['eval_loss']:.3f} to {figures['eval_loss']:.3f}")
+        one = 1 / max(len(self._questions), 1)
+        for metric in self._metrics:
+            then, now = before.get(metric.name), figures.get(f"{metric_names.PREFIX}{metric.name}")
+            if then is not None and now is not None and then - now > one + 1e-9:
+                found.append(f"{metric.name} fell from {then:.3f} to {now:.3f}")
+        return found

@@ -1,0 +1,336 @@
+"""The check of the loss before the first step: what will be trained, held against the model's own logits.
+
+    one slice of a real row ──► the trainer's loss            (TRL's chunked one, Unsloth's kernels, Liger's, …)
+                            └─► the model's logits ──► cross-entropy in float32
+
+TRL's chunked loss multiplies by the head's weights and leaves out what else a model does on the way to its logits
+(Granite divides them): it trains, and not what was meant. Both are computed in eval mode and without a gradient, under
+the trainer's autocast; the load-balancing loss of a mixture of experts is left out, label smoothing and `dft` are
+computed the same way. A difference takes the plain loss where the job leaves the choice and the memory is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
+
+from honed.plan import loss as losses
+from honed.system.error import LossError, said
+from honed.text.chat import IGNORED
+from honed.worker.assignment import Assignment
+from honed.worker.model.load import is_out_of_memory
+from honed.worker.rows.data import Data
+from honed.worker.train.checkpoint import Progress
+from honed.worker.train.prediction import undisturbed
+
+#: Tokens of a slice, and those before the first trained one that it may begin with.
+NUM_TOKENS, NUM_BEFORE = 256, 64
+#: Tokens of a row with media that is looked at: it cannot be cut.
+MAX_MEDIA_TOKENS = 4096
+#: Nats by which two ways to the same loss may differ, beside what the rounding of logits explains.
+FLOORS = {"float32": 1e-3, "bfloat16": 2e-3, "float16": 2e-3}
+#: Standard deviations of that rounding.
+NUM_DEVIATIONS = 4
+#: Looks at the logits again where the two differ: some kernels add up in another order at each call.
+NUM_REPEATS = 3
+
+Log = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A loss, what it should be, and by how much the two may differ; in nats a token."""
+
+    trained: float
+    expected: float
+    tolerance: float
+    num_tokens: int
+
+    @property
+    def agrees(self) -> bool:
+        if not (math.isfinite(self.trained) and math.isfinite(self.expected)):
+            return math.isfinite(self.trained) == math.isfinite(self.expected)  # an overflow is another's concern
+        return abs(self.trained - self.expected) <= self.tolerance
+
+    @property
+    def words(self) -> str:
+        return (
+            f"on {self.num_tokens} tokens of a row it is {self.trained:.4f}, and by the model's own logits "
+            f"{self.expected:.4f}"
+        )
+
+
+class PlainLoss:
+    """A model's own forward, remembered before the trainer is built, which may put another in its place."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._forward = self._model.__dict__.get("forward")
+
+    def take(self, trainer: Any) -> None:
+        """Train with the model's own loss."""
+        self._model.__dict__.pop("forward", None)
+        if self._forward is not None:
+            self._model.forward = self._forward
+        trainer.args.loss_type = "nll"
+
+
+def check(
+    trainer: Any, data: Data, job: Assignment, plain: PlainLoss, *, progress: Progress, is_resumed: bool, log: Log
+) -> None:
+    """Raises LossError where another loss than the model's would be trained, and nothing else can be taken.
+
+    What is trained is in `progress` then: a resume trains the same.
+    """
+    taken = str(trainer.args.loss_type)
+    found = _compare(trainer, data, job, log)
+    if isinstance(found, Comparison) and not found.agrees:
+        _settle(f"the loss to be trained ({taken}) is not the model's: {found.words}", trainer, data, job, plain,
+                is_resumed=is_resumed, log=log)  # fmt: skip
+    elif isinstance(found, Exception):
+        if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
+            _settle(f"the loss to be trained ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
+                    trainer, data, job, plain, is_resumed=is_resumed, log=log)  # fmt: skip
+        else:
+            log(
+                "warning",
+                f"the loss could not be compared with the model's logits: {type(found).__name__}: {said(found)}",
+            )
+    elif found is not None:
+        log("debug", f"the loss ({taken}) is the model's: {found.words}")
+    progress.loss_type = trainer.args.loss_type
+
+
+def _may_choose(job: Assignment) -> bool:
+    return job.spec.training.loss_type is None and not job.spec.training.use_liger_kernel
+
+
+def _settle(
+    problem: str, trainer: Any, data: Data, job: Assignment, plain: PlainLoss, *, is_resumed: bool, log: Log
+) -> None:
+    """What is done about a difference: another loss, a word, or the end."""
+    named, taken = job.spec.training.loss_type, str(trainer.args.loss_type)
+    if is_resumed:
+        log("warning", f"{problem}; the run goes on with it as it began")
+        return
+    if job.backend != "transformers":
+        raise LossError(problem, hint="backend: transformers, or backend: auto, which falls back to it")
+    if named == "nll":
+        log("warning", f"{problem}; training.loss_type says that the model's own way to a loss is meant")
+        return
+    if taken != "chunked_nll" or not _may_choose(job):
+        raise LossError(problem, hint=_hint(job, taken))
+    short = _lacking(trainer, data, job)
+    if short:
+        raise LossError(
+            f"{problem}; the plain loss (nll) needs all logits at once, {short}",
+            hint="a smaller per_device_train_batch_size or max_length; or training.loss_type: nll, which tries it",
+        )
+    plain.take(trainer)
+    found = _compare(trainer, data, job, log)
+    if isinstance(found, Comparison) and not found.agrees:
+        raise LossError(f"neither loss is the model's: {problem}; with nll {found.words}", hint=_hint(job, "nll"))
+    log("warning", f"{problem}; the plain loss (nll) is taken instead")
+
+
+def _hint(job: Assignment, taken: str) -> str:
+    training = job.spec.training
+    if training.use_liger_kernel:
+        return "leave training.use_liger_kernel out"
+    if training.label_smoothing_factor:
+        return "leave training.label_smoothing_factor out"
+    if training.loss_type is not None:
+        return "training.loss_type: nll, or leave it out"
+    if taken == "nll":
+        return (
+            "the model's code computes its loss otherwise than from its logits: training.loss_type: chunked_nll "
+            "computes it from them, and nll says that the model's own way is meant"
+        )
+    return "training.loss_type: nll"
+
+
+def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
+    """What the plain loss needs that is not there, by the plan's estimate; empty where it fits."""
+    memory, training = job.plan.get("memory") or {}, job.spec.training
+    if not memory.get("available_bytes"):
+        return ""
+    length = max(data.longest, training.max_length or 0 if training.packing else 0)
+    num_tokens = training.per_device_train_batch_size * length
+    vocabulary = int(trainer.model.get_output_embeddings().weight.shape[0])
+    size = 4 if _dtype(trainer, job) == "float32" else 2
+    more = sum(
+        sign * losses.logits_bytes(num_tokens, vocabulary, size, is_chunked=is_chunked)
+        for sign, is_chunked in ((1, False), (-1, True))
+    )
+    needed = memory["total_bytes"] - memory.get("paged_bytes", 0) + more
+    if needed <= memory["available_bytes"]:
+        return ""
+    gib = "{:.1f} GiB".format
+    return f"{gib(needed / 2**30)} in all by the estimate, of {gib(memory['available_bytes'] / 2**30)}"
+
+
+# --- The two ways -----------------------------------------------------------------------------------------------------
+
+
+def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison | Exception | None:
+    """The two losses; what the trainer's fails with; None where there is nothing to compare, which is said."""
+    model = trainer.model
+    try:
+        if (taken := _slice(trainer, data)) is None:
+            log(
+                "info",
+                f"the loss is not compared with the model's logits: no row has {MAX_MEDIA_TOKENS} tokens or less",
+            )
+            return None
+        inputs = trainer._prepare_inputs(taken)
+        labels = inputs["labels"]
+        num_tokens = int((labels[0, 1:] != IGNORED).sum())
+        if not num_tokens:
+            return None
+        with (
+            undisturbed(model), torch.no_grad(), _without_balancing(trainer), _figures_kept(trainer),
+            _autocast(model, job),
+        ):  # fmt: skip
+            seen = {name: value for name, value in inputs.items() if name != "labels"}
+            logits: Any = getattr(model(**seen, use_cache=False), "logits", None)
+            if not torch.is_tensor(logits) or logits.shape[:2] != labels.shape:
+                log("info", "the loss is not compared with the model's logits: it hands out none")
+                return None
+            is_trained = labels[0, 1:] != IGNORED
+            targets, kept = labels[0, 1:][is_trained], logits[0, :-1][is_trained].float()
+            del logits
+            expected, tolerance = _expected(kept, targets, trainer, _dtype(trainer, job))
+            del kept
+
+            def spread() -> float:
+                """By how much the model's own loss differs from call to call."""
+                found = [expected]
+                for _ in range(NUM_REPEATS):
+                    again = model(**seen, use_cache=False).logits[0, :-1][is_trained].float()
+                    found.append(_expected(again, targets, trainer, _dtype(trainer, job))[0])
+                return max(found) - min(found)
+
+            try:
+                count = torch.tensor(num_tokens, device=labels.device)
+                trained = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                traceback.print_exc()
+                return error
+            compared = Comparison(trained, expected, tolerance, num_tokens)
+            return compared if compared.agrees else replace(compared, tolerance=tolerance + 2 * spread())
+    except Exception as error:  # noqa: BLE001 - a run is not to end for a look at it
+        traceback.print_exc()
+        if is_out_of_memory(error) and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        log("warning", f"the loss could not be compared with the model's logits: {type(error).__name__}: {said(error)}")
+        return None
+
+
+def _expected(logits: torch.Tensor, targets: torch.Tensor, trainer: Any, dtype: str) -> tuple[float, float]:
+    """From the logits at trained places, in float32: the loss that the job asks for, and how far rounding may take
+    it."""
+    scores = torch.log_softmax(logits, dim=-1)
+    chosen = scores.gather(-1, targets[:, None])[:, 0]
+    each = -chosen
+    if trainer.args.loss_type == "dft":
+        each = each * chosen.exp()
+    smoothing = trainer.args.label_smoothing_factor or 0.0
+    if smoothing:
+        each = (1 - smoothing) * each - smoothing * scores.mean(dim=-1)
+    # Logits are rounded on the way, each to half a unit of its last place, more than once where they are scaled.
+    rounding = torch.finfo(getattr(torch, dtype)).eps * logits.abs().amax(dim=-1)
+    count = len(targets)
+    tolerance = (
+        FLOORS[dtype] + NUM_DEVIATIONS * float(rounding.square().sum().sqrt()) / count + float(rounding.square().mean())
+    )
+    return float(each.mean()), tolerance
+
+
+def _slice(trainer: Any, data: Data) -> dict[str, Any] | None:
+    """Some tokens of a row of text, or the shortest row with media, as the trainer gets it; None where it is long."""
+    rows = data.train.dataset
+    is_text = [place == -1 for place in rows["source"]] if data.media is not None else None
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    if is_text is not None and not any(is_text):
+        shortest = min(range(len(lengths)), key=lengths.__getitem__)
+        if lengths[shortest] > MAX_MEDIA_TOKENS:
+            return None
+        return dict(trainer.data_collator([rows[shortest]]))
+    first = 0 if is_text is None else is_text.index(True)
+    row = rows[first]
+    labels = list(row["labels"])
+    begin = max(0, next(n for n, label in enumerate(labels) if n and label != IGNORED) - NUM_BEFORE)
+    ids, labels = list(row["input_ids"])[begin : begin + NUM_TOKENS], labels[begin : begin + NUM_TOKENS]
+    return {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        "labels": torch.tensor([labels]),
+    }
+
+
+def _is_autocast(job: Assignment) -> bool:
+    return job.precision.bf16 or job.precision.fp16
+
+
+def _dtype(trainer: Any, job: Assignment) -> str:
+    """The coarsest dtype that logits are made in."""
+    precision = job.precision
+    if _is_autocast(job):
+        return "bfloat16" if precision.bf16 else "float16"
+    return precision.load_dtype if precision.load_dtype in FLOORS else str(trainer.model.dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def _autocast(model: Any, job: Assignment) -> Iterator[None]:
+    """The model under the trainer's autocast, as accelerate will put it: around forward, what it returns in float32."""
+    if not _is_autocast(job):
+        yield
+        return
+    own = model.__dict__.get("forward")
+    cast = torch.autocast(model.device.type, dtype=torch.bfloat16 if job.precision.bf16 else torch.float16)
+    try:
+        model.forward = convert_outputs_to_fp32(cast(model.forward))
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.forward = own
+
+
+@contextlib.contextmanager
+def _without_balancing(trainer: Any) -> Iterator[None]:
+    """Without the load-balancing loss, which comes to the loss of a mixture of experts by its own rule."""
+    config = trainer.model.config.get_text_config()
+    is_enabled, is_asked = getattr(trainer, "aux_loss_enabled", False), getattr(config, "output_router_logits", None)
+    try:
+        trainer.aux_loss_enabled = False
+        if is_asked:
+            config.output_router_logits = False
+        yield
+    finally:
+        trainer.aux_loss_enabled = is_enabled
+        if is_asked:
+            config.output_router_logits = is_asked
+
+
+@contextlib.contextmanager
+def _figures_kept(trainer: Any) -> Iterator[None]:
+    """What TRL averages over the next evaluation, put back afterwards."""
+    figures = {mode: {name: list(values) for name, values in kept.items()} for mode, kept in trainer._metrics.items()}
+    num_tokens = trainer._total_train_tokens
+    try:
+        yield
+    finally:
+        for mode, kept in figures.items():
+            trainer._metrics[mode].clear()
+            trainer._metrics[mode].update(kept)
+        trainer._total_train_tokens = num_tokens

@@ -1,0 +1,338 @@
+"""Predictions for held-out examples: before training, on the way, and at the end.
+
+Greedy unless the job wants draws, in batches padded on the left, without autocast unless the job wants that, and
+without a trace in the run: mode, cache, and the random state of Python, NumPy and torch are put back, so that the
+losses are those of a run without predictions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from honed.inputs.media import Media
+from honed.inputs.row import Example
+from honed.job.out_of_memory import MEDIA_PREDICTION_BATCH_SIZE, PREDICTION_BATCH_SIZE
+from honed.plan.precision import HALF, Precision
+from honed.spec.spec import SampleSpec
+from honed.system.error import BY_CODE, HonedError, InternalError, said
+from honed.text.chat import ChatFormat
+from honed.worker.model import cast, generation
+from honed.worker.model.load import is_out_of_memory
+from honed.worker.rows.processor import Processor
+from honed.worker.stop import Stop
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the model is asked, and what it should say."""
+
+    prompt: str  #: for people: `[image /srv/images/7.png]` in the place of an image
+    input_ids: list[int]
+    ground_truth: str
+    text: str = ""  #: as rendered, beside media
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One round of predictions; None for one that failed."""
+
+    texts: list[str | None]
+    fault: HonedError | None = None  #: of the first that failed
+
+    @property
+    def num_failed(self) -> int:
+        return sum(text is None for text in self.texts)
+
+
+def choose(examples: Sequence[Example], chat: ChatFormat, *, num_samples: int, seed: int) -> list[Question]:
+    """The same examples for the whole life of a job, whatever attempt it is."""
+    places = sorted(random.Random(seed).sample(range(len(examples)), min(num_samples, len(examples))))
+    return [_question(examples[place], chat) for place in places]
+
+
+def _question(example: Example, chat: ChatFormat) -> Question:
+    if not example.media:
+        return Question(*chat.prompt(example))
+    text, media, truth = chat.asked(example)
+    return Question(chat.shown(text, media), [], truth, text, media)
+
+
+def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:
+    """The job's own prompts: a user's message where there is a chat template, else plain text."""
+    questions = []
+    for text in prompts:
+        if chat.tokenizer.chat_template:
+            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "?"}]
+            example = Example("messages", messages=messages)
+        else:
+            example = Example("prompt_completion", prompt=text, completion="?")
+        prompt, input_ids, _ = chat.prompt(example)
+        questions.append(Question(prompt, input_ids, ""))
+    return questions
+
+
+class Predictor:
+    """Asks the model its questions. The first failure is told through `warn`, with what is known of the dtypes."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        precision: Precision,
+        *,
+        max_new_tokens: int,
+        stop: Stop,
+        warn: Callable[[str], None],
+        processor: Processor | None = None,
+        sample: SampleSpec | None = None,
+        matches_autocast: bool = False,
+        batch_size: int | None = None,
+        has_ladder: bool = False,
+        settings: Literal["greedy", "base"] = "greedy",
+    ) -> None:
+        #: Whether the base model's own generation settings are to have a say.
+        self._is_bases = settings == "base"
+        self._batch_size = batch_size
+        #: The next attempt takes smaller batches where memory runs out in one.
+        self._has_ladder = has_ladder
+        self._processor = processor
+        self._sample = sample
+        #: The dtype of the trainer's autocast, and the same where predictions are to have it too.
+        self._trainers_dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
+        # FlashAttention takes no float32: weights that are trained in it need autocast, here as in training.
+        is_wide_flash = precision.attn_implementation == "flash_attention_2" and precision.load_dtype == "float32"
+        self._matched_dtype = self._trainers_dtype if matches_autocast or is_wide_flash else None
+        self._input_dtypes: dict[str, str] = {}
+        self._precision = precision
+        self._dtype = cast.computed_dtype(precision)
+        #: The trainer's, which may keep a part of the weights; None before there is one.
+        self.optimizer: Callable[[], Any] = lambda: None
+        self._tokenizer = chat.tokenizer
+        self._stop_ids = chat.stop_token_ids
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+        self._warn = warn
+        self._has_warned = False
+        self._fault: HonedError | None = None
+        self._has_told_cut = False
+
+    def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
+        """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop, and
+        what says that memory ran out in a batch of several where the job's ladder goes on from there.
+        """
+        import torch
+
+        texts: list[str | None] = []
+        self._fault = None
+        self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
+        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
+        saved = cast.as_saved(model, self._precision, self.optimizer())
+        with self._stop.phase("predict"), undisturbed(model), torch.no_grad(), saved, self._autocast(model), settled:
+            has_media = any(question.media for question in questions)
+            size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
+            for start in range(0, len(questions), size):
+                self._stop.check()
+                if self._sample is not None or self._is_bases:  # by place: a draw is the same in each round
+                    torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
+                texts += self._ask_batch(model, questions[start : start + size])
+        return Answers(texts, self._fault)
+
+    def _autocast(self, model: Any) -> Any:
+        """Off, or the trainer's where the job says match. But where whole modules or biases are trained in float32
+        beside a half-precision base, on, as in training.
+
+        LoRA layers bring the two dtypes together themselves, and a quantized layer computes in its own: neither needs
+        autocast, and with another dtype than the model's it breaks the latter.
+        """
+        import torch
+
+        if self._matched_dtype is not None:
+            return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
+        takes_half = self._precision.attn_implementation == "flash_attention_2"
+        if takes_half and self._dtype not in HALF and self._trainers_dtype is not None:
+            return torch.autocast(model.device.type, dtype=getattr(torch, self._trainers_dtype))
+        dtype = getattr(torch, self._dtype)
+        is_mixed = any(
+            parameter.requires_grad and parameter.dtype != dtype and "lora_" not in name
+            for name, parameter in model.named_parameters()
+        )
+        return torch.autocast(model.device.type, dtype=dtype if is_mixed else None, enabled=is_mixed)
+
+    def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
+        try:
+            return self._generate(model, questions)
+        except Exception as error:  # whatever it is, it must not cost the run
+            # Each alone would do, too, but after a failure of the same batch in each round of the run.
+            if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
+                raise
+            self._tell(model, error)
+            if len(questions) == 1:
+                self._fault = self._fault or self._without_frames(error)
+                return [None]
+        return [answer for question in questions for answer in self._ask_batch(model, [question])]
+
+    def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
+        from transformers import GenerationConfig
+
+        pad_id = self._tokenizer.pad_token_id
+        inputs = self._inputs(model, questions)
+        self._input_dtypes = {name: str(value.dtype) for name, value in inputs.items() if hasattr(value, "dtype")}
+        width = inputs["input_ids"].shape[1]
+        config = GenerationConfig(
+            max_new_tokens=self._max_new_tokens,
+            **self._drawing(),
+            use_cache=True,
+            pad_token_id=pad_id,
+            bos_token_id=self._tokenizer.bos_token_id,
+            eos_token_id=self._stop_ids or None,
+        )
+        if generation.stop_strings(model):  # which are looked for in the text
+            inputs["tokenizer"] = self._tokenizer
+        output = model.generate(**inputs, generation_config=config)
+        return [self._decode(row) for row in output[:, width:].tolist()]
+
+    def _drawing(self) -> dict[str, Any]:
+        if (sample := self._sample) is None:
+            return {} if self._is_bases else {"do_sample": False, "num_beams": 1}
+        # transformers would take the 50 likeliest tokens alone.
+        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0,
+                "num_beams": 1}  # fmt: skip
+
+    def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
+        """The questions as one batch, padded on the left, on the model's device."""
+        import torch
+
+        room = _room(model, self._max_new_tokens)
+        pad_id = self._tokenizer.pad_token_id
+        if any(question.media for question in questions):
+            return self._media_inputs(model, questions, room)
+        self._tell_cut(questions, room)
+        rows = [question.input_ids[-room:] for question in questions]
+        width = max(map(len, rows))
+        input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        return {"input_ids": input_ids, "attention_mask": mask}
+
+    def _media_inputs(self, model: Any, questions: Sequence[Question], room: int) -> dict[str, Any]:
+        import torch
+
+        from honed.worker.rows.collator import merge
+
+        assert self._processor is not None
+        self._tell_cut([question for question in questions if not question.media], room)
+        rows = [
+            self._processor.process(question.text, question.media).tensors
+            if question.media
+            else {"input_ids": torch.tensor([question.input_ids[-room:]])}
+            for question in questions
+        ]
+        batch = merge(
+            rows,
+            self._processor.names_by_token,
+            side="left",
+            dtype=self._dtype,
+            pad_token_id=self._tokenizer.pad_token_id,
+        )
+        return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+    def _decode(self, ids: list[int]) -> str:
+        end = next((n for n, token in enumerate(ids) if token in self._stop_ids), len(ids))
+        return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+
+    def _tell_cut(self, questions: Sequence[Question], room: int) -> None:
+        longest = max((len(question.input_ids) for question in questions), default=0)
+        if longest > room and not self._has_told_cut:
+            self._has_told_cut = True
+            self._warn(
+                f"a prompt of {longest} tokens is asked without its beginning: beside an answer of "
+                f"{self._max_new_tokens} tokens the model has positions for {room}"
+            )
+
+    def _tell(self, model: Any, error: Exception) -> None:
+        import torch
+
+        if self._has_warned:
+            return
+        self._has_warned = True
+        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+        autocast = torch.is_autocast_enabled(model.device.type)
+        inputs = ", ".join(f"{name} {dtype}" for name, dtype in self._input_dtypes.items()) or "no inputs yet"
+        with contextlib.suppress(OSError):  # worker.log may lie on a disk that is full
+            traceback.print_exception(error)
+        self._warn(
+            f"a prediction failed: {type(error).__name__}: {said(error)} (model {', '.join(dtypes)} on {model.device}; "
+            f"{inputs}; autocast {'on' if autocast else 'off'}): {self._remedy(error)}"
+        )
+
+    def _without_frames(self, error: Exception) -> HonedError:
+        """What it says, without the tensors that its traceback holds on to."""
+        if isinstance(error, HonedError):
+            return BY_CODE[error.code](error.said, hint=error.hint, fix=error.fix)
+        words = said(error, is_brief=True)
+        return InternalError(f"{type(error).__name__}: {words}".removesuffix(": "), hint=self._remedy(error))
+
+    def _remedy(self, error: Exception) -> str:
+        if isinstance(error, HonedError) and error.hint:
+            return error.hint
+        if is_out_of_memory(error):
+            return "a smaller predictions.batch_size or predictions.max_new_tokens needs less memory"
+        if _DTYPES.search(str(error)) and self._trainers_dtype is not None and self._matched_dtype is None:
+            return "`predictions: {autocast: match}` gives predictions the autocast that training has"
+        return "its traceback is in worker.log (honectl logs --raw)"
+
+
+#: What torch says of two dtypes that do not go together, in its several ways.
+_DTYPES = re.compile(r"dtype|scalar ?type|BFloat16|Half", re.IGNORECASE)
+
+
+def _room(model: Any, max_new_tokens: int) -> int:
+    """Tokens that a prompt may have: positions are learned, and end, in some families."""
+    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 20
+    return max(int(limit) - max_new_tokens, 1)
+
+
+@contextlib.contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """The model in eval mode with its own forward; afterwards everything as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    use_cache = getattr(model.config, "use_cache", None)
+    # accelerate's autocast is not a context that could be left: it is inside the forward that it has put in the place
+    # of the model's own.
+    wrapped = model.__dict__.get("forward") if "_original_forward" in model.__dict__ else None
+    with random_state_kept():
+        try:
+            model.eval()
+            if wrapped is not None:
+                model.forward = model._original_forward
+            yield
+        finally:
+            if wrapped is not None:
+                model.forward = wrapped
+            if use_cache is not None:
+                model.config.use_cache = use_cache
+            for module, training in modes:
+                module.training = training
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The random state of Python, NumPy and torch, put back afterwards."""
+    import numpy as np
+    import torch
+
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.random.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

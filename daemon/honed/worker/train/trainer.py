@@ -1,0 +1,466 @@
+"""TRL's SFTTrainer, with checkpoints that are whole, a resume that is the same run, and a stop at any boundary.
+
+Imported once the backend has imported its libraries: under Unsloth, SFTTrainer is Unsloth's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers.optimization import GreedyLR
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import IntervalStrategy
+from trl import SFTConfig, SFTTrainer
+
+from honed.job.event import EventWriter
+from honed.plan import loss
+from honed.spec import metric_names
+from honed.spec.optimizer import EIGHT_BIT
+from honed.spec.training import TrainingSpec
+from honed.system.error import InterruptedRunError, SpecError, TimeLimitError, said
+from honed.worker.assignment import Assignment
+from honed.worker.model import generation
+from honed.worker.model.audit import Auditor
+from honed.worker.rows.collator import Collator
+from honed.worker.rows.data import Data
+from honed.worker.stop import Stop
+from honed.worker.train import checkpoint, optimizer
+from honed.worker.train.callback import RunCallback, is_epoch_end
+from honed.worker.train.checkpoint import Progress
+from honed.worker.train.prediction import random_state_kept
+
+#: Checkpoints that are kept, where the spec does not say.
+SAVE_TOTAL_LIMIT = 2
+#: What Unsloth's SFTTrainer sets while it is built, and nothing reads before an evaluation. Under a flag of the first
+#: two, one outside of training casts the whole model, adapters too, for good.
+_PUT_BACK = ("bf16_full_eval", "fp16_full_eval", "per_device_eval_batch_size", "eval_accumulation_steps")
+#: What a spec may set that ends up otherwise: the first is ours, and so is the second in a resume; transformers has
+#: another word for the third.
+_SAID_OTHERWISE = ("save_total_limit", "eval_on_start", "include_num_input_tokens_seen")
+
+
+def arguments(
+    assignment: Assignment,
+    *,
+    has_eval: bool,
+    has_media: bool = False,
+    is_resumed: bool = False,
+    loss_type: str | None = None,
+) -> SFTConfig:
+    """SFTConfig: what the user set, over our defaults and TRL's, under what the plan has settled.
+
+    `loss_type` is the one that a run which goes on was begun with, where that is known.
+    """
+    spec, precision = assignment.spec, assignment.precision
+    asked = spec.training.as_kwargs()
+    defaults: dict[str, Any] = {"logging_steps": 1}  # every step is an event
+    if has_eval:
+        defaults["eval_strategy"] = spec.eval_strategy
+        defaults["eval_on_start"] = spec.eval_strategy != "no"  # the baseline
+    if not torch.cuda.is_available():
+        defaults["dataloader_pin_memory"] = False
+    if (loss_type := _loss_type(assignment, pinned=loss_type, is_resumed=is_resumed)) is not None:
+        defaults["loss_type"] = loss_type
+    if spec.early_stopping_patience is not None:
+        defaults |= _early_stopping(defaults | asked)
+    elif spec.training.load_best_model_at_end and not {"save_strategy", "save_steps"} & set(asked):
+        defaults |= _saved_as_evaluated(defaults | asked)
+    needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
+    if has_media and (unfit := [name for name in _NOT_BESIDE_MEDIA if asked.get(name)]):
+        raise SpecError(
+            f"training.{unfit[0]}: not with rows that have images, videos or sounds",
+            hint="such rows are padded, one to a line of the batch; leave the key out",
+        )
+    settled: dict[str, Any] = {
+        "output_dir": str(assignment.layout.checkpoints_dir),
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "use_cpu": not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+        "report_to": spec.report_to or "none",
+        "run_name": assignment.name,
+        "disable_tqdm": True,
+        **({"optim": precision.optim} if precision.optim is not None else {}),
+        "save_total_limit": None,  # ours to keep: see checkpoint.rotate
+        "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
+        "restore_callback_states_from_checkpoint": True,
+        "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
+    }
+    if is_resumed:
+        settled["eval_on_start"] = False  # the run has started long ago
+    if has_media:
+        settled["remove_unused_columns"] = False  # our collator reads more than a model does
+    if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
+        # Unsloth's own; without it, it takes a max_length of TRL's default for one that nobody has set.
+        settled["max_seq_length"] = spec.training.max_length
+    if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
+        raise SpecError(
+            "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
+        )
+    try:
+        return SFTConfig(**{**_promised(), **defaults, **asked, **settled})
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"training: {said(error)}", hint="`man honed-job` has every key") from error
+
+
+def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
+    """The plan's loss; a run that goes on keeps the one that it was begun with. None: the backend's own."""
+    has_gpu = torch.cuda.is_available()
+    if pinned is not None and (has_gpu or pinned != "chunked_nll"):
+        return pinned
+    planned = assignment.plan.get("loss")
+    if planned is None or (is_resumed and pinned is None):  # of a version that had one rule for all models
+        return loss.default_type(assignment.spec, has_gpu=has_gpu)
+    return planned["type"] if planned["type"] is not None or has_gpu else "nll"
+
+
+def _promised() -> dict[str, Any]:
+    """Each default, handed on by name: docs/job-spec.md's, and TRL's own for the rest. The SFTConfig that Unsloth puts
+    in the place of TRL's, below which that still stands, has others: of learning rate, batch, optimizer, seed."""
+    own = next(each for each in reversed(SFTConfig.__mro__) if each.__name__ == SFTConfig.__name__)
+    fields = {field.name: field.default for field in dataclasses.fields(own) if field.init}
+    fields |= {name: info.default for name, info in TrainingSpec.model_fields.items() if name in fields}
+    # Which way the loss is computed is left to the backend: Unsloth has kernels of its own.
+    return {
+        name: default for name, default in fields.items() if name != "loss_type" and default is not dataclasses.MISSING
+    }
+
+
+#: What TRL does to a data set beforehand that would part rows from their media.
+_NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
+
+
+def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Early stopping goes by the best evaluation, and returns to it: each evaluation needs its checkpoint."""
+    return {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        **_saved_as_evaluated(chosen),
+    }
+
+
+def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with each evaluation, so that the best can be gone back to."""
+    steps = {"save_steps": chosen["eval_steps"]} if chosen.get("eval_steps") is not None else {}
+    return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
+
+
+class Trainer(SFTTrainer):
+    """One attempt's trainer."""
+
+    control: Any
+
+    def __init__(
+        self,
+        *,
+        assignment: Assignment,
+        data: Data,
+        loaded: Any,
+        args: SFTConfig,
+        events: EventWriter,
+        stop: Stop,
+        progress: Progress,
+        callback: RunCallback,
+        resumed_step: int | None,
+        auditor: Auditor,
+    ) -> None:
+        self._assignment = assignment
+        self._auditor = auditor
+        self._events = events
+        self._stop = stop
+        self._progress = progress
+        self._elapsed_before = progress.elapsed_sec
+        self._started_at = time.monotonic()
+        self._saved_step = resumed_step
+        self._callback = callback
+        self._resumed_path: str | None = None
+        self._has_best = False
+        self._run_dir: Path | None = None
+        patience = assignment.spec.early_stopping_patience
+        adapters = {
+            name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad
+        }
+        given = {name: getattr(args, name) for name in _PUT_BACK}
+        self._is_compensated = assignment.precision.master_weights == "compensated"
+        super().__init__(
+            model=loaded.model,
+            args=args,
+            train_dataset=data.train.dataset,
+            eval_dataset=data.held_out.dataset if data.held_out else None,
+            # The tokenizer, not the processor: TRL's own way with images masks by itself, and otherwise.
+            processing_class=loaded.tokenizer,
+            data_collator=_collator(assignment, data, loaded.tokenizer, args),
+            callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
+            optimizer_cls_and_kwargs=optimizer.compensated(args, _name_of(args)) if self._is_compensated else None,
+        )
+        self.remove_callback(PrinterCallback)  # the events say it all
+        self.mended = self._put_back(given)
+        self.mended += _restore(self.model, adapters)
+        self._tell_changed()
+
+    def _put_back(self, given: dict[str, Any]) -> list[str]:
+        """Give arguments back what they were before the trainer was built. Says what was done."""
+        changed = {name: found for name, value in given.items() if (found := getattr(self.args, name)) != value}
+        for name in changed:
+            setattr(self.args, name, given[name])
+        if changed.keys() & {"bf16_full_eval", "fp16_full_eval"} and not self.is_model_parallel:
+            self._move_model_to_device(self.model, self.args.device)  # which is put off under these flags
+        return [f"the trainer had set {name} to {found}, now {given[name]}" for name, found in changed.items()]
+
+    def _tell_changed(self) -> None:
+        """What the job asks for and the backend does otherwise, or not at all, it says to its own log at most."""
+        for name, asked in self._assignment.spec.training.as_kwargs().items():
+            found = getattr(self.args, name)
+            if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
+                self._events.log(
+                    "warning", f"training.{name}: the job says {asked}, but {self._assignment.backend} makes it {found}"
+                )
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().create_optimizer(*args, **kwargs)
+        if self._is_compensated and _name_of(self.args) in EIGHT_BIT:
+            optimizer.keep_embeddings_wide(self.model)
+        return made
+
+    # --- the boundary between two steps -----------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Called at the end of each step and each epoch: the one place where a run is stopped."""
+        self._progress.is_evaluation_due = self.control.should_evaluate
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_training_stop:
+            return  # the rest is done sooner than it could be resumed
+        if self._callback.is_in_step and is_epoch_end(self.state):
+            return  # the epoch's end comes next, and is a boundary, too
+        if self._stop.is_set or self._is_out_of_time():
+            self._end_early()
+
+    def _is_out_of_time(self) -> bool:
+        limit = self._assignment.spec.time_limit_sec
+        return limit is not None and self._elapsed_sec() > limit
+
+    def _elapsed_sec(self) -> float:
+        return self._elapsed_before + time.monotonic() - self._started_at
+
+    def _end_early(self) -> None:
+        if self._stop.is_set:
+            raise InterruptedRunError(
+                f"stopped on request at step {self.state.global_step}", hint="it goes on from its last checkpoint"
+            )
+        raise TimeLimitError(
+            f"time limit of {self._assignment.spec.time_limit_sec:g} s reached at step {self.state.global_step}",
+            hint="its checkpoint is kept; drop the job again with a higher time_limit_sec",
+        )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._go_on()
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return  # resumed from the checkpoint of its last step: transformers would train one more
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._go_on()  # no epoch was left
+        return super()._finalize_training(*args, **kwargs)
+
+    def _go_on(self) -> None:
+        """Once, before the first step after a checkpoint: makes up for what was cut short before it."""
+        path, self._resumed_path = self._resumed_path, None
+        if path is None:
+            return
+        progress, control = self._progress, self.control
+        control.should_training_stop = progress.has_ended  # transformers has forgotten it
+        control.should_log = control.should_evaluate = control.should_save = False
+        if progress.logged_step is not None:
+            self._tr_loss = torch.tensor(progress.running_loss, device=self.args.device)
+            self._globalstep_last_logged = progress.logged_step
+            self._total_train_tokens = progress.num_seen_tokens
+            self._metrics["train"].update({name: list(values) for name, values in progress.running_figures.items()})
+        self._load_rng_state(path)  # transformers does it later; a checkpoint that is made here has to have it
+        if progress.is_prediction_due:
+            self._callback.predict(self.model, self.state)
+        if progress.is_evaluation_due:
+            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = path
+        if progress.is_epoch_end_due:
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, self.state.epoch, None, time.time())
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """An evaluation leaves no trace in the random state, so one that was cut short can be made up for."""
+        may_step = not kwargs.pop("skip_scheduler", False)
+        with random_state_kept():
+            metrics = super()._evaluate(*args, skip_scheduler=True, **kwargs)
+            if may_step and isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR) and self._may_judge(metrics):
+                self.lr_scheduler.step(metrics[f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"])
+        self._progress.is_evaluation_due = False
+        return metrics
+
+    def _may_judge(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation tells how good the model is: not by answers that failed, which have no score."""
+        asked = self._assignment.spec.predictions
+        is_by_answers = metric_names.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
+        has_scores = any(name.startswith(f"eval_{metric_names.PREFIX}") for name in metrics)
+        return bool(has_scores or not is_by_answers or asked.prompts is not None)
+
+    def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
+        """The best model is to be had back, so it needs a checkpoint, whatever `save_steps` says.
+
+        Where the best is the one that answers best, it is none of those whose answers failed, which have no score.
+        """
+        if not self._may_judge(metrics):
+            return False
+        is_best = bool(super()._determine_best_metric(metrics, *args, **kwargs))
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
+
+    def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
+        self._auditor.trainer(self)  # the last look before the first step
+        self._resumed_path = resume_from_checkpoint
+        return prepared
+
+    def num_steps(self) -> int:
+        """The number of steps of the whole run, by the rows as they are packed and batched."""
+        if self.args.max_steps > 0:
+            return int(self.args.max_steps)
+        with random_state_kept():
+            num_batches = len(self.get_train_dataloader())
+        return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
+
+    def final_step(self) -> int:
+        """The step whose model training has ended with; the last is evaluated if it was not."""
+        best = self.state.best_global_step
+        if self._has_best and best is not None and best != self.state.global_step:
+            return int(best)
+        is_evaluated = any(
+            "eval_loss" in entry and entry["step"] == self.state.global_step for entry in self.state.log_history
+        )
+        if self.args.eval_strategy != IntervalStrategy.NO and not is_evaluated:
+            self._evaluate(None, None, skip_scheduler=True)
+        return int(self.state.global_step)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._progress.num_trained_tokens += int(sum((batch["labels"][..., 1:] != -100).sum() for batch in batches))
+        return batches, num_items
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """A checkpoint of the step just done, unless there is one."""
+        if self.state.global_step and self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Written beside, sealed, and renamed into its place."""
+        checkpoints_dir, step = self._assignment.layout.checkpoints_dir, self.state.global_step
+        best = self.state.best_global_step
+        if best and (best == step or (checkpoints_dir / f"checkpoint-{best}").is_dir()):
+            self.state.best_model_checkpoint = str(checkpoints_dir / f"checkpoint-{best}")
+        best_path = self.state.best_model_checkpoint
+        self._run_dir = new_dir = checkpoint.new_dir(checkpoints_dir)
+        made = new_dir / f"checkpoint-{step}"
+        try:
+            with generation.savable(self.model):
+                super()._save_checkpoint(model, trial)
+            if self.state.best_model_checkpoint != best_path:  # transformers takes where it was written for its place
+                self.state.best_model_checkpoint = best_path
+                self.state.save_to_json(str(made / TRAINER_STATE_NAME))
+            self._remember()
+            checkpoint.seal(made, self._progress, beat=self._stop.beat)
+            path = checkpoint.put(made, checkpoints_dir)
+        except BaseException:
+            shutil.rmtree(new_dir, ignore_errors=True)  # where the disk is full, the room is needed
+            raise
+        finally:
+            self._run_dir = None
+        self._saved_step = step
+        self._events.emit("checkpoint", step=step, path=str(path))
+        limit = self._assignment.spec.training.as_kwargs().get("save_total_limit") or SAVE_TOTAL_LIMIT
+        checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
+
+    def _remember(self) -> None:
+        """What transformers and TRL leave out of a checkpoint, or forget when they go on from it."""
+        self._progress.elapsed_sec = self._elapsed_sec()
+        self._progress.has_ended = self.control.should_training_stop
+        self._progress.is_epoch_end_due = self._callback.is_in_step and (
+            self._progress.has_ended or is_epoch_end(self.state)
+        )
+        self._progress.running_loss = float(self._tr_loss)
+        self._progress.logged_step = int(self._globalstep_last_logged)
+        self._progress.num_seen_tokens = int(self._total_train_tokens)
+        figures = self._metrics["train"].items()
+        self._progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The place where checkpoints are written: while one is, beside their place."""
+        return str(self._run_dir) if self._run_dir is not None else str(super()._get_output_dir(trial))
+
+    def _kept(self) -> set[Any]:
+        if not self.args.load_best_model_at_end or self.state.best_model_checkpoint is None:
+            return set()
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        return {checkpoints_dir / str(self.state.best_model_checkpoint).rsplit("/", 1)[-1]}
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint needs none."""
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """peft loads adapters as float32; they go back before the optimizer is made, whose state follows them."""
+        super()._load_from_checkpoint(*args, **kwargs)
+        self._auditor.model(self.model, "resumed")
+
+    def _load_best_model(self) -> None:
+        """The best checkpoint may be older than what a resume has looked at."""
+        path = Path(str(self.state.best_model_checkpoint))
+        if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
+            self._events.log(
+                "error", f"{path.name}, the best, is damaged ({why}): the result is the model of the last step instead"
+            )
+            return
+        super()._load_best_model()
+        if self._is_compensated:
+            optimizer.take_remainders(self.optimizer, path / "optimizer.pt")
+        self._has_best = True
+        self._auditor.model(self.model, "restored")
+
+
+def _name_of(args: SFTConfig) -> str:
+    """The optimizer's, in training.optim's words."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
+    """Ours for rows with media; TRL's own, which is None here, for rows of text."""
+    if data.media is None:
+        return None
+    return Collator(
+        data.media.processor,
+        data.media.sources,
+        dtype=assignment.precision.load_dtype,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+    )
+
+
+def _restore(model: Any, adapters: dict[str, Any]) -> list[str]:
+    """Give adapters back the values that they had. Says what was done.
+
+    SFTTrainer casts a quantized model's to bfloat16, whatever is planned; casting back would leave them rounded.
+    """
+    num_cast = 0
+    for name, parameter in model.named_parameters():
+        if name in adapters and parameter.dtype != adapters[name].dtype:
+            parameter.data = adapters[name].to(parameter.device)
+            num_cast += 1
+    return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype: put back"] if num_cast else []

@@ -1,0 +1,110 @@
+"""The memory that a run really holds, to be held against the plan's estimate.
+
+Every tensor is counted once, by its storage: tied weights, views and tables that bitsandbytes shares are one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from honed.job.event import EventWriter
+
+#: What peft added to a model, by the names of its parameters.
+_ADDED = re.compile(r"\.lora_|\.modules_to_save\.|\.trainable_tokens_")
+
+
+class Usage(TrainerCallback):
+    """What is held at the moments at which it is there: gradients before a step, the optimizer's state after it."""
+
+    def __init__(self, events: EventWriter) -> None:
+        self._events = events
+        self.held: dict[str, int] = {}
+
+    def built(self, model: Any) -> None:
+        """The model and its adapter are there."""
+        self.held |= _model_bytes(model)
+        self._tell("built")
+
+    def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
+        if "gradient_bytes" not in self.held:
+            gradients = (parameter.grad for parameter in kwargs["model"].parameters())
+            self.held["gradient_bytes"] = num_bytes(each for each in gradients if each is not None)
+
+    def on_step_end(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
+        if "optimizer_bytes" not in self.held:
+            states = kwargs["optimizer"].state.values()
+            self.held["optimizer_bytes"] = num_bytes(each for one in states for each in _tensors(one))
+
+    def trained(self, model: Any) -> dict[str, int]:
+        """Training is over. Returns all that was found, peaks included."""
+        self.held |= _model_bytes(model) | peaks()
+        self._tell("trained")
+        return self.held
+
+    def _tell(self, when: str) -> None:
+        self._events.emit("memory", when=when, **self.held)
+
+
+def _model_bytes(model: Any) -> dict[str, int]:
+    weights: list[Any] = [buffer for _, buffer in model.named_buffers()]
+    adapter: list[Any] = []
+    for name, parameter in model.named_parameters():
+        (adapter if _ADDED.search(name) else weights).append(parameter)
+    for parameter in list(weights):
+        weights += _tensors(vars(parameter))  # bitsandbytes hangs its scales onto the parameter
+    for module in model.modules():
+        weights += _tensors(vars(getattr(module, "state", None) or object)) if _is_8bit(module) else []
+    return {"weights_bytes": num_bytes(weights), "adapter_bytes": num_bytes(adapter)}
+
+
+def _is_8bit(module: Any) -> bool:
+    """Linear8bitLt moves its weight's scales into a state of its own at the first forward pass."""
+    return type(getattr(module, "state", None)).__name__ == "MatmulLtState"
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """All tensors below a value: in dicts and lists, and in bitsandbytes' QuantState."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case dict():
+            for each in value.values():
+                yield from _tensors(each)
+        case list() | tuple():
+            for each in value:
+                yield from _tensors(each)
+        case _ if type(value).__name__ == "QuantState":
+            yield from _tensors(vars(value))
+
+
+def num_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages behind tensors, each counted once; those on the meta device hold nothing."""
+    storages = {}
+    for tensor in tensors:
+        if tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peaks() -> dict[str, int]:
+    """The most that there was at a time: on the GPU as torch allocated it, and of this process's resident memory."""
+    found = {"resident_peak_bytes": _resident_peak()}
+    if torch.cuda.is_available():
+        found["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def _resident_peak(status_path: Path = Path("/proc/self/status")) -> int:
+    """0 where the system does not say. Unlike getrusage's, it does not begin with the parent's."""
+    try:
+        match = re.search(r"^VmHWM:\s+(\d+) kB", status_path.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0

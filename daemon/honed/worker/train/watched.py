@@ -1,0 +1,117 @@
+"""The trainer with an eye on what ends runs: divergence, a full disk; and a word to the pulse on what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from honed.worker.train import disk_reserve, divergence
+from honed.worker.train.divergence import Divergence
+from honed.worker.train.trainer import Trainer
+
+
+class WatchedTrainer(Trainer):
+    """One attempt's trainer. No checkpoint is ever made of a run that may be lost, nor of weights that are."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        assignment = self._assignment
+        model_type = str(getattr(self.model.config, "model_type", ""))
+        vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # that of an adapter on them, too
+        suspect = divergence.suspicion(assignment.precision, model_type)
+        self._divergence = Divergence(
+            assignment.spec.divergence, self._progress.divergence, suspect, vocab_size=vocab_size
+        )
+        self._losses: list[Any] = []  #: of the step's batches
+        self._looked_step = -1
+        self._is_save_withheld = False
+        is_divided = any("training.gradient_accumulation_steps" in each.changes for each in assignment.adjustments)
+        if is_divided and not self.model_accepts_loss_kwargs:
+            self._tell(
+                f"{model_type} averages its loss batch by batch: the parts of a divided batch count the same, "
+                "however many tokens they have"
+            )
+
+    # --- divergence -------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        lost = None
+        # It is called at the end of an epoch, too, and there once more by a run that goes on from it.
+        if self._losses and self._looked_step != self.state.global_step:
+            self._looked_step = self.state.global_step
+            loss, self._losses = float(sum(self._losses)), []
+            norm = None if grad_norm is None else float(grad_norm)
+            was_skipped = bool(self.accelerator.optimizer_step_was_skipped)
+            lost = self._divergence.look(self.state.global_step, loss, norm, was_skipped=was_skipped)
+        self._withhold()
+        if lost is not None:
+            self.control.should_log, self.control.should_evaluate = True, False
+        is_logged = self.control.should_log
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        if is_logged and not torch.isfinite(self._tr_loss):
+            self._tr_loss.zero_()  # transformers takes it from itself, which leaves NaN for the rest of the run
+        if lost is not None:
+            raise lost
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _withhold(self) -> None:
+        """Put off a checkpoint while the run may be lost, until it is known to be well."""
+        if self._divergence.is_suspicious:
+            self._is_save_withheld = self._is_save_withheld or self.control.should_save
+            self.control.should_save = False
+        elif self._is_save_withheld:
+            self._is_save_withheld, self.control.should_save = False, True
+
+    def check_weights(self) -> None:
+        """Raises DivergedError where a trained weight is not a number, PrecisionError where one was cast."""
+        self._auditor.unchanged(self.model)
+        if names := divergence.not_finite(self.model.named_parameters()):
+            raise self._divergence.lost_weights(names, self.state.global_step)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        if self._divergence.is_suspicious:
+            return  # what the last checkpoint holds is better
+        super().save()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.check_weights()
+        with self._stop.phase("save"):
+            self._write(model, trial)
+
+    def _write(self, model: Any, trial: Any) -> Any:
+        """A checkpoint, older ones given up for it where there is no room. Raises DiskShortError, none of it left."""
+        checkpoints_dir = self._assignment.layout.checkpoints_dir
+        is_whole = self._assignment.precision.adapter_dtype is None
+        written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
+        num_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
+        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
+        for is_last in (False, True):
+            try:
+                return super()._save_checkpoint(model, trial)
+            except Exception as problem:
+                # torch.save says no more than that it failed.
+                left = disk_reserve.free_bytes(checkpoints_dir)
+                is_full = isinstance(problem, RuntimeError) and left < max(num_bytes, disk_reserve.SPARE_BYTES)
+                if not (is_full or disk_reserve.is_no_room(problem)):
+                    raise
+                self._tell(f"checkpoint-{self.state.global_step} found no room on the way: {problem}")
+                # Others write there, too, or it is larger than the last one was.
+                num_bytes = max(num_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
+                if is_last:
+                    raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
+                disk_reserve.make(checkpoints_dir, num_bytes, keep=self._kept(), tell=self._tell)
+        return None
+
+    def _tell(self, text: str) -> None:
+        self._events.log("warning", text)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._stop.phase("evaluate"):
+            return super()._evaluate(*args, **kwargs)

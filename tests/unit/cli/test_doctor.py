@@ -1,0 +1,287 @@
+"""The doctor, on this machine and on packages that are broken on purpose."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from honed.cli import doctor
+from honed.cli.doctor import Finding
+from honed.spec.config import Config, JobsConfig, PolicyConfig
+from honed.system import installed
+from honed.system.error import EnvironmentInvalidError
+from honed.system.layout import Layout
+
+SOURCE = Path(doctor.__file__).parents[2]
+
+
+def pretend(site: Path, name: str, version: str, code: str | None = None) -> None:
+    """Install a package that is nothing but its metadata, and perhaps a module with that code."""
+    metadata = site / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if code is not None:
+        (site / f"{name}.py").write_text(code)
+
+
+def ask_with(site: Path, code: str) -> str:
+    """What a fresh process says that finds those packages first."""
+    environment = os.environ | {"PYTHONPATH": f"{site}:{SOURCE}"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"from honed.cli.doctor import *\nfrom honed.cli import doctor\n{code}"],
+        env=environment, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def status_of(found: list[Finding], check: str) -> str:
+    return next(finding.status for finding in found if finding.check == check)
+
+
+@pytest.mark.skipif(installed.version("torch") is None, reason="needs the training stack")
+def test_this_machine_can_train(tmp_path: Path) -> None:
+    found = doctor.examine(Layout(tmp_path), Config())
+    assert {finding.check for finding in found} >= {
+        "python", "torch", "transformers", "gpu", "torch loads", "torchvision", "bitsandbytes loads", "disk: state",
+        "disk: spool", "disk: cache", "permissions", "systemd", "honed",
+    }  # fmt: skip
+    assert status_of(found, "torch loads") == "ok"
+    assert status_of(found, "honed") == "warning"
+    for finding in found:
+        assert set(finding.as_dict()) == {"check", "status", "detail", "hint"}
+        assert finding.status == "ok" or finding.hint, finding
+
+
+def test_examining_imports_no_torch_here(tmp_path: Path) -> None:
+    code = (
+        f"examine(Layout(Path({str(tmp_path)!r})), Config())\n"
+        "print([name for name in ('torch', 'bitsandbytes') if name in sys.modules])"
+    )
+    assert ask_with(tmp_path / "none", code).strip() == "[]"
+
+
+def test_the_version_whose_own_bug_it_was_is_named(tmp_path: Path) -> None:
+    pretend(tmp_path, "transformers", "4.57.2")
+    found = ask_with(tmp_path, "print([f for f in doctor._packages() if f.check == 'transformers'])")
+    assert "status='error'" in found
+    assert "'dict' object has no attribute 'model_type'" in found
+
+
+def test_versions_outside_their_window_are_told(tmp_path: Path) -> None:
+    pretend(tmp_path, "trl", "1.15.0")
+    found = ask_with(tmp_path, "print([f for f in doctor._packages() if f.check == 'trl'])")
+    assert "status='warning'" in found
+    assert "1.15.0 is outside what honed was tried with (>=1.9,<1.15)" in found
+
+
+def test_packages_that_unsloth_refuses_are_told(tmp_path: Path) -> None:
+    pretend(tmp_path, "unsloth", "2026.10.9")
+    pretend(tmp_path, "unsloth_zoo", "2026.10.4")
+    pretend(tmp_path, "datasets", "4.4.1")
+    found = ask_with(tmp_path, "print(doctor._beside_unsloth())")
+    assert "datasets 4.4.1 is refused by Unsloth" in found
+    assert "unsloth_zoo 2026.10.4 should be of the same version, 2026.10.9" in found
+
+
+def test_a_torchvision_that_does_not_load_is_found(tmp_path: Path) -> None:
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    pretend(tmp_path, "torchvision", "0.28.0", broken)
+    # One that has the operator is left alone by what mends torchvision, which scripts/setup may have put into the venv.
+    pretend(tmp_path, "torch", "2.13.0", "class ops:\n    class torchvision:\n        nms = None\n")
+    found = ask_with(tmp_path, "print(doctor._torchvision())")
+    assert "status='error'" in found
+    assert "operator torchvision::nms does not exist" in found
+    assert "uninstall it" in found
+
+
+def test_a_torch_that_does_not_import_is_found(tmp_path: Path) -> None:
+    pretend(tmp_path, "torch", "2.13.0", "raise OSError('libcudart.so.12: cannot open shared object file')")
+    found = ask_with(tmp_path, "print(doctor._torch())")
+    assert "status='error'" in found
+    assert "libcudart.so.12" in found
+
+
+def test_a_child_that_hangs_or_crashes_is_not_waited_for() -> None:
+    with pytest.raises(EnvironmentInvalidError, match=r"no answer within 0\.5 s"):
+        doctor.ask("import time; time.sleep(60)", timeout_sec=0.5)
+    with pytest.raises(EnvironmentInvalidError, match="status -11"):
+        doctor.ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+
+
+def test_a_gpu_that_the_configuration_names_and_that_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text(
+        "class NVMLError(Exception): pass\nclass NVMLError_NotSupported(NVMLError): pass\n"
+        "class M: total = free = 80 * 2**30\n"
+        "nvmlInit = nvmlShutdown = lambda: None\nnvmlDeviceGetCount = lambda: 1\n"
+        "nvmlDeviceGetHandleByIndex = lambda i: i\nnvmlDeviceGetName = lambda h: 'NVIDIA H100'\n"
+        "nvmlDeviceGetUUID = lambda h: 'GPU-0'\nnvmlDeviceGetCudaComputeCapability = lambda h: (9, 0)\n"
+        "nvmlDeviceGetMemoryInfo = lambda h: M\nnvmlSystemGetDriverVersion = lambda: '570.1'\n"
+    )
+    code = (
+        "from honed.spec.config import DeviceConfig\n"
+        "print(doctor._gpu(Config(device=DeviceConfig(gpus=[0, 3]))), doctor._gpu(Config()))"
+    )
+    found = ask_with(tmp_path, code)
+    assert "device.gpus names [3], and the machine has [0]" in found
+    assert "0: NVIDIA H100, 80.0 GiB; driver 570.1" in found
+
+
+def test_a_driver_that_sees_more_than_torch_is_told(tmp_path: Path) -> None:
+    pretend(tmp_path, "torch", "2.13.0+cpu", (
+        "__version__ = '2.13.0+cpu'\nclass version: cuda = None\n"
+        "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+    ))  # fmt: skip
+    code = "doctor.device.cuda_devices = lambda: [0]\nprint(doctor._torch())"
+    found = ask_with(tmp_path, code)
+    assert "it sees 0 of 1 GPUs" in found
+    assert "ordinary index" in found
+
+
+def test_the_spool_is_looked_at(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    assert doctor._permissions(layout).status == "warning"
+    (layout.spool_dir / "incoming").mkdir(parents=True)
+    assert doctor._permissions(layout).status == "error"
+    layout.jobs_dir.mkdir(parents=True)
+    assert doctor._permissions(layout).status == "ok"
+    layout.spool_dir.chmod(0o777)
+    assert "by everyone" in doctor._permissions(layout).detail
+
+
+def test_a_running_honed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(tmp_path)
+    layout.runtime_dir.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        monkeypatch.chdir(layout.runtime_dir)  # a socket's path has 108 bytes at most
+        server.bind("control.sock")
+        server.listen()
+        assert doctor._daemon(layout).status == "ok"
+    assert doctor._daemon(layout).status == "warning"
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 100 * 2**20}))
+    assert doctor._disk("state", tmp_path).status == "error"
+
+
+def test_a_broken_configuration_is_a_finding_and_not_the_end(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.config_path.parent.mkdir(parents=True)
+    layout.config_path.write_text("[jobs]\nretry_delay = 3\n")
+    code = f"print([f for f in examine(Layout(Path({str(tmp_path)!r}))) if f.check in ('configuration', 'python')])"
+    found = ask_with(tmp_path / "none", code)
+    assert "check='configuration', status='error'" in found
+    assert "jobs.retry_delay" in found
+    assert "check='python', status='ok'" in found
+
+
+#: What `systemctl show` says of a unit that is well.
+WELL = {
+    "LoadState": "loaded", "ActiveState": "active", "Result": "success", "UnitFileState": "enabled",
+    "NeedDaemonReload": "no", "NRestarts": "0", "StatusText": "idle; 0 queued",
+    "ReadWritePaths": "/var/lib/honed/jobs/0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({}, "ok", "idle"),
+        ({"LoadState": "not-found"}, "warning", "scripts/install"),
+        ({"NeedDaemonReload": "yes"}, "warning", "systemctl daemon-reload"),
+        ({"ActiveState": "failed", "Result": "watchdog"}, "error", "watchdog"),
+        ({"StatusText": "degraded: /var/lib/honed: No space left on device; idle"}, "error", "No space left"),
+        ({"StatusText": "idle; NOT reloaded, the old configuration is in force: x"}, "error", "NOT reloaded"),
+        (
+            {"StatusText": "idle; 3 not checked: systemd does not start honed-check@1000.service"},
+            "error",
+            "3 not checked",
+        ),
+        ({"NRestarts": "7"}, "warning", "restarted 7 times"),
+        ({"UnitFileState": "disabled"}, "warning", "systemctl enable"),
+    ],
+)
+def test_what_is_wrong_with_the_unit_is_told(changes: dict[str, str], status: str, words: str) -> None:
+    found = doctor._service({**WELL, **changes})
+    assert found.status == status
+    assert words in f"{found.detail} {found.hint}"
+
+
+def test_a_unit_that_is_closed_to_what_the_configuration_allows_is_told() -> None:
+    config = Config(policy=PolicyConfig(allowed_paths=["/srv/out", "/srv/data"]))
+    assert doctor._sandbox(Config(), WELL).status == "ok"
+    found = doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 -/srv/data"})
+    assert found.status == "error"
+    assert "/srv/out" in found.detail
+    assert "/srv/data" not in found.detail
+    assert doctor._sandbox(config, {**WELL, "ReadWritePaths": "/var/lib/honed/jobs/0 /srv"}).status == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory away")
+def test_a_unit_that_is_open_to_what_somebody_else_can_lead_elsewhere_is_told(tmp_path: Path) -> None:
+    """Opened by an earlier honectl, or by hand."""
+    for name in ("to write", "home", "good"):
+        (tmp_path / name).mkdir()
+    os.chown(tmp_path / "to write", 54321, 0)
+    os.chown(tmp_path / "home", 54321, 0)
+    shown = {
+        "ReadWritePaths": f"/var/lib/honed/jobs/0 '-{tmp_path}/to write/x' -{tmp_path}/good",
+        "BindPaths": f"/var/lib/honed/jobs/0:/var/lib/honed/jobs/0:rbind -{(y := f'{tmp_path}/home/y: 1')}:{y}:rbind",
+    }
+    found = doctor._sandbox(Config(), {**WELL, **shown})
+    assert found.status == "error"
+    assert f"{tmp_path}/to write/x: the user 54321, who owns {tmp_path}/to write, can put a link" in found.detail
+    assert f"{tmp_path}/home/y: 1: the user" in found.detail
+    assert "good" not in found.detail
+    os.chown(tmp_path / "to write", 0, 0)
+    os.chown(tmp_path / "home", 0, 0)
+    assert doctor._sandbox(Config(), {**WELL, **shown}).status == "ok"
+
+
+def test_a_missing_unit_for_fetches_is_told_where_the_configuration_fetches() -> None:
+    config = Config(policy=PolicyConfig(hub=True))
+    assert doctor._fetch_unit(Config(), WELL, {"LoadState": "not-found"}) == []
+    assert doctor._fetch_unit(config, {"LoadState": "not-found"}, {"LoadState": "not-found"}) == []  # jobs are children
+    [found] = doctor._fetch_unit(config, WELL, {"LoadState": "not-found"})
+    assert found.status == "error"
+    assert "nothing is fetched" in found.detail
+    assert [each.status for each in doctor._fetch_unit(config, WELL, WELL)] == ["ok"]
+    assert [each.status for each in doctor._fetch_unit(config, WELL, {**WELL, "NeedDaemonReload": "yes"})] == [
+        "warning"
+    ]
+
+
+def test_a_missing_unit_for_checks_is_told_where_jobs_are_units() -> None:
+    missing = {"LoadState": "not-found"}
+    assert doctor._check_unit(Config(), missing, missing) == []
+    assert doctor._check_unit(Config(jobs=JobsConfig(runner="process")), WELL, missing) == []
+    [found] = doctor._check_unit(Config(), WELL, missing)
+    assert (found.check, found.status) == ("honed-check@.service", "error")
+    assert "people's job files wait" in found.detail
+    [found] = doctor._check_unit(Config(), WELL, {**WELL, "NeedDaemonReload": "yes"})
+    assert found.status == "warning"
+    assert [each.status for each in doctor._check_unit(Config(), WELL, WELL)] == ["ok"]
+
+
+def test_odd_names_are_known_as_systemctl_shows_them() -> None:
+    odd = ["/srv/we ird", '/srv/q"uote', "/srv/back\\slash", "/home/anna/my data: 1"]
+    shown = {
+        "ReadWritePaths": '/var/lib/honed/jobs/0 "-/srv/we ird" "-/srv/q\\"uote" "-/srv/back\\\\slash"',
+        "BindPaths": "-/home/anna/my data: 1:/home/anna/my data: 1:rbind",
+    }
+    assert doctor._sandbox(Config(policy=PolicyConfig(allowed_paths=odd)), {**WELL, **shown}).status == "ok"
+
+
+def test_an_incoming_that_everyone_may_tidy_up_is_an_error(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    (layout.spool_dir / "incoming").mkdir(parents=True)
+    layout.jobs_dir.mkdir(parents=True)
+    (layout.spool_dir / "incoming").chmod(0o777)
+    assert "remove and replace" in doctor._permissions(layout).detail
+    (layout.spool_dir / "incoming").chmod(0o1777)
+    assert doctor._permissions(layout).status == "ok"

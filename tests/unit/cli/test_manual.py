@@ -1,0 +1,48 @@
+"""Man pages and completions know every verb, option and key that there is."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from honed.cli import manual
+from honed.spec.config import Config
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def complete(*words: str) -> list[str]:
+    """What bash offers for the last word."""
+    script = (
+        f"source {CHECKOUT}/etc/completions/honectl.bash; COMP_WORDS=({' '.join(repr(word) for word in words)}); "
+        f"COMP_CWORD={len(words) - 1}; _honectl_jobs() {{ echo 7; }}; _honectl; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_verbs_options_and_jobs() -> None:
+    assert {name for name, _, _ in manual.verbs()} <= set(complete("honectl", ""))
+    assert complete("honectl", "su") == ["submit"]
+    assert complete("honectl", "submit", "--w") == ["--wait"]
+    assert complete("honectl", "--root", "/srv", "show", "") == ["--json", "7"]
+
+
+def test_every_verb_and_key_is_in_its_page() -> None:
+    pages = manual.man_pages([("[jobs]", "", type(Config().jobs))], [])
+    for name, _, _ in manual.verbs():
+        assert f'.SS "{name}' in pages["honectl.1"]
+    assert all(f".BR {key} " in pages["honed.toml.5"] for key in type(Config().jobs).model_fields)
+
+
+@pytest.mark.skipif(shutil.which("man") is None, reason="needs man")
+@pytest.mark.parametrize("page", ["honed.8", "honectl.1", "honed.toml.5", "honed-job.5"])
+def test_man_has_no_complaint(page: str) -> None:
+    done = subprocess.run(
+        ["man", "--warnings", "--local-file", CHECKOUT / "docs/man" / page], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

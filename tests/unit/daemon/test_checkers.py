@@ -1,0 +1,225 @@
+"""The helpers of several submitters: each their own, a few at a time, and nobody waits for another's for long."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.daemon.checker import MAX_PAUSE_SEC
+from honed.daemon.checkers import IDLE_SEC, MAX_UNITS, TURN_SEC, Checkers
+from honed.run.helper import READY, children
+from honed.spec.config import Config
+from honed.system.layout import Layout
+
+#: Answers at once, except on what is called hang, and tells who it is: `<dir>/<who>.<pid>` is there while it lives.
+HELPER = f"""
+import atexit, json, os, pathlib, sys, time
+who, home = sys.argv[1], pathlib.Path(sys.argv[2])
+if (home / f"broken-{{who}}").exists(): sys.exit(1)
+print({READY.decode()!r}, flush=True)
+sys.stdin.readline()
+for line in sys.stdin:
+    request = json.loads(line)
+    while request["spec_name"] == "hang.json" and not (home / "go").exists(): time.sleep(0.01)
+    spec = {{"kind": "sft", "retry": {{"max_attempts": 1}}, "resources": {{"gpus": 0}}}}
+    print(json.dumps({{"id": request["id"], "ok": True, "spec": spec, "plan": {{"who": who, "pid": os.getpid()}},
+        "output_dir": "/o", "warnings": [], "lines": {{}}, "references": {{}}, "waits_for": {{}},
+        "needs_fetch": None}}), flush=True)
+"""
+
+
+class Desk:
+    """Checkers whose units are children that say whose they are."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ahead = 0.0
+        self.selector = selectors.DefaultSelector()
+        self.num_starts = 0
+        layout = Layout(path)
+
+        def of(who: object) -> Any:
+            return children(layout, [sys.executable, "-S", "-c", HELPER, str(who), str(path)])
+
+        self.checkers = Checkers(of("honed"), of, self._follow, clock=self.clock)
+        self.answers: list[dict[str, Any]] = []
+        for name in ("plain", "hang"):
+            (path / f"{name}.json").write_text("{}")
+
+    def clock(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def _follow(self, old: int | None, new: int | None) -> None:
+        if old is not None:
+            self.selector.unregister(old)
+        if new is not None:
+            self.num_starts += 1
+            self.selector.register(new, selectors.EVENT_READ)
+
+    def submit(self, number: int, uid: int | None, name: str = "plain") -> None:
+        self.checkers.submit(number, self.path / f"{name}.json", Config(), uid=uid)
+
+    def turn(self) -> None:
+        self.selector.select(0.02)
+        self.answers += self.checkers.poll()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < until, self.answers
+            self.turn()
+
+    def wait_answers(self, count: int) -> list[dict[str, Any]]:
+        self.wait(lambda: len(self.answers) >= count)
+        return self.answers
+
+    def whose(self) -> dict[int, str]:
+        return {answer["id"]: answer["plan"]["who"] for answer in self.answers}
+
+    def live(self) -> set[int]:
+        """The people who have a helper."""
+        return {uid for uid, checker in self.checkers._people.items() if checker.has_helper}
+
+    def at_work(self) -> set[int]:
+        return {uid for uid, checker in self.checkers._people.items() if not checker.is_between}
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.checkers.close()
+    made.selector.close()
+
+
+def test_each_person_has_a_helper_and_accounts_of_the_system_share_ours(desk: Desk) -> None:
+    for number, uid in enumerate((1000, 1001, 0, 999, None, 1000), start=1):
+        desk.submit(number, uid)
+    desk.wait_answers(6)
+    assert desk.whose() == {1: "1000", 2: "1001", 3: "honed", 4: "honed", 5: "honed", 6: "1000"}
+    pids = {answer["id"]: answer["plan"]["pid"] for answer in desk.answers}
+    assert pids[1] == pids[6]
+    assert len(set(pids.values())) == 3
+
+
+def test_without_units_everything_is_ours(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.checkers._start_as = None
+    desk.submit(1, 1000)
+    desk.wait_answers(1)
+    assert desk.whose() == {1: "honed"}
+    desk.checkers.close()
+
+
+def test_files_of_several_people_are_checked_at_once_and_of_more_in_turn(desk: Desk) -> None:
+    people = [1000 + number for number in range(MAX_UNITS + 2)]
+    for number, uid in enumerate(people, start=1):
+        desk.submit(number, uid, "hang")
+    desk.wait(lambda: len(desk.at_work()) == MAX_UNITS)
+    for _ in range(20):
+        desk.turn()
+        assert len(desk.live()) <= MAX_UNITS
+    assert desk.answers == []
+    (desk.path / "go").touch()
+    desk.wait_answers(len(people))
+    assert len(desk.live()) <= MAX_UNITS
+
+
+def test_who_comes_takes_the_place_that_had_nothing_to_do_for_the_longest(desk: Desk) -> None:
+    for number in range(MAX_UNITS):
+        desk.submit(number, 1000 + number)
+        desk.wait_answers(number + 1)
+        desk.turn()
+        desk.ahead += 1
+    desk.submit(10, 1000)
+    desk.wait_answers(MAX_UNITS + 1)
+    desk.turn()
+    desk.submit(11, 2000)
+    desk.wait_answers(MAX_UNITS + 2)
+    assert desk.live() == {1000, *range(1002, 1000 + MAX_UNITS), 2000}
+
+
+def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
+    """And goes on after the others: nobody starves."""
+    people = [1000 + number for number in range(MAX_UNITS)]
+    for uid in people:
+        for number in range(200):
+            desk.submit(uid * 1000 + number, uid, "hang" if number == 0 else "plain")
+    desk.wait(lambda: desk.at_work() == set(people))
+    desk.submit(1, 3000)
+    desk.turn()
+    assert 3000 not in desk.live()
+    desk.ahead += TURN_SEC + 1
+    (desk.path / "go").touch()
+    desk.wait(lambda: 1 in desk.whose())
+    assert len(desk.answers) < 200 * MAX_UNITS
+    desk.wait_answers(200 * MAX_UNITS + 1)
+    for uid in people:
+        assert [number for number in desk.whose() if number // 1000 == uid] == [uid * 1000 + n for n in range(200)]
+    assert desk.num_starts <= 2 * MAX_UNITS + 2
+
+
+def test_one_that_starts_slowly_loses_no_turn_by_that(desk: Desk) -> None:
+    for number in range(MAX_UNITS + 1):
+        desk.submit(number, 1000 + number, "hang")
+    desk.ahead += 2 * TURN_SEC
+    desk.turn()
+    assert desk.live() == {1000 + number for number in range(MAX_UNITS)}
+
+
+def test_a_helper_is_kept_for_a_while_and_ended_then(desk: Desk) -> None:
+    desk.submit(1, 1000)
+    desk.wait_answers(1)
+    desk.turn()
+    assert desk.checkers.deadline is not None
+    assert 0 < desk.checkers.deadline - desk.clock() <= IDLE_SEC
+    desk.ahead += IDLE_SEC - 1
+    desk.turn()
+    assert desk.live() == {1000}
+    desk.ahead += 1
+    desk.turn()
+    assert desk.live() == set()
+    assert desk.checkers.deadline is None
+    assert desk.checkers._people == {}
+    desk.submit(2, 1000)
+    desk.wait_answers(2)
+    assert desk.answers[0]["plan"]["pid"] != desk.answers[1]["plan"]["pid"]
+
+
+def test_one_whose_helper_cannot_be_started_is_in_nobodys_way(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    broken = [1000 + number for number in range(MAX_UNITS + 1)]
+    for uid in broken:
+        (desk.path / f"broken-{uid}").touch()
+        desk.submit(uid, uid)
+    desk.wait(lambda: all(desk.checkers.is_stuck(uid) for uid in broken))
+    desk.submit(1, 5000)
+    desk.submit(2, 0)
+    desk.wait_answers(2)
+    assert desk.whose() == {1: "5000", 2: "honed"}
+    assert desk.checkers.stuck() == set(broken)
+    assert not desk.checkers.is_stuck(5000)
+    assert desk.checkers.fault
+    desk.wait(lambda: not desk.live() and desk.checkers.deadline is not None)
+    assert desk.checkers.deadline <= desk.clock() + MAX_PAUSE_SEC  # tried again then, and looked at no sooner
+    assert caplog.text.count("cannot be started, and job files wait") == len(broken)
+    for uid in broken:
+        (desk.path / f"broken-{uid}").unlink()
+    desk.ahead += 1000
+    desk.wait_answers(2 + len(broken))
+    assert desk.checkers.stuck() == set()
+    assert desk.checkers.fault == ""
+
+
+def test_the_words_of_the_log_name_whose_files_wait(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    uid = os.getuid() + 2**20
+    (desk.path / f"broken-{uid}").touch()
+    desk.submit(1, uid)
+    desk.wait(lambda: desk.checkers.is_stuck(uid))
+    assert f"the checking process for the user {uid} cannot be started, and job files wait" in caplog.text

@@ -1,0 +1,102 @@
+"""honed.db: any event whatever is counted once, and nothing in it stops the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from honed.job.database import Database, Reader
+from honed.job.event import Event, Reading
+from honed.job.job import Attempt, Job
+from honed.system import durable
+
+JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o",
+          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(
+    ["step", "num_steps", "epoch", "loss", "metrics", "rows", "eta_sec", "message", "level", "stage"]
+)
+ROW = st.fixed_dictionaries({"sample_index": ANYTHING, "prompt": ANYTHING, "prediction": ANYTHING})
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Database:
+    made = Database(tmp_path_factory.mktemp("db") / "honed.db")
+    made.put_job(JOB)
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["step", "evaluation", "predictions", "log", "data", "stage", "of_a_later_honed"]),
+    data=st.dictionaries(KEYS, ANYTHING | st.lists(ROW, max_size=2), max_size=6),
+)
+def test_no_event_whatever_raises(database: Database, kind: str, data: dict[str, Any]) -> None:
+    database.apply(JOB, Reading([Event(kind, 1.0, data)], 10, 0))
+
+
+def test_a_prediction_told_twice_stands_once(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+    row = {"sample_index": 0, "prompt": "p", "ground_truth": "t", "prediction": "first"}
+    for text in ("first", "second"):
+        event = Event("predictions", 1.0, {"step": 4, "epoch": 0.5, "rows": [{**row, "prediction": text}]})
+        database.apply(JOB, Reading([event], 10, 0))
+    (stored,) = Reader(database.path).predictions(1)
+    assert (stored["prediction"], stored["step"], stored["epoch"]) == ("second", 4, 0.5)
+
+
+def test_what_a_run_that_goes_on_has_not_done_yet_is_no_prediction_of_it(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    database.put_job(JOB)
+
+    def left_after(kind: str, **data: Any) -> list[int]:
+        row = {"sample_index": 0, "prompt": "p", "ground_truth": "t", "prediction": "x"}
+        told = [Event("predictions", 1.0, {"step": step, "epoch": 0.5, "rows": [row]}) for step in (0, 4, 8)]
+        database.apply(JOB, Reading([*told, Event(kind, 2.0, data)], 10, 0))
+        return [row["step"] for row in Reader(database.path).predictions(1)]
+
+    assert left_after("checkpoint", step=4) == [0, 4, 8]
+    assert left_after("resumed", step=4) == [0, 4]
+    assert left_after("started_over", reason="damaged") == []
+
+
+def test_events_and_their_offset_are_one_transaction(tmp_path: Path) -> None:
+    database = Database(tmp_path / "honed.db")
+    with pytest.raises(AttributeError):
+        database.apply(JOB, Reading([Event("log", 1.0, {}), None], 99, 0))  # type: ignore[list-item]
+    assert database.offset(1, 1) == 0
+    assert Reader(database.path).events(1) == []
+
+
+def test_a_locked_database_is_not_taken_for_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "honed.db"
+    Database(path).close()
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **keys: connect(*args, **{**keys, "timeout": 0.1}))
+    with pytest.raises(sqlite3.OperationalError):
+        Database(path)
+    assert not path.with_name("honed.db.damaged").exists()
+    holder.close()
+
+
+def test_a_database_that_another_program_holds_locked_is_the_machines_fault_and_no_bug(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as theirs:
+        theirs.executescript("CREATE TABLE a (b); BEGIN IMMEDIATE;")
+        with contextlib.closing(sqlite3.connect(path, timeout=0)) as ours, pytest.raises(sqlite3.Error) as raised:
+            ours.execute("INSERT INTO a VALUES (1)")
+    assert durable.machine_fault(raised.value) == "the database: database is locked"

@@ -1,0 +1,221 @@
+"""What may go and what must stay; and a removal that can be killed between any two operations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_spool import Crash, Faults
+
+from honed.cli import pruning
+from honed.daemon.housekeeper import Housekeeper
+from honed.job import removal, retention
+from honed.job.arrival import Arrivals
+from honed.job.database import Database
+from honed.job.job import Job, State
+from honed.job.retention import DAY_SEC, Item, Limits, Needs
+from honed.job.spool import Spool
+from honed.spec.config import Config, RetentionConfig
+from honed.system.layout import Layout
+
+NOW = 1_000_000_000.0
+ITEMS = [Item(number, NOW - number * DAY_SEC, 100) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "gone"),
+    [
+        (Limits(), []),
+        (Limits(max_age_sec=2.5 * DAY_SEC), [4, 3]),
+        (Limits(max_count=1), [4, 3, 2, 1]),
+        (Limits(max_count=0), [4, 3, 2, 1, 0]),
+        (Limits(max_bytes=250), [4, 3, 2]),
+        (Limits(max_bytes=99), [4, 3, 2, 1, 0]),
+        (Limits(max_age_sec=3.5 * DAY_SEC, max_count=3), [4, 3]),
+    ],
+)
+def test_what_lies_beyond_any_limit_goes_the_oldest_first(limits: Limits, gone: list[int]) -> None:
+    assert [item.key for item in retention.excess(ITEMS, limits, now=NOW)] == gone
+
+
+def entry(spool: Spool, number: int, state: State, **keys: Any) -> Job:
+    """A job with a directory, as it lies after an attempt."""
+    files = spool.job_layout(number)
+    directory = str(files.output_dir)
+    plan = keys.pop("plan", {})
+    job = Job(
+        number, f"job{number}", 0.0, "a.json", os.getuid(), keys.pop("output_dir", directory), state=state, **keys
+    )
+    for path in (files.output_dir, files.checkpoints_dir / "checkpoint-1", files.attempt(1).dir):
+        path.mkdir(parents=True)
+        (path / "file").write_bytes(b"x" * 1000)
+    files.plan_path.write_text(json.dumps({"spec": {}, **plan}))
+    (spool.state_dir(state) / f"{number}.json").write_bytes(job.to_json())
+    return job
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    made = Spool(Layout(tmp_path / "root"))
+    (made.dir / "seq").write_text("50\n")
+    return made
+
+
+def test_what_an_unfinished_or_pinned_job_needs_stays_by_name_by_number_and_by_path(spool: Spool) -> None:
+    jobs = [entry(spool, number, State.SUCCEEDED) for number in (1, 2, 3, 4)]
+    path = str(spool.job_layout(3).output_dir / "merged")
+    jobs += [
+        entry(spool, 11, State.QUEUED, depends_on=("1",), inputs={"x": 2}),
+        entry(spool, 12, State.RUNNING, plan={"may_read": {"paths": [path]}}),
+        entry(spool, 13, State.SUCCEEDED, is_pinned=True, plan={"spec": {"adapter": path}}),
+        entry(spool, 14, State.FAILED, output_dir=str(spool.job_layout(4).dir / "mine")),
+        entry(spool, 15, State.FAILED, depends_on=("14",)),
+    ]
+    needed = retention.needed_of(Needs(spool, spool.layout), spool, jobs)
+    assert set(needed) == {1, 2, 3, 4}
+    assert needed[1] == "job 11 (job11) needs it, which is queued"
+    assert needed[4] == "the output of job 14 (job14) lies in its directory"
+    assert retention.why_kept(jobs[4], needed) == "it is queued"
+    assert retention.why_kept(jobs[6], needed) == "it is pinned"
+    assert retention.why_kept(jobs[7], needed) is None
+
+
+def test_a_removal_leads_nowhere_else(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"x" * 10)
+    tree = tmp_path / "jobs" / "7"
+    (tree / "deep/er").mkdir(parents=True)
+    (tree / "deep/er/file").write_bytes(b"x" * 100)
+    (tree / "link").symlink_to(outside)
+    (tree / "deep/name").hardlink_to(outside / "precious")
+    os.mkfifo(tree / "pipe")
+    (tree / "deep").chmod(0o500)
+    assert removal.measure(tree).num_bytes < 100 + 200  # the link's own few bytes, and nothing behind it
+    count = removal.remove(tree)
+    assert (count.num_files, count.problem) == (4, None)
+    assert not tree.exists()
+    assert (outside / "precious").read_bytes() == b"x" * 10
+    assert removal.remove(tree) == removal.Count()
+
+
+def test_staged_copies_go_with_their_job_unless_another_names_them(spool: Spool) -> None:
+    own, shared = (spool.layout.staged_dir / (digit * 16) for digit in "ab")
+    for place in (own, shared):
+        (place / "0").mkdir(parents=True)
+    spec = {"base_model": str(own / "0/model"), "datasets": [{"path": str(shared / "0/rows.jsonl")}]}
+    entry(spool, 2, State.HELD, plan={"spec": {"datasets": spec["datasets"]}})
+    spool.prune(entry(spool, 1, State.FAILED, plan={"spec": spec}))
+    assert removal.remove_job(spool, spool.layout, 1).problem is None
+    assert (own.exists(), shared.exists()) == (False, True)
+
+
+def give_up(spool: Spool, number: int) -> None:
+    """As the daemon does, its rows apart."""
+    if (job := spool.job(number)) is not None:
+        spool.prune(job)
+    removal.remove_job(spool, spool.layout, number)
+
+
+def after_a_crash(root: Path) -> Spool:
+    """What the next daemon does, its rows apart."""
+    spool = Spool(Layout(root))
+    spool.recover()
+    Arrivals(spool).recover()
+    for number in spool.pruned_ids():
+        removal.remove_job(spool, spool.layout, number)
+    for path in spool.layout.jobs_dir.iterdir():
+        removal.remove_checkpoints(spool.layout, int(path.name))
+    return spool
+
+
+def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch)
+    point, seen = 0, set()
+    while True:
+        point += 1
+        root = tmp_path / str(point)
+        spool = Spool(Layout(root))
+        entry(spool, 1, State.SUCCEEDED)
+        other = entry(spool, 2, State.FAILED)
+        num_files = len(list(spool.job_layout(1).dir.rglob("*")))
+        faults.num_seen, faults.crash_at = 0, point
+        try:
+            give_up(spool, 1)
+            spool.annotate(other, are_checkpoints_pruned=True)
+            removal.set_aside_checkpoints(spool.layout, 2)
+            removal.remove_checkpoints(spool.layout, 2)
+        except Crash:
+            finished = False
+        else:
+            finished = True
+        faults.crash_at = None
+        spool.close()
+        again = after_a_crash(root)
+        is_there = again.job(1) is not None
+        seen.add(is_there)
+        assert again.job_layout(1).dir.exists() == is_there
+        assert len(list(again.job_layout(1).dir.rglob("*"))) == (num_files if is_there else 0)
+        kept = again.job(2)
+        assert kept is not None
+        has_checkpoints = (again.job_layout(2).checkpoints_dir / "checkpoint-1/file").exists()
+        assert has_checkpoints or (kept.are_checkpoints_pruned and not again.job_layout(2).checkpoints_dir.exists())
+        assert not list(again.job_layout(2).dir.glob(removal.OLD_CHECKPOINTS))
+        (again.dir / "seq").unlink(missing_ok=True)
+        put = again.incoming_dir / "next.json"
+        put.write_text("{}")
+        claim = Arrivals(again).claim(put)
+        assert claim is not None
+        assert claim.id == 3
+        again.close()
+        if finished:
+            break
+    assert (point > 20, seen) == (True, {True, False})
+
+
+def test_a_clock_that_was_set_ages_nothing(spool: Spool) -> None:
+    """A machine that boots in 2035, until its clock is set right, must not lose what is thirty days old."""
+    layout = spool.layout
+    entry(spool, 1, State.SUCCEEDED)
+    ticks, wall = [0.0], [spool.changed_at(Job(1, "", 0, "", 0, "", state=State.SUCCEEDED))]
+    config = Config(retention=RetentionConfig(max_job_age_days=30, interval_sec=100))
+    database = Database(layout.database_path)
+    keeper = Housekeeper(layout, config, spool, database, list, clock=lambda: ticks[0], now=lambda: wall[0])
+
+    def pass_by(seconds: float, *, jump: float = 0.0) -> None:
+        ticks[0] += seconds
+        wall[0] += seconds + jump
+        for _ in range(20):
+            keeper.tend()
+
+    for _ in range(2):
+        pass_by(200, jump=10 * 365 * DAY_SEC)
+        assert spool.job(1) is not None
+        pass_by(200)
+        assert spool.job(1) is not None
+        pass_by(200, jump=-10 * 365 * DAY_SEC)
+        pass_by(200)
+        assert spool.job(1) is not None
+    pass_by(200, jump=365 * DAY_SEC)
+    pass_by(28 * DAY_SEC)
+    assert spool.job(1) is not None
+    pass_by(3 * DAY_SEC)
+    assert spool.job(1) is None
+    keeper.close()
+    database.close()
+
+
+def test_ages_and_sizes_are_written_as_people_do() -> None:
+    assert (pruning.span("30d"), pruning.span("1.5h"), pruning.span("2W")) == (30 * DAY_SEC, 5400, 14 * DAY_SEC)
+    assert (pruning.size("200G"), pruning.size("1.5MiB"), pruning.size("7")) == (200 * 2**30, 3 * 2**19, 7)
+    for wrong in ("30", "d", "-1d", "1y"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            pruning.span(wrong)
+    with pytest.raises(argparse.ArgumentTypeError):
+        pruning.size("many")

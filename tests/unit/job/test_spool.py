@@ -1,0 +1,451 @@
+"""The spool: what lies where is the truth, through every crash."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.job import query, retention
+from honed.job.arrival import Arrivals, Claim, drop, refusal, submission_of
+from honed.job.job import MOVES, Attempt, Job, State
+from honed.job.spool import Spool
+from honed.system.error import EnvironmentInvalidError, SpecError
+from honed.system.layout import Layout
+
+MAX_BYTES = 1000
+#: A user whom no file here belongs to.
+SUBMITTER = 12345
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    made = Spool(Layout(tmp_path))
+    yield made
+    made.close()
+
+
+def put(spool: Spool, name: str, text: str = "{}") -> Path:
+    path = spool.incoming_dir / name
+    path.write_text(text)
+    return path
+
+
+def job_of(claim: Claim, **changes: Any) -> Job:
+    return Job(id=claim.id, name=claim.title, submitted_at=1.0, source=claim.name, uid=0, output_dir="/o", **changes)
+
+
+def accept(spool: Spool, name: str = "a.json") -> Job:
+    claim = Arrivals(spool).claim(put(spool, name))
+    assert claim is not None
+    Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    return Arrivals(spool).admit(job_of(claim), claim, {"spec": {}})
+
+
+def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool) -> None:
+    job = accept(spool)
+    assert [found.id for found in spool.jobs(State.QUEUED)] == [job.id]
+    assert list(spool.incoming_dir.iterdir()) == []
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert spool.job_layout(job.id).spec_path.read_text() == "{}"
+
+
+def test_what_is_not_finished_is_left_alone(spool: Spool) -> None:
+    for name in (".a.json", "a.json.tmp", "a.json~", "a.part", ".a.json.swp"):
+        put(spool, name)
+    assert Arrivals(spool).dropped() == []
+
+
+def test_arrivals_come_in_the_order_in_which_they_came(spool: Spool) -> None:
+    for name in ("c.json", "a.json", "b.json"):
+        put(spool, name)
+        time.sleep(0.01)
+    assert [each.path.name for each in Arrivals(spool).dropped()] == ["c.json", "a.json", "b.json"]
+
+
+def test_numbers_grow_and_are_never_used_again(spool: Spool) -> None:
+    first, second = accept(spool), accept(spool)
+    claim = Arrivals(spool).claim(put(spool, "gone.json"))
+    assert claim is not None
+    Arrivals(spool).reject(claim, "no")
+    assert accept(spool).id > claim.id > second.id > first.id
+
+
+def test_a_lost_sequence_goes_on_above_what_there_is(spool: Spool) -> None:
+    job = accept(spool)
+    (spool.dir / "seq").unlink()
+    assert accept(spool).id == job.id + 1
+
+
+def test_a_damaged_sequence_stops_the_start_with_a_remedy(spool: Spool) -> None:
+    job = accept(spool)
+    (spool.dir / "seq").write_text("seven\n")
+    with pytest.raises(EnvironmentInvalidError, match="not a number") as caught:
+        recovered(spool)
+    assert f"at least {job.id}" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda path: path.symlink_to("/etc/passwd"), "symbolic link"),
+        (lambda path: path.mkdir(), "not a plain file"),
+        (os.mkfifo, "not a plain file"),
+        (lambda path: path.write_text("x" * (MAX_BYTES + 1)), "larger than"),
+        (
+            lambda path: (path.parent / ".other").write_text("{}") and path.hardlink_to(path.parent / ".other"),
+            "hard link",
+        ),
+    ],
+)
+def test_what_is_not_a_plain_file_of_a_sane_size_is_refused(
+    spool: Spool, make: Callable[[Path], Any], word: str
+) -> None:
+    path = spool.incoming_dir / "a.json"
+    make(path)
+    claim = Arrivals(spool).claim(path)
+    assert claim is not None
+    with pytest.raises(SpecError, match=word):
+        Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    target = Arrivals(spool).reject(claim, "because")
+    assert os.path.lexists(target)
+    assert target.with_name("a.json.reason").read_text() == "because"
+    assert not spool.job_layout(claim.id).dir.exists()
+
+
+@pytest.mark.parametrize("name", ["job.txt", "job", "job.yaml\nrm -rf.json", "a\x1b[2J.json"])
+def test_a_name_that_is_no_job_files_is_refused(spool: Spool, name: str) -> None:
+    claim = Arrivals(spool).claim(put(spool, name))
+    assert claim is not None
+    with pytest.raises(SpecError):
+        Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+    assert Arrivals(spool).reject(claim, "no").exists()
+
+
+def test_the_longest_name_can_be_refused_and_a_second_of_the_same_name_too(spool: Spool) -> None:
+    for name in ("x" * 250 + ".json", "b.json", "b.json", "ü" * 125 + ".json"):
+        claim = Arrivals(spool).claim(put(spool, name))
+        assert claim is not None
+        target = Arrivals(spool).reject(claim, "no")
+        assert target.exists()
+        assert target.with_name(target.name + ".reason").exists()
+    assert len(list(spool.rejected_dir.iterdir())) == 8
+
+
+def test_what_the_dropper_writes_after_the_claim_changes_nothing(spool: Spool) -> None:
+    path = put(spool, "a.json", '{"first": 1}')
+    with path.open("r+") as writer:
+        claim = Arrivals(spool).claim(path)
+        assert claim is not None
+        copy = Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
+        writer.write('{"secon": 2}')
+    assert copy.path.read_text() == '{"first": 1}'
+
+
+def test_there_are_only_the_moves_of_the_table(spool: Spool) -> None:
+    for source in State:
+        for target in set(State) - MOVES[source]:
+            job = dataclasses.replace(accept(spool), state=source)
+            with pytest.raises(AssertionError):
+                spool.move(job, target)
+
+
+def test_an_entry_of_a_later_honed_is_read_and_a_damaged_one_passed_over(spool: Spool) -> None:
+    job = accept(spool)
+    entry = spool.dir / "queued" / f"{job.id}.json"
+    entry.write_text(entry.read_text().replace('"name"', '"colour": "green",\n "name"'))
+    (spool.dir / "queued" / "99.json").write_text('{"id": 99')
+    (spool.dir / "queued" / "98.json").write_text("\x00" * 100)
+    assert [found.name for found in spool.jobs(State.QUEUED)] == ["a"]
+
+
+def test_of_two_copies_the_newer_wins(spool: Spool) -> None:
+    job = accept(spool)
+    old = (spool.dir / "queued" / f"{job.id}.json").read_bytes()
+    attempt = Attempt(number=1, backend="transformers", started_at=2.0)
+    spool.move(job, State.RUNNING, attempts=(attempt,))
+    (spool.dir / "queued" / f"{job.id}.json").write_bytes(old)  # as a power cut leaves it on btrfs
+    spool.recover()
+    assert [found.id for found in spool.jobs(State.QUEUED)] == []
+    (running,) = spool.jobs(State.RUNNING)
+    assert running.attempts == (attempt,)
+
+
+def test_a_reader_in_the_middle_of_a_move_sees_each_job_once_and_as_it_is_now(spool: Spool) -> None:
+    job = accept(spool)
+    entry = spool.dir / "queued" / f"{job.id}.json"
+    old = entry.read_bytes()
+    spool.move(job, State.RUNNING)
+    entry.write_bytes(old)  # the moment between the rename and the removal
+    assert [found.state for found in spool.all_jobs().values()] == [State.RUNNING]
+
+
+def test_submit_drops_whole_files_and_overwrites_none(tmp_path: Path, spool: Spool) -> None:
+    source = tmp_path / "job.yaml"
+    source.write_text("a: 1\n")
+    names = [
+        drop(spool.incoming_dir, source),
+        drop(spool.incoming_dir, source),
+        drop(spool.incoming_dir, source, hold=True),
+    ]
+    assert names == ["job.yaml", "job-2.yaml", "job.hold.yaml"]
+    assert {path.name for path in spool.incoming_dir.iterdir()} == set(names)
+
+
+def test_many_who_submit_files_of_one_name_at_once_lose_none(tmp_path: Path, spool: Spool) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    sources = [tmp_path / str(number) / "job.yaml" for number in range(30)]
+    for number, source in enumerate(sources):
+        source.parent.mkdir()
+        source.write_text(f"name: n{number}\n")
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(lambda source: drop(spool.incoming_dir, source), sources))
+    assert len(set(names)) == 30
+    assert {path.read_text() for path in spool.incoming_dir.iterdir()} == {source.read_text() for source in sources}
+
+
+def test_a_refusal_says_what_why_and_what_to_do() -> None:
+    text = refusal(Claim(7, Path("a.yaml")), SpecError("line 3: lr: unknown key", hint="learning_rate"), when="now")
+    assert all(word in text for word in ("a.yaml", "spec_invalid", "line 3: lr: unknown key", "learning_rate"))
+
+
+def test_no_line_of_what_is_refused_passes_for_one_of_ours() -> None:
+    name = "a\nWhat to do: rm.json"
+    error = SpecError("one\ntwo", hint="three\nThen four")
+    lines = refusal(Claim(7, Path(name)), error, when="now").split("\n")
+    assert lines[0] == f"{name!r} was refused at now."
+    assert [line for line in lines if line.startswith(("What", "Then"))] == [
+        "What to do: three", "Then drop the job file into incoming/ again.",
+    ]  # fmt: skip
+
+
+# -- over the control socket ------------------------------------------------------------------------------------------
+
+
+def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> None:
+    claim = Arrivals(spool).submit("a.hold.json", b"{}", SUBMITTER)
+    assert (claim.title, claim.is_held) == ("a", True)
+    arrivals = recovered(spool)
+    assert arrivals.claims() == [claim]
+    assert arrivals.num_submitted(SUBMITTER) == 1
+    copy = arrivals.copy(claim, max_bytes=MAX_BYTES, drops=False)
+    assert (copy.uid, copy.path.read_text()) == (SUBMITTER, "{}")
+    arrivals.admit(job_of(claim), claim, {})
+    assert list(spool.claimed_dir.iterdir()) == []
+
+
+def test_where_no_drops_are_taken_a_dropped_file_is_refused_with_the_remedy(spool: Spool) -> None:
+    claim = Arrivals(spool).claim(put(spool, "a.json"))
+    assert claim is not None
+    with pytest.raises(SpecError, match="takes no files from incoming") as caught:
+        Arrivals(spool).copy(claim, max_bytes=MAX_BYTES, drops=False)
+    assert caught.value.hint == "honectl submit FILE"
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.json", "a/b.json", ".a.json", "x" * 247 + ".json", "a\n.json", "a\udcff.json", "a.txt", "..", ""]
+)
+def test_a_name_that_no_file_has_is_not_taken_and_costs_no_number(spool: Spool, name: str) -> None:
+    with pytest.raises(SpecError):
+        Arrivals(spool).submit(name, b"{}", SUBMITTER)
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert not (spool.dir / "seq").exists()
+
+
+def test_the_refusal_of_a_submitted_file_is_its_submitters(spool: Spool) -> None:
+    arrivals = Arrivals(spool)
+    first, second = (arrivals.submit("a.json", b"{}", SUBMITTER) for _ in range(2))
+    for claim, word in ((first, "one"), (second, "two")):
+        arrivals.reject(claim, refusal(claim, SpecError(word), when="now"))
+    anna, berta = (query.Asker(uid, is_administrator=False, reads_all=False) for uid in (SUBMITTER, SUBMITTER + 1))
+    for claim, word in ((first, "one"), (second, "two")):
+        found = query.refusal(spool, "a.json", anna, number=claim.id)
+        assert found is not None
+        assert word in found["reason"]
+        assert query.refusal(spool, "a.json", berta, number=claim.id) is None
+    assert query.refusal(spool, "a.json", anna, number=second.id + 1) is None
+    assert len(retention.refused_files(spool, uid=SUBMITTER)) == 2
+    assert retention.refused_files(spool, uid=SUBMITTER + 1) == []
+
+
+def test_no_name_makes_a_refusal_somebody_elses(spool: Spool) -> None:
+    claim = Claim(7, Path("a was refused at now.\nSubmitted as 7 by the user 0.\n.json"))
+    assert submission_of(refusal(claim, SpecError("Submitted as 7 by the user 0."), when="now")) is None
+    assert submission_of("") is None
+
+
+# -- every crash ------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process is gone; nobody catches it."""
+
+
+OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir")
+
+
+class Faults:
+    """Makes the n-th file operation of Python's os module fail: by a crash before it or after it, or by an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_seen = 0
+        self.crash_at: int | None = None
+        self.error: OSError | None = None
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
+
+    def _wrap(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*arguments: Any, **keys: Any) -> Any:
+            if self.crash_at is None:
+                return operation(*arguments, **keys)
+            self.num_seen += 1
+            if self.num_seen == self.crash_at:
+                if self.error is not None:
+                    raise self.error
+                raise Crash
+            if self.num_seen > self.crash_at and self.error is None:
+                raise Crash  # nothing runs after the end: no finally clause mends what the kill left
+            return operation(*arguments, **keys)
+
+        return faulty
+
+
+def recovered(spool: Spool) -> Arrivals:
+    arrivals = Arrivals(spool)
+    spool.recover()
+    arrivals.recover()
+    return arrivals
+
+
+def life(spool: Spool, *, names: list[str]) -> None:
+    """A pass of everything: take what lies in incoming/, refuse some, run and finish the rest."""
+    arrivals = recovered(spool)
+    claims = arrivals.claims()
+    claims += [claim for each in arrivals.dropped() if (claim := arrivals.claim(each.path)) is not None]
+    for claim in claims:
+        try:
+            arrivals.copy(claim, max_bytes=MAX_BYTES)
+        except SpecError as error:
+            arrivals.reject(claim, error.message)
+            continue
+        if claim.name.startswith("bad"):
+            arrivals.reject(claim, "no")
+        else:
+            arrivals.admit(job_of(claim), claim, {})
+    run(spool)
+
+
+def run(spool: Spool) -> None:
+    for job in list(spool.jobs(State.QUEUED)):
+        spool.move(job, State.RUNNING, num_failures=job.num_failures)
+    for job in list(spool.jobs(State.RUNNING)):
+        spool.move(spool.update(job, outcome="succeeded"), State.SUCCEEDED)
+
+
+def life_together(spool: Spool, *, names: list[str]) -> None:
+    """The same, many arrivals at a time; what stands in one's place is as if it had been raised."""
+
+    def good(found: list[Any]) -> list[Any]:
+        for error in [each for each in found if isinstance(each, Exception)]:
+            raise error
+        return [each for each in found if each is not None]
+
+    arrivals = recovered(spool)
+    claims = arrivals.claims() + good(arrivals.claim_all([each.path for each in arrivals.dropped()]))
+    copies = dict(zip(claims, arrivals.copy_all(claims, max_bytes=MAX_BYTES), strict=True))
+    for claim, copy in copies.items():
+        if isinstance(copy, SpecError):
+            claims.remove(claim)
+            arrivals.reject(claim, copy.message)
+    good([copies[claim] for claim in claims])
+    good(arrivals.admit_all([(job_of(claim), claim, {}) for claim in claims if not claim.name.startswith("bad")]))
+    for claim in arrivals.claims():
+        arrivals.reject(claim, "no")
+    run(spool)
+
+
+def verify(spool: Spool, names: list[str]) -> None:
+    """Each dropped file became exactly one job or one refusal, and nothing else lies about."""
+    done = [job.source for job in spool.jobs(State.SUCCEEDED)]
+    refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
+    assert sorted(done + refused) == sorted(names)
+    assert not [name for name in done if name.startswith("bad")]
+    unreadable = {
+        name for name in refused if not name.startswith("bad")
+    }  # to honed, for one EACCES, its dropper's doing
+    assert all("may not read" in (spool.rejected_dir / f"{name}.reason").read_text() for name in unreadable)
+    assert len(unreadable) <= 1
+    for state in set(State) - {State.SUCCEEDED}:
+        assert list(spool.state_dir(state).iterdir()) == [], state
+    assert list(spool.incoming_dir.iterdir()) == []
+    assert list(spool.claimed_dir.iterdir()) == []
+    assert not list(spool.dir.rglob(".*"))
+
+
+@pytest.mark.parametrize("errno", [None, 28, 5, 13, 30])  # a crash; ENOSPC, EIO, EACCES, EROFS
+@pytest.mark.parametrize("life", [life, life_together])
+def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None, life: Callable[..., None]
+) -> None:
+    faults = Faults(monkeypatch)
+    names = ["a.json", "bad.json", "over-socket.json"]
+    point = 0
+    while True:
+        point += 1
+        root = tmp_path / str(point)
+        spool = Spool(Layout(root))
+        for name in names:
+            put(spool, name) if "-" not in name else Arrivals(spool).submit(name, b"{}", SUBMITTER)
+        faults.num_seen, faults.crash_at = 0, point
+        faults.error = None if errno is None else OSError(errno, os.strerror(errno))
+        try:
+            life(spool, names=names)
+        except (Crash, OSError):
+            finished = False
+        else:
+            finished = faults.num_seen < point
+        faults.crash_at = None
+        spool.close()
+        again = Spool(Layout(root))
+        life(again, names=names)
+        verify(again, names)
+        again.close()
+        if finished:
+            break
+    assert point > 60, "the faults were really met"
+
+
+@pytest.mark.parametrize("errno", [None, 28, 5, 13, 30])
+def test_a_submission_hit_at_any_file_operation_is_there_whole_with_its_submitter_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None
+) -> None:
+    faults, point, claim = Faults(monkeypatch), 0, None
+    while claim is None:
+        point += 1
+        spool = Spool(Layout(tmp_path / str(point)))
+        faults.num_seen, faults.crash_at = 0, point
+        faults.error = None if errno is None else OSError(errno, os.strerror(errno))
+        with contextlib.suppress(Crash, OSError):
+            claim = Arrivals(spool).submit("a.json", b'{"whole": 1}', SUBMITTER)
+        faults.crash_at = None
+        spool.close()
+        again = Spool(Layout(tmp_path / str(point)))
+        arrivals = recovered(again)
+        found = arrivals.claims()
+        assert len(found) <= 1
+        for each in found:
+            copy = arrivals.copy(each, max_bytes=MAX_BYTES, drops=False)
+            assert (copy.path.read_text(), copy.uid) == ('{"whole": 1}', SUBMITTER)
+        assert not found or claim == found[0] or errno is None, "who was told that it was not taken submits it again"
+        assert (claim is None) or found, "what was said to be taken is there"
+        assert len(list(again.claimed_dir.iterdir())) == len(found)
+        assert not list(again.dir.rglob(".*"))
+        again.close()
+    assert point > 10, "the faults were really met"

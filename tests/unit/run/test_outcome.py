@@ -1,0 +1,149 @@
+"""Success needs two witnesses; everything else has a code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.daemon.attempts import destination
+from honed.job.job import MOVES, Attempt, Job, State, Stop
+from honed.run.outcome import Outcome, judge
+from honed.run.runner import Exit
+from honed.system.error import BY_CODE, HonedError
+
+SUCCESS = {"outcome": "succeeded", "step": 9, "metrics": {"train_loss": 1.0}, "artifacts": {}, "error": None}
+FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m", "hint": "h"}}
+
+
+@pytest.mark.parametrize(
+    ("result", "ended", "code"),
+    [
+        (SUCCESS, Exit(0, None), "succeeded"),
+        (SUCCESS, Exit(3, None), "killed"),
+        (SUCCESS, Exit(None, 11), "killed"),
+        # Killed from outside after its last word, or seen by nobody: what it did is done, and not done again.
+        (SUCCESS, Exit(None, 9), "succeeded"),
+        (SUCCESS, Exit(None, None), "succeeded"),
+        (FAILURE, Exit(81, None), "mask_invalid"),
+        (FAILURE, Exit(None, 11), "mask_invalid"),  # it had explained itself before it crashed on its way out
+        ({"outcome": "failed", "error": None}, Exit(1, None), "error"),
+        ({"outcome": "failed", "error": {"code": "of_a_later_honed", "message": ""}}, Exit(1, None), "error"),
+        (None, Exit(0, None), "killed"),
+        (None, Exit(1, None), "killed"),
+        (None, Exit(None, 9), "killed"),
+        (None, Exit(None, None), "killed"),
+        ([], Exit(0, None), "killed"),
+        # What systemd knows, and the kernel's killer, of a worker that could say nothing itself.
+        (None, Exit(None, 6, service_result="watchdog"), "stalled"),
+        (None, Exit(None, 9, service_result="oom-kill"), "out_of_memory"),
+        (None, Exit(None, 9, was_out_of_memory=True), "out_of_memory"),
+        (None, Exit(None, 9, service_result="timeout"), "killed"),
+        (None, Exit(226, None, service_result="exit-code", ran=False), "environment_invalid"),
+        (None, Exit(None, None, ran=False), "environment_invalid"),
+        (FAILURE, Exit(None, 6, service_result="watchdog"), "mask_invalid"),
+    ],
+)
+def test_the_outcome_of_result_and_exit(tmp_path: Path, result: Any, ended: Exit, code: str) -> None:
+    path = tmp_path / "result.json"
+    if result is not None:
+        path.write_text(json.dumps(result))
+    outcome = judge(path, ended)
+    assert outcome.code == code
+    assert (outcome.error is None) == (code == "succeeded")
+
+
+@pytest.mark.parametrize("code", ["precision_mismatch", "loss_mismatch"])
+@pytest.mark.parametrize(("step", "is_worth"), [(None, True), (0, True), (3, False)])
+def test_another_backend_is_worth_it_before_a_step_is_trained(code: str, step: int | None, is_worth: bool) -> None:
+    outcome = Outcome(code, BY_CODE[code]("m"), step=step)
+    assert outcome.is_worth_another_backend is is_worth
+
+
+def test_a_torn_result_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text('{"outcome": "succ')
+    assert judge(path, Exit(0, None)).code == "killed"
+
+
+def test_what_a_result_has_that_nobody_could_write_down_is_taken_out_or_it_is_none(tmp_path: Path) -> None:
+    """Python's reader of JSON takes lone surrogates, NaN and nesting without end; who writes them does not."""
+    path = tmp_path / "result.json"
+    failure = {"code": "mask_invalid", "message": "\ud800 m", "hint": "h", "fix": {"\ud800": 1}}
+    path.write_text(json.dumps({"outcome": "failed", "error": failure, "metrics": {"a\ud800": float("nan"), "b": 1.0}}))
+    found = judge(path, Exit(81, None))
+    assert found.error is not None
+    assert found.code == "mask_invalid"
+    assert (found.error.fix, found.metrics) == ({"?": 1}, {"a?": None, "b": 1.0})
+    json.dumps([found.error.as_dict(), found.metrics], ensure_ascii=False, allow_nan=False).encode()
+    for depth in (60, 600, 100_000):
+        path.write_text('{"outcome": "failed", "error": ' + '{"fix": ' * depth + "1" + "}" * depth + "}")
+        assert judge(path, Exit(81, None)).code == "killed"
+
+
+def test_a_result_that_the_disk_keeps_back_is_not_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(SUCCESS))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "open", _fails)
+        with pytest.raises(OSError, match="Input/output"):
+            judge(path, Exit(0, None))
+        assert judge(path, Exit(0, None), is_readable=False).code == "killed"
+
+
+def _fails(*_arguments: Any, **_keys: Any) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_every_code_has_its_own_exit_status_and_a_sentence() -> None:
+    workers_own = [error for error in BY_CODE.values() if error.code not in {"usage"}]
+    statuses = [error.exit_status for error in workers_own]
+    assert len(set(statuses)) == len(statuses)
+    assert all(error.__doc__ for error in BY_CODE.values())
+
+
+JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=0, output_dir="/o", state=State.RUNNING,
+          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+
+
+def outcome_of(code: str) -> Outcome:
+    return Outcome(code, None if code == "succeeded" else BY_CODE[code]("message"))
+
+
+@pytest.mark.parametrize("stop", [None, *Stop])
+@pytest.mark.parametrize("code", ["succeeded", *BY_CODE])
+def test_every_outcome_leads_somewhere_that_there_is_a_move_to(code: str, stop: Stop | None) -> None:
+    import dataclasses
+
+    state, changes = destination(dataclasses.replace(JOB, stop=stop), outcome_of(code))
+    assert state in MOVES[State.RUNNING]
+    assert changes["stop"] is None
+    if code == "succeeded":
+        assert state is State.SUCCEEDED
+    elif stop is Stop.CANCEL:
+        assert state is State.CANCELLED
+    elif code == "interrupted":
+        assert state is (State.QUEUED if stop is Stop.SHUTDOWN else State.HELD)
+        assert "num_failures" not in changes, "a clean stop uses up no attempt"
+
+
+def test_transient_faults_are_tried_again_until_the_attempts_are_used_up() -> None:
+    import dataclasses
+
+    for num_failures, state in ((0, State.QUEUED), (1, State.QUEUED), (2, State.FAILED)):
+        job = dataclasses.replace(JOB, num_failures=num_failures)
+        assert destination(job, outcome_of("killed"))[0] is state
+        assert destination(job, outcome_of("mask_invalid"))[0] is State.FAILED
+
+
+def test_an_error_comes_through_a_file_as_it_was() -> None:
+    from honed.system.error import from_dict
+
+    for error_class in BY_CODE.values():
+        error = error_class("what", hint="do")
+        back: HonedError = from_dict(error.as_dict())
+        assert (type(back), back.message, back.hint) == (type(error), "what", "do")

@@ -1,0 +1,167 @@
+"""Who asks is known from the socket."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.job import query
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.system.control import MAX_REQUEST_BYTES, Client, Request, Server, with_file
+from honed.system.error import NotPermittedError
+from honed.system.layout import Layout
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, list[Request]]]:
+    """A server that notes who asked."""
+    selector, asked, is_over = selectors.DefaultSelector(), [], threading.Event()
+
+    def answer(request: Request) -> Any:
+        asked.append(request)
+        if request.verb == "forbidden":
+            raise NotPermittedError("it is another user's", hint="ask them")
+        return request.arguments
+
+    server = Server(tmp_path / "control.sock", selector, answer)
+
+    def serve() -> None:
+        while not is_over.is_set():
+            for key, events in selector.select(0.05):
+                key.data(events)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield tmp_path / "control.sock", asked
+    is_over.set()
+    thread.join()
+    server.close()
+
+
+def test_user_and_groups_come_from_the_kernel_and_not_from_the_text(served: tuple[Path, list[Request]]) -> None:
+    path, asked = served
+    assert Client(path).ask("show", id="7", uid=12345) == {"id": "7", "uid": 12345}
+    assert asked[0].uid == os.getuid()
+    assert asked[0].gids == {os.getegid(), *os.getgroups()}
+
+
+def test_what_is_not_permitted_keeps_its_code(served: tuple[Path, list[Request]]) -> None:
+    with pytest.raises(Exception, match="another user's") as caught:
+        Client(served[0]).ask("forbidden")
+    assert caught.value.code == "not_permitted"  # type: ignore[attr-defined]
+
+
+def test_one_who_asks_and_does_not_read_is_not_listened_to(served: tuple[Path, list[Request]]) -> None:
+    path, asked = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path))
+        peer.settimeout(0.5)
+        line = json.dumps({"verb": "echo", "id": "x" * 50_000}).encode() + b"\n"
+        with pytest.raises(TimeoutError):
+            for _ in range(1000):
+                peer.sendall(line)
+        assert len(asked) < 50
+        assert Client(path).ask("echo", id="7") == {"id": "7"}
+
+
+def test_who_asks_much_at_once_is_answered_in_turn_with_the_others(served: tuple[Path, list[Request]]) -> None:
+    path, asked = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as flood, flood.makefile("rb") as answers:
+        flood.connect(str(path))
+        flood.sendall(b'{"verb": "flood"}\n' * 2000)
+        Client(path).ask("one")
+        place = [request.verb for request in asked].index("one")
+        assert place < 2000
+        for _ in range(2000):
+            assert json.loads(answers.readline())["ok"]
+
+
+# --- What the askers see ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    made = Spool(Layout(tmp_path))
+    for number, name, uid in ((1, "capitals", 1000), (2, "capitals", 1001), (3, "secret", 1001)):
+        job = Job(id=number, name=name, submitted_at=0.0, source=f"{name}.yaml", uid=uid, output_dir="/o")
+        (made.state_dir(State.QUEUED) / f"{number}.json").write_bytes(job.to_json())
+    yield made
+    made.close()
+
+
+ANNA = query.Asker(1000, is_administrator=False, reads_all=False)
+CHIEF = query.Asker(1002, is_administrator=True, reads_all=True)
+
+
+def test_a_name_means_ones_own_job(spool: Spool) -> None:
+    assert query.find(spool, "capitals", ANNA).id == 1
+    with pytest.raises(Exception, match="no job 'secret'"):
+        query.find(spool, "secret", ANNA)
+    with pytest.raises(Exception, match="2 jobs are named"):
+        query.find(spool, "capitals", CHIEF)
+
+
+def test_others_jobs_are_a_number_and_a_state(spool: Spool, tmp_path: Path) -> None:
+    rows = {row["id"]: row for row in query.list_jobs(spool, Layout(tmp_path), asker=ANNA)}
+    assert rows[1]["name"] == "capitals"
+    assert (rows[3]["name"], rows[3]["source"], rows[3]["state"]) == ("", None, "queued")
+    for verb in (query.show, query.predictions, query.losses):
+        with pytest.raises(NotPermittedError):
+            verb(spool, Layout(tmp_path), "3", ANNA)
+    assert query.show(spool, Layout(tmp_path), "3", CHIEF)["name"] == "secret"
+
+
+def test_a_refusal_is_read_by_who_dropped_the_file(spool: Spool, tmp_path: Path) -> None:
+    (spool.rejected_dir / "a.yaml").write_text("x")
+    (spool.rejected_dir / "a.yaml.reason").write_text("a.yaml was refused at …: first")
+    (spool.rejected_dir / "a.9.yaml").write_text("x")
+    (spool.rejected_dir / "a.9.yaml.reason").write_text("a.yaml was refused at …: second")
+    os.utime(spool.rejected_dir / "a.yaml.reason", (1, 1))
+    us = query.Asker(os.getuid(), is_administrator=False, reads_all=False)
+    found = query.refusal(spool, "a.yaml", us)
+    assert found is not None
+    assert found["reason"].endswith("second")
+    assert query.refusal(spool, "a.yaml", ANNA) is None
+    assert query.refusal(spool, "../../etc/passwd", us) is None
+
+
+# --- What takes long to say -------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_too_long_is_refused_and_the_next_one_answered(served: tuple[Path, list[Request]]) -> None:
+    path, asked = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer, peer.makefile("rb") as answers:
+        peer.connect(str(path))
+        for size in (MAX_REQUEST_BYTES, 40 * MAX_REQUEST_BYTES):
+            peer.sendall(json.dumps({"verb": "long", "id": "x" * size}).encode() + b"\n" + b'{"verb": "short"}\n')
+            refused = json.loads(answers.readline())
+            assert f"a request takes {MAX_REQUEST_BYTES} bytes at most" in refused["error"]["message"]
+            assert json.loads(answers.readline())["ok"]
+    assert [request.verb for request in asked] == ["short", "short"]
+
+
+def test_the_largest_job_file_goes_into_a_request(tmp_path: Path) -> None:
+    size = 16 * 1024 * 1024
+    request = {"verb": "submit", "name": "é" * 120 + ".json", "data": base64.b64encode(bytes(size)).decode()}
+    assert len(json.dumps(request)) + 1 <= with_file(size) < size * 1.4
+
+
+def test_one_who_asks_slowly_keeps_nobody_waiting(served: tuple[Path, list[Request]]) -> None:
+    path, _ = served
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow, slow.makefile("rb") as answers:
+        slow.connect(str(path))
+        for letter in '{"verb": "slow"':
+            slow.sendall(letter.encode())
+            assert Client(path).ask("quick", id="7") == {"id": "7"}
+        slow.sendall(b"}\n")
+        assert json.loads(answers.readline())["ok"]
