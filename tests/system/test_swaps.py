@@ -63,7 +63,7 @@ vision.build_vision_checkpoint(own / "seeing", "qwen2_5_vl")
 OPEN = """
 import pwd
 from pathlib import Path
-from honed.access import Acl, set_acl
+from honed.system.access import Acl, set_acl
 users = {pwd.getpwnam(name).pw_uid: 4 for name in ("honed", "honed-job")}
 for path in Path("/srv/swaps/theirs").rglob("*"):
     if path.is_file():

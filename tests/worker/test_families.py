@@ -330,7 +330,7 @@ def test_a_processor_that_wants_what_is_not_installed_says_so(base_of: Callable[
         "import sys; sys.modules['torchvision'] = None\n"
         "from types import SimpleNamespace\n"
         "from honed.system.error import EnvironmentInvalidError\n"
-        "from honed.worker import processor\n"
+        "from honed.worker.rows import processor\n"
         "job = SimpleNamespace(base_model_path=sys.argv[1], spec=SimpleNamespace(trust_remote_code=False))\n"
         "try: processor.load(job, None, None)\n"
         "except EnvironmentInvalidError as error: print(error.message)\n"
