@@ -1,14 +1,18 @@
-"""A torchvision that was built for another torch: mended enough for transformers to import it."""
+"""A torchvision that was built for another torch: mended enough for transformers to import it.
+
+Each process of the environment imports this module as it starts: what it imports itself costs them all.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 #: Operators that torchvision describes to torch on import, whether its compiled half has defined them or not.
 _DESCRIBED = ("nms", "qnms")
@@ -27,7 +31,7 @@ def mend() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds torchvision where it is, and has its operators looked after before it runs."""
 
     def find_spec(
@@ -35,27 +39,31 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torchvision":
             return None
+        from importlib.machinery import PathFinder
+
         found = PathFinder.find_spec(fullname, path, target)
         if found is None or found.loader is None or found.origin is None:
             return found
-        execute, directory = found.loader.exec_module, Path(found.origin).parent
+        execute, origin = found.loader.exec_module, found.origin
 
         def execute_mended(module: ModuleType) -> None:
-            _define_missing(directory)
+            _define_missing(origin)
             execute(module)
 
         found.loader.exec_module = execute_mended  # type: ignore[method-assign]
         return found
 
 
-def _define_missing(directory: Path) -> None:
+def _define_missing(origin: str) -> None:
     global _LIBRARY  # noqa: PLW0603 - see there
+    from pathlib import Path
+
     import torch
 
     if hasattr(torch.ops.torchvision, "nms"):
         return
     try:
-        for compiled in directory.glob("_C*.so"):
+        for compiled in Path(origin).parent.glob("_C*.so"):
             torch.ops.load_library(str(compiled))
     except OSError:
         _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
