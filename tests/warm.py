@@ -1,12 +1,13 @@
-"""Processes that begin with torch, transformers and TRL imported: `Popen` for subprocess.Popen, `run` for
-subprocess.run.
+"""Processes that begin with their imports done: `Popen` for subprocess.Popen, `run` for subprocess.run.
 
-A worker's imports take longer than all that most tests look at. One server of each test process imports once, and a
-process is a fork of it that has only imported. From there it is what its command line asks for: the shim forks, the
-worker is the shim's child, signals, sessions, exit statuses and the kernel's looks at it are a cold one's. A worker
-that would import otherwise (Unsloth, bitsandbytes, wandb, a merge) begins anew, by exec.
+The imports of a worker take longer than all that most tests look at, and those of honectl or the daemon as long as what
+they then do. A server of each test process imports once, and a process is a fork of it that has only imported. From
+there it is what its command line asks for: the shim forks, the worker is the shim's child, signals, sessions, exit
+statuses and the kernel's looks at them are a cold one's. There are two servers: a worker's has torch, transformers and
+TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
+bitsandbytes, wandb, a merge) begins anew, by exec.
 
-Tests of how a worker starts, and of what it imports, use subprocess.
+Tests of how a process starts, of what it imports, and those that put other modules in the place of some use subprocess.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -26,44 +29,66 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-#: The server's socket, for this process and for those that it starts.
-ADDRESS = "HONED_TEST_WARM"
+#: The server's socket, for this process and for those that it starts, of processes of that kind.
+ADDRESS = "HONED_TEST_WARM_{}"
 MAX_REQUEST_BYTES = 1 << 18
 START_SEC = 180.0
+
+COLD_POPEN = subprocess.Popen
 
 
 # -- in tests ---------------------------------------------------------------------------------------------------------
 
 
 class Popen:
-    """A process that the server forks for us. It lives on where we end."""
+    """A process of honed's but a worker, that a server forks for us. It lives on where we end."""
+
+    kind = "plain"
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        stdin: int = subprocess.DEVNULL,
-        stdout: Any,
-        stderr: Any,
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = None,
+        stderr: Any = None,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
         restore_signals: bool = True,
     ) -> None:
-        assert stdin == subprocess.DEVNULL
         assert restore_signals
-        output_fd = stdout.fileno()
-        error_fd = output_fd if stderr == subprocess.STDOUT else stderr.fileno()
         request = {
             "command": list(command), "cwd": str(cwd or Path.cwd()), "start_new_session": start_new_session,
             "environment": dict(os.environ if env is None else env),
         }  # fmt: skip
+        self.stdin: IO[bytes] | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(address())
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [output_fd, error_fd])
-        self.pid = int(self._socket.recv(100))
+        self._socket.connect(address(self.kind))
+        with contextlib.ExitStack() as own:
+
+            def fd_of(stream: Any, inherited_fd: int) -> int:
+                if stream == subprocess.PIPE:
+                    read_fd, write_fd = os.pipe()
+                    own.callback(os.close, read_fd)
+                    self.stdin = os.fdopen(write_fd, "wb", buffering=0)
+                    return read_fd
+                if stream == subprocess.DEVNULL:
+                    null_fd = os.open(os.devnull, os.O_RDWR)
+                    own.callback(os.close, null_fd)
+                    return null_fd
+                if stream is None:
+                    return inherited_fd
+                return int(stream if isinstance(stream, int) else stream.fileno())
+
+            assert subprocess.PIPE not in (stdout, stderr)
+            output_fd = fd_of(stdout, 1)
+            error_fd = output_fd if stderr == subprocess.STDOUT else fd_of(stderr, 2)
+            fds = [fd_of(stdin, 0), output_fd, error_fd]
+            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+            self.pid = int(self._socket.recv(100))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -83,6 +108,9 @@ class Popen:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def _look(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._socket], [], [], timeout)[0]:
             self.returncode = int(self._socket.recv(100))
@@ -90,33 +118,79 @@ class Popen:
         return self.returncode
 
 
-def run(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+class WorkerPopen(Popen):
+    """A worker, its shim, or what else trains."""
+
+    kind = "worker"
+
+
+def run(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    check: bool = False,
+    popen: type[Popen] = Popen,
+) -> subprocess.CompletedProcess[str]:
     """Run a process to its end, and take what it has written."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        status = Popen(command, stdout=output, stderr=errors, env=env).wait()
+    with tempfile.TemporaryFile("w+", newline="") as output, tempfile.TemporaryFile("w+", newline="") as errors:
+        process = popen(command, stdout=output, stderr=errors, env=env)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
         output.seek(0)
         errors.seek(0)
-        return subprocess.CompletedProcess(list(command), status, output.read(), errors.read())
+        done = subprocess.CompletedProcess(list(command), status, output.read(), errors.read())
+    assert not check or status == 0, done
+    return done
 
 
-def address() -> str:
+def warm_children() -> bool:
+    """From now on start processes of honed's modules warm, and all others as ever. False, and nothing changes, where no
+    server is known."""
+    if ADDRESS.format("PLAIN") not in os.environ:
+        return False
+    subprocess.Popen = _popen  # type: ignore[assignment,misc]
+    return True
+
+
+def without(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that knows no server."""
+    return {key: value for key, value in environment.items() if not key.startswith(ADDRESS.format(""))}
+
+
+def _popen(command: Any, *arguments: Any, **keys: Any) -> Any:
+    """Start a process: warm where its command is `python … -m honed.…`."""
+    words = [] if isinstance(command, str) else list(command)
+    is_ours = words[:1] == [sys.executable] and any(word.startswith("honed.") for word in words[1:4])
+    if not is_ours:
+        return COLD_POPEN(command, *arguments, **keys)
+    is_worker = any(word.startswith("honed.worker") for word in words[1:4])
+    return (WorkerPopen if is_worker else Popen)(words, *arguments, **keys)
+
+
+def address(kind: str) -> str:
     """The server's socket. It is started where there is none; processes that we start find it by the environment."""
-    if ADDRESS not in os.environ:
+    variable = ADDRESS.format(kind.upper())
+    if variable not in os.environ:
         directory = Path(tempfile.mkdtemp(prefix="honed-warm-"))
         path = directory / "socket"
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HOME": str(directory)}
         with (directory / "log").open("wb") as log:
-            server = subprocess.Popen(
-                [sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
-            )
+            server = COLD_POPEN(
+                [sys.executable, __file__, str(path), kind],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
+            )  # fmt: skip
         atexit.register(_end, server, directory)
         deadline = time.monotonic() + START_SEC
         while not path.exists():
             assert server.poll() is None, (directory / "log").read_text()
             assert time.monotonic() < deadline, (directory / "log").read_text()
             time.sleep(0.05)
-        os.environ[ADDRESS] = str(path)
-    return os.environ[ADDRESS]
+        os.environ[variable] = str(path)
+    return os.environ[variable]
 
 
 def _end(server: subprocess.Popen[bytes], directory: Path) -> None:
@@ -132,11 +206,12 @@ def _end(server: subprocess.Popen[bytes], directory: Path) -> None:
 
 def main() -> None:
     """Serve until the test process ends: our standard input is then closed."""
-    from honed.worker.__main__ import ENVIRONMENT
-
-    del sys.modules["honed.worker.__main__"]
-    os.environ.update(ENVIRONMENT)
-    import_libraries()
+    if sys.argv[2] == "worker":
+        import_of_worker()
+    else:
+        import_of_others()
+    gc.freeze()
+    gc.enable()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(sys.argv[1])
     listener.listen()
@@ -153,7 +228,7 @@ def main() -> None:
             tell_ends(clients)
         if listener in ready:
             client = listener.accept()[0]
-            message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 2)
+            message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
             if (pid := os.fork()) == 0:
                 for each in (listener, client, *clients.values()):
                     each.close()
@@ -178,9 +253,23 @@ def tell_ends(clients: dict[int, socket.socket]) -> None:
             client.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def import_libraries() -> None:
+def import_of_others() -> None:
+    """Import all of honed but the worker."""
+    gc.disable()
+    import honed
+
+    for module in pkgutil.walk_packages(honed.__path__, "honed."):
+        if not module.name.startswith("honed.worker") and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def import_of_worker() -> None:
     """Import what a worker of the transformers backend does, and hide what it hides."""
     gc.disable()
+    from honed.worker.__main__ import ENVIRONMENT
+
+    del sys.modules["honed.worker.__main__"]
+    os.environ.update(ENVIRONMENT)
     for name in ("wandb", "bitsandbytes"):
         sys.modules[name] = None  # type: ignore[assignment]
     from honed.worker.model import load, torchvision
@@ -194,9 +283,6 @@ def import_libraries() -> None:
     import honed.worker.train.trainer
     import honed.worker.train.usage  # noqa: F401
 
-    gc.freeze()
-    gc.enable()
-
 
 # -- a process that it made -------------------------------------------------------------------------------------------
 
@@ -205,7 +291,7 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Be the process that was asked for."""
     if request["start_new_session"]:
         os.setsid()
-    for fd, place in zip([os.open(os.devnull, os.O_RDONLY), *fds], (0, 1, 2), strict=True):
+    for place, fd in enumerate(fds):
         os.dup2(fd, place)
         os.close(fd)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -230,7 +316,7 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
 def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoReturn]) -> NoReturn:
     """Be `python … -m MODULE ARGUMENTS` or `python … FILE ARGUMENTS`, or exec it where its imports are others."""
     words = command[1:]
-    while words[0] in ("-I", "-S"):
+    while words[0] in ("-I", "-S", "-P"):
         del words[0]
     status = 1
     try:

@@ -1,12 +1,19 @@
-"""The real daemon with the fake worker. `HONED_TEST_GPUS` names a file that says what GPUs there are, and how full."""
+"""The real daemon with the fake worker, whose processes begin warm.
+
+`HONED_TEST_GPUS` names a file that says what GPUs there are, and how full.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import warm
 from honed.daemon import loop
 from honed.run.process import ProcessRunner
 from honed.system import device, log
@@ -28,7 +35,8 @@ def main() -> int:
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
     command = [sys.executable, str(Path(__file__).with_name("fakeworker.py"))]
-    return loop.start(layout, runner=ProcessRunner(layout, command=command), probe=probe, drain="--drain" in sys.argv)
+    runner = ProcessRunner(layout, command=command, popen=warm.Popen if warm.warm_children() else subprocess.Popen)
+    return loop.start(layout, runner=runner, probe=probe, drain="--drain" in sys.argv)
 
 
 if __name__ == "__main__":

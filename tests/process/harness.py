@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ class Instance:
     command: tuple[str, ...] = (sys.executable, str(HERE / "fakehoned.py"))
 
     def __init__(self, root: Path) -> None:
+        warm.address("plain")
         self.layout = Layout(root)
         self.root = root
         self.incoming_dir = self.layout.spool_dir / "incoming"
@@ -54,7 +55,7 @@ class Instance:
         self.model = plain.write_base_model(root / "model")
         self.dataset = plain.write_dataset(root / "rows.jsonl")
         self.client = Client(self.layout.control_path)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | warm.Popen | None = None
         self.log_path = root / "honed.log"
         self.environment = dict(os.environ)
         self.configure("")
@@ -69,7 +70,10 @@ class Instance:
         with self.log_path.open("ab") as file:
             num_ready = self.log.count(" ready: ")
             command = [*self.command, str(self.root), *arguments]
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=self.environment)
+            popen, environment = warm.Popen, self.environment
+            if not self.is_warm:
+                popen, environment = subprocess.Popen, warm.without(environment)
+            self.process = popen(command, stdout=file, stderr=file, env=environment)
         wait_for(lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None, what="ready")
 
     def drain(self) -> int:
@@ -100,6 +104,11 @@ class Instance:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it, and what it starts, begin with their imports done: not in namespaces of its own."""
+        return self.command[0] == sys.executable
 
     @property
     def log(self) -> str:
@@ -137,6 +146,13 @@ class Instance:
         """What was refused, and why."""
         directory = self.layout.spool_dir / "rejected"
         return {path.name.removesuffix(".reason"): path.read_text() for path in directory.glob("*.reason")}
+
+    def honectl(
+        self, *arguments: str, check: bool = False, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run honectl to its end. `env`: in place of the tests' environment."""
+        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
+        return warm.run(command, env=env, timeout=DEADLINE_SEC, check=check)
 
     def show(self, reference: str) -> dict[str, Any]:
         shown: dict[str, Any] = query.show(self.spool, self.layout, reference)
@@ -177,7 +193,7 @@ class RealInstance(Instance):
     command = (sys.executable, str(HERE / "realhoned.py"))
 
     def __init__(self, root: Path) -> None:
-        warm.address()
+        warm.address("worker")
         super().__init__(root)
 
 
@@ -185,6 +201,7 @@ class ColdInstance(Instance):
     """The same as an installation has it."""
 
     command = (sys.executable, "-m", "honed.daemon.loop", "--root")
+    is_warm = False  # type: ignore[assignment]
 
 
 @pytest.fixture

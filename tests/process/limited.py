@@ -19,7 +19,7 @@ class LimitedInstance(Instance):
     command = (sys.executable, str(HERE / "limitedhoned.py"))
 
     def __init__(self, root: Path) -> None:
-        warm.address()
+        warm.address("worker")
         super().__init__(root)
 
     def run(self, num_bytes: int) -> None:

@@ -15,11 +15,12 @@ from honed.system.layout import Layout
 
 
 def main() -> int:
+    warm.warm_children()
     layout = Layout(Path(sys.argv[1]))
     log.set_up(verbose=False)
     num_bytes = sys.argv[sys.argv.index("--bytes") + 1]
     command = [sys.executable, str(Path(__file__).with_name("limitedworker.py")), num_bytes]
-    runner = ProcessRunner(layout, command=command, popen=warm.Popen)
+    runner = ProcessRunner(layout, command=command, popen=warm.WorkerPopen)
     return loop.start(layout, runner=runner, probe=lambda _gpus: [device.cpu()], drain="--drain" in sys.argv)
 
 

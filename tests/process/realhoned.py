@@ -17,10 +17,11 @@ from honed.system.layout import Layout
 
 def main() -> int:
     options = loop.parser().parse_args(["--root", *sys.argv[1:]])
+    warm.warm_children()
     layout = Layout(options.root)
     log.set_up(verbose=options.verbose)
     faulthandler.enable()
-    return loop.start(layout, runner=ProcessRunner(layout, popen=warm.Popen), drain=options.drain)
+    return loop.start(layout, runner=ProcessRunner(layout, popen=warm.WorkerPopen), drain=options.drain)
 
 
 if __name__ == "__main__":

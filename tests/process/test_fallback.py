@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,10 +83,6 @@ class WatchedInstance(ColdInstance):
             for item in started
         ]
 
-    def honectl(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
-
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[WatchedInstance]:
@@ -138,7 +132,7 @@ def test_a_model_that_unsloth_refuses_or_cannot_load_is_trained_by_a_fresh_proce
     real.run(sees, named)
     check_fell_back(real, sees, "NotImplementedError: Unsloth: vision / audio models are not supported on the CPU")
     check_fell_back(real, named, "ValueError")
-    said = real.honectl("show", "sees")
+    said = real.honectl("show", "sees", check=True).stdout
     assert "fell back from unsloth to transformers" in said
     assert "audit (built): model bfloat16" in said
     assert "vision" in said

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import fakehub
 import pytest
 from fakehub import Hub, Repository
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import Instance, wait_for
 
 from honed.daemon import verbs as answer
 from honed.job import query
@@ -74,10 +73,7 @@ def wait_for_bytes(instance: Instance) -> None:
 
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, env=instance.environment
-    )
+    return instance.honectl(*arguments, env=instance.environment)
 
 
 def test_a_model_is_fetched_once_for_all_and_holds_up_nobody_else(fetching: Instance, hub: Hub) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fakehub import Hub, Repository
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import Instance, wait_for
 
 from honed.job.job import State
 from honed.run import snapshot
@@ -69,10 +68,7 @@ def fetching(instance: Instance, hub: Hub) -> Instance:
 
 
 def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, env=instance.environment
-    )
+    return instance.honectl(*arguments, env=instance.environment)
 
 
 def names(path: Path) -> set[str]:

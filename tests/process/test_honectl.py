@@ -10,15 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import Instance, wait_for
 
 from honed.job.job import State
 from zoo import plain
-
-
-def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False, **keys)
 
 
 def job_file(instance: Instance, name: str, **keys: Any) -> Path:
@@ -29,30 +24,30 @@ def job_file(instance: Instance, name: str, **keys: Any) -> Path:
 
 def test_submit_waits_and_its_status_is_the_jobs(instance: Instance) -> None:
     instance.start()
-    good = honectl(instance, "submit", "--wait", str(job_file(instance, "succeed")))
+    good = instance.honectl("submit", "--wait", str(job_file(instance, "succeed")))
     assert good.returncode == 0, good.stderr
     assert "job 1 (succeed)" in good.stdout
     assert "succeeded" in good.stdout
-    bad = honectl(instance, "submit", "--wait", str(job_file(instance, "explain")))
+    bad = instance.honectl("submit", "--wait", str(job_file(instance, "explain")))
     assert bad.returncode == 1
     assert "mask_invalid: trained on the prompt" in bad.stdout
 
 
 def test_submit_refuses_before_it_drops(instance: Instance) -> None:
     instance.start()
-    done = honectl(instance, "submit", str(job_file(instance, "bad", colour="red")))
+    done = instance.honectl("submit", str(job_file(instance, "bad", colour="red")))
     assert done.returncode == 1
     assert "colour" in done.stderr
     assert list(instance.incoming_dir.iterdir()) == []
     assert instance.rejected() == {}
-    assert honectl(instance, "submit", "/nowhere.yaml").returncode == 2
+    assert instance.honectl("submit", "/nowhere.yaml").returncode == 2
     files = (job_file(instance, "good"), job_file(instance, "bad", colour="red"))
-    answers = json.loads(honectl(instance, "submit", "--json", *map(str, files)).stdout)
+    answers = json.loads(instance.honectl("submit", "--json", *map(str, files)).stdout)
     assert [(each["state"], each.get("error", {}).get("code")) for each in answers] == [
         (None, None), ("rejected", "spec_invalid"),
     ]  # fmt: skip
     assert list(instance.incoming_dir.iterdir()) == []
-    done = honectl(instance, "submit", *map(str, files))
+    done = instance.honectl("submit", *map(str, files))
     assert "nothing was submitted: 1 of 2 files would be refused" in done.stdout
     assert list(instance.incoming_dir.iterdir()) == []
 
@@ -64,7 +59,7 @@ def test_submit_tells_the_warnings_of_the_check(instance: Instance) -> None:
         job_file(instance, "slow", lora={"r": 4}, training=low),
         job_file(instance, "after", depends_on=["slow"]),
     ]
-    done = honectl(instance, "submit", *map(str, files))
+    done = instance.honectl("submit", *map(str, files))
     assert done.returncode == 0, done.stderr
     assert "  warning: training.learning_rate: 1e-09" in done.stdout
     assert "there is no job" not in done.stdout
@@ -78,9 +73,9 @@ def test_a_file_that_is_refused_is_the_answer_no_whatever_is_asked_of_it(instanc
         job_file(instance, "no-row", datasets=[{"path": str(no_row)}]),
         job_file(instance, "no-package", report_to=["mlflow"]),
     ):
-        assert honectl(instance, "check", str(path)).returncode == 1
+        assert instance.honectl("check", str(path)).returncode == 1
         for verb in ("check", "plan", "preview", "trial", "submit"):
-            done = honectl(instance, verb, "--json", str(path))
+            done = instance.honectl(verb, "--json", str(path))
             assert done.returncode == 1, (verb, path, done.stderr)
             told = json.loads(done.stdout)
             answer = told[0] if isinstance(told, list) else told
@@ -90,13 +85,13 @@ def test_a_file_that_is_refused_is_the_answer_no_whatever_is_asked_of_it(instanc
 def test_check_says_which_jobs_are_not_there_yet(instance: Instance) -> None:
     path = job_file(instance, "later", depends_on=["sooner"])
     instance.start()
-    done = honectl(instance, "check", str(path))
+    done = instance.honectl("check", str(path))
     assert done.returncode == 0
     assert "depends_on: there is no job 'sooner' yet" in " ".join(done.stdout.split())
-    together = honectl(instance, "check", str(path), str(job_file(instance, "sooner")))
+    together = instance.honectl("check", str(path), str(job_file(instance, "sooner")))
     assert "there is no job" not in together.stdout
-    honectl(instance, "submit", "--hold", str(job_file(instance, "sooner")))
-    assert "there is no job" not in honectl(instance, "check", str(path)).stdout
+    instance.honectl("submit", "--hold", str(job_file(instance, "sooner")))
+    assert "there is no job" not in instance.honectl("check", str(path)).stdout
 
 
 def test_an_empty_root_is_none(instance: Instance) -> None:
@@ -109,9 +104,9 @@ def test_an_empty_root_is_none(instance: Instance) -> None:
 
 def test_submit_hold_keeps_it_until_release(instance: Instance) -> None:
     instance.start()
-    done = honectl(instance, "submit", "--hold", "--json", str(job_file(instance, "succeed")))
+    done = instance.honectl("submit", "--hold", "--json", str(job_file(instance, "succeed")))
     assert json.loads(done.stdout)[0]["state"] == "held"
-    assert honectl(instance, "release", "succeed").returncode == 0
+    assert instance.honectl("release", "succeed").returncode == 0
     instance.wait_state("succeed", State.SUCCEEDED)
 
 
@@ -119,78 +114,78 @@ def test_staged_copies_go_when_their_job_has_succeeded_or_is_refused(instance: I
     instance.configure(f'[policy]\nallowed_paths = ["{instance.root}/elsewhere"]\n')
     instance.layout.staged_dir.mkdir(parents=True)
     instance.start()
-    kept = honectl(instance, "submit", "--stage", "--wait", str(job_file(instance, "explain")))
+    kept = instance.honectl("submit", "--stage", "--wait", str(job_file(instance, "explain")))
     assert "mask_invalid" in kept.stdout
     (place,) = instance.layout.staged_dir.iterdir()  # a failed job may go on with them
-    done = honectl(instance, "submit", "--stage", "--wait", str(job_file(instance, "succeed")))
+    done = instance.honectl("submit", "--stage", "--wait", str(job_file(instance, "succeed")))
     assert done.returncode == 0, done.stderr
     wait_for(lambda: list(instance.layout.staged_dir.iterdir()) == [place], what="the copies gone")
     assert "job 2 (succeed): removed its staged copies" in instance.log
-    refused = honectl(instance, "submit", "--stage", str(job_file(instance, "no-room", output_dir="/nowhere/out")))
+    refused = instance.honectl("submit", "--stage", str(job_file(instance, "no-room", output_dir="/nowhere/out")))
     assert refused.returncode == 1
     assert list(instance.layout.staged_dir.iterdir()) == [place]
 
 
 def test_check_and_plan_speak_to_people_and_to_scripts(instance: Instance) -> None:
     good, bad = job_file(instance, "good"), job_file(instance, "bad", lora={"rank": 8})
-    done = honectl(instance, "check", str(good), str(bad))
+    done = instance.honectl("check", str(good), str(bad))
     assert done.returncode == 1
     assert f"{good}: ok" in done.stdout
     assert "lora.rank" in done.stdout
-    answers = json.loads(honectl(instance, "check", "--json", str(good), str(bad)).stdout)
+    answers = json.loads(instance.honectl("check", "--json", str(good), str(bad)).stdout)
     assert [answer["ok"] for answer in answers] == [True, False]
     assert answers[1]["error"]["code"] == "spec_invalid"
     assert answers[0]["faults"] == []
     (fault,) = answers[1]["faults"]
     assert set(fault) == {"key", "line", "code", "message", "hint", "fix"}
     assert (fault["key"], fault["code"]) == ("lora.rank", "spec_invalid")
-    plan = json.loads(honectl(instance, "plan", "--json", str(good)).stdout)
+    plan = json.loads(instance.honectl("plan", "--json", str(good)).stdout)
     assert plan["backend"]["name"] in {"transformers", "unsloth"}
     assert set(plan["precision"]["reasons"]) >= {"load_dtype"}
     assert plan["checkpoint"]["stored_dtypes"] == {"float32": plan["checkpoint"]["num_parameters"]}
     assert plan["memory"]["weights_bytes"] > 0
-    assert "backend" in honectl(instance, "plan", str(good)).stdout
+    assert "backend" in instance.honectl("plan", str(good)).stdout
     low = job_file(instance, "low", lora={"r": 4})
-    assert "optim: adamw_torch_fused\n  the default of training.optim\n" in honectl(instance, "plan", str(low)).stdout
+    assert "optim: adamw_torch_fused\n  the default of training.optim\n" in instance.honectl("plan", str(low)).stdout
     asked = job_file(instance, "asked", training={"optim": "adafactor"})
-    assert "optim: adafactor\n  as the job asks\n" in honectl(instance, "plan", str(asked)).stdout
+    assert "optim: adafactor\n  as the job asks\n" in instance.honectl("plan", str(asked)).stdout
 
 
 def test_list_and_show_have_the_contracts_keys(instance: Instance) -> None:
     instance.drop("succeed")
     assert instance.drain() == 0
-    (row,) = json.loads(honectl(instance, "list", "--json").stdout)
+    (row,) = json.loads(instance.honectl("list", "--json").stdout)
     assert set(row) >= {"id", "name", "state", "outcome", "priority", "submitted_at", "progress"}
     assert set(row["progress"]) == {"step", "num_steps", "epoch", "loss", "eta_sec"}
-    shown = json.loads(honectl(instance, "show", "--json", "succeed").stdout)
+    shown = json.loads(instance.honectl("show", "--json", "succeed").stdout)
     assert set(shown) >= {"spec", "plan", "attempts", "error", "artifacts", "metrics"}
     assert set(shown["attempts"][0]) >= {"number", "backend", "started_at", "ended_at", "outcome", "step"}
     assert set(shown["artifacts"]) >= {"output_dir", "report", "merged"}
-    assert "succeeded" in honectl(instance, "show", "1").stdout
-    assert "succeeded" in honectl(instance, "list").stdout
+    assert "succeeded" in instance.honectl("show", "1").stdout
+    assert "succeeded" in instance.honectl("list").stdout
 
 
 def test_show_has_the_memory_that_was_estimated_beside_what_was_used(instance: Instance) -> None:
     instance.drop("succeed")
     assert instance.drain() == 0
-    memory = json.loads(honectl(instance, "show", "--json", "succeed").stdout)["memory"]
+    memory = json.loads(instance.honectl("show", "--json", "succeed").stdout)["memory"]
     assert memory["used"] == {"weights_bytes": 3 * 2**20, "adapter_bytes": 2**20, "optimizer_bytes": 2**21}
-    assert memory["estimated"] == json.loads(honectl(instance, "show", "--json", "1").stdout)["plan"]["memory"]
-    lines = [line.split() for line in honectl(instance, "show", "1").stdout.splitlines()]
+    assert memory["estimated"] == json.loads(instance.honectl("show", "--json", "1").stdout)["plan"]["memory"]
+    lines = [line.split() for line in instance.honectl("show", "1").stdout.splitlines()]
     assert ["memory", "estimated", "used"] in lines
     assert next(line for line in lines if line[:1] == ["weights"])[-2:] == ["3.0", "MiB"]
 
 
 def test_changes_work_with_honed_down(instance: Instance) -> None:
     instance.start()
-    assert honectl(instance, "pause").returncode == 0
+    assert instance.honectl("pause").returncode == 0
     instance.drop("succeed")
     instance.wait_state("succeed", State.QUEUED)
     instance.kill(signal.SIGTERM)
-    assert honectl(instance, "hold", "succeed").returncode == 0
+    assert instance.honectl("hold", "succeed").returncode == 0
     assert instance.wait_state("succeed", State.HELD)
-    assert honectl(instance, "release", "1").returncode == 0
-    assert honectl(instance, "resume").returncode == 0
+    assert instance.honectl("release", "1").returncode == 0
+    assert instance.honectl("resume").returncode == 0
     assert instance.drain() == 0
     assert instance.wait_state("succeed", State.SUCCEEDED)
 
@@ -198,7 +193,7 @@ def test_changes_work_with_honed_down(instance: Instance) -> None:
 def test_what_is_not_there_or_not_possible_is_said_in_one_line(instance: Instance) -> None:
     instance.start()
     for arguments, status in ((("show", "nobody"), 2), (("cancel", "99"), 2), (("dance",), 2), ((), 2)):
-        done = honectl(instance, *arguments)
+        done = instance.honectl(*arguments)
         assert done.returncode == status, arguments
         assert "Traceback" not in done.stderr
     instance.stop()
@@ -215,17 +210,17 @@ def test_what_is_not_there_or_not_possible_is_said_in_one_line(instance: Instanc
 def test_logs_tell_what_the_attempts_told(instance: Instance) -> None:
     instance.drop("die-3")
     assert instance.drain() == 0
-    told = honectl(instance, "logs", "die-3")
+    told = instance.honectl("logs", "die-3")
     assert told.returncode == 0
     assert "attempt 2" in told.stdout
     assert "resumed: step 2" in told.stdout
-    assert "the libraries chatter" in honectl(instance, "logs", "--raw", "die-3").stdout
+    assert "the libraries chatter" in instance.honectl("logs", "--raw", "die-3").stdout
 
 
 def test_watch_in_a_pipe_prints_lines_until_all_is_over(instance: Instance) -> None:
     instance.drop("succeed")
     instance.start()
-    done = honectl(instance, "watch")
+    done = instance.honectl("watch")
     assert done.returncode == 0
     assert "job 1 (succeed): succeeded" in done.stdout
 
@@ -233,16 +228,16 @@ def test_watch_in_a_pipe_prints_lines_until_all_is_over(instance: Instance) -> N
 def test_logs_and_watch_print_json_lines(instance: Instance) -> None:
     instance.drop("die-3")
     assert instance.drain() == 0
-    told = [json.loads(line) for line in honectl(instance, "logs", "--json", "die-3").stdout.splitlines()]
+    told = [json.loads(line) for line in instance.honectl("logs", "--json", "die-3").stdout.splitlines()]
     assert {each["attempt"] for each in told} == {1, 2}
     assert {"started", "step", "resumed"} <= {each["event"] for each in told}
     assert all(isinstance(each["time"], float) for each in told)
     instance.drop("succeed")
     instance.start()
     instance.wait_state("succeed", *State)
-    watched = [json.loads(line) for line in honectl(instance, "watch", "--json", "succeed").stdout.splitlines()]
+    watched = [json.loads(line) for line in instance.honectl("watch", "--json", "succeed").stdout.splitlines()]
     assert (watched[-1]["name"], watched[-1]["state"]) == ("succeed", "succeeded")
-    refused = honectl(instance, "logs", "--json", "--raw", "succeed")
+    refused = instance.honectl("logs", "--json", "--raw", "succeed")
     assert refused.returncode == 2
     assert "neither --raw nor --explain" in refused.stdout
 
@@ -252,7 +247,7 @@ def test_text_from_a_job_file_cannot_paint_the_terminal(instance: Instance) -> N
     assert instance.drain() == 0
     assert len(list(instance.spool.jobs(State.SUCCEEDED))) + len(instance.rejected()) == 1
     for arguments in (("list",), ("show", "1"), ("logs", "1")):
-        done = honectl(instance, *arguments, env={**os.environ, "FORCE_COLOR": "1"})
+        done = instance.honectl(*arguments, env={**os.environ, "FORCE_COLOR": "1"})
         assert "\x1b[31mred" not in done.stdout
         assert "\x1b]0" not in done.stdout
     assert "\x1b[31mred" not in instance.log
@@ -264,15 +259,15 @@ def test_a_name_that_two_jobs_share_is_ambiguous_until_one_is_over(instance: Ins
     instance.drop("a", name="succeed.same")
     instance.drop("b", name="succeed.same")
     wait_for(lambda: len(list(instance.spool.jobs(State.QUEUED))) == 2, what="both")
-    done = honectl(instance, "cancel", "succeed.same")
+    done = instance.honectl("cancel", "succeed.same")
     assert done.returncode == 2
     assert "1, 2" in done.stderr
-    assert honectl(instance, "cancel", "2").returncode == 0
-    assert honectl(instance, "cancel", "succeed.same").returncode == 0
+    assert instance.honectl("cancel", "2").returncode == 0
+    assert instance.honectl("cancel", "succeed.same").returncode == 0
 
 
 def test_doctor_says_what_this_machine_has(instance: Instance) -> None:
     instance.start()
-    found = json.loads(honectl(instance, "doctor", "--json").stdout)
+    found = json.loads(instance.honectl("doctor", "--json").stdout)
     assert all(set(item) >= {"check", "status", "detail", "hint"} for item in found)
     assert {item["status"] for item in found} <= {"ok", "warning", "error"}

@@ -7,12 +7,10 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
-from harness import DEADLINE_SEC, Instance, wait_for
+from harness import Instance, wait_for
 from hostile import ALL, FORGED, LONG, MARKUP, TURN, check_lines, without_colours
 
 from honed.job.job import State
@@ -62,12 +60,11 @@ def spec_bytes(instance: Instance, keys: dict[str, object]) -> bytes:
 
 
 def honectl(instance: Instance, *arguments: str, check: bool = True) -> str:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     colours = {} if "--json" in arguments else {"FORCE_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_SEC, check=False, env=os.environ | colours)
-    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    done = instance.honectl(*arguments, env=os.environ | colours)
+    assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (0, 1) or not check, done.stderr
-    return (done.stdout + done.stderr).decode()
+    return done.stdout + done.stderr
 
 
 def test_whatever_stands_in_a_job_file_is_text_in_its_refusal_and_its_check(instance: Instance) -> None:

@@ -70,9 +70,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 
 def honectl(instance: Instance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_SEC, check=True)
-    return done.stdout.decode()
+    return instance.honectl(*arguments, check=True).stdout
 
 
 VERBS = (

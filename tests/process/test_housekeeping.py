@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,8 @@ from honed.job.job import State
 DAY = 86400
 
 
-def honectl(instance: Instance, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.cli.honectl", *words[:1], "--root", str(instance.root), *words[1:]]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def answer(instance: Instance, *words: str) -> Any:
-    done = honectl(instance, *words, "--json")
+    done = instance.honectl(*words, "--json")
     assert done.stdout, done.stderr
     return json.loads(done.stdout)
 
@@ -76,7 +69,7 @@ def test_prune_says_what_goes_and_removes_all_of_it(instance: Instance) -> None:
     )
     assert next(row["num_bytes"] for row in done["removed"] if row["id"] == 1) > 5000
     assert numbers(instance) == directories(instance) == rows(instance) == {2}
-    gone = honectl(instance, "show", "succeed.a")
+    gone = instance.honectl("show", "succeed.a")
     assert (gone.returncode, "job 1 (succeed.a) succeeded, and was pruned since" in gone.stderr) == (2, True)
     wait_for(lambda: "succeed.a" not in instance.layout.index_path.read_text(), what="the index")
 
@@ -84,14 +77,14 @@ def test_prune_says_what_goes_and_removes_all_of_it(instance: Instance) -> None:
 def test_prune_without_limits_is_no_wish_for_everything(instance: Instance) -> None:
     run_jobs(instance, "succeed.a")
     for _ in range(2):
-        done = honectl(instance, "prune")
+        done = instance.honectl("prune")
         assert (done.returncode, numbers(instance)) == (2, {1})
         instance.start() if instance.process is None or instance.process.poll() is not None else None
 
 
 def test_numbers_are_never_used_again_though_every_job_is_pruned(instance: Instance) -> None:
     run_jobs(instance, "succeed.a", "succeed.b")
-    assert honectl(instance, "prune", "--keep", "0").returncode == 0  # honed is down
+    assert instance.honectl("prune", "--keep", "0").returncode == 0  # honed is down
     assert numbers(instance) == directories(instance) == set()
     (instance.layout.spool_dir / "seq").unlink()
     run_jobs(instance, "succeed.c")
@@ -116,8 +109,8 @@ def test_what_is_pinned_needed_or_not_over_stays_and_says_why(instance: Instance
         4: "it is held",
     }
     assert not done["removed"]
-    assert honectl(instance, "unpin", "2").returncode == 0
-    assert honectl(instance, "prune", "2").returncode == 0
+    assert instance.honectl("unpin", "2").returncode == 0
+    assert instance.honectl("prune", "2").returncode == 0
     assert numbers(instance) == {1, 3, 4, 5}
 
 
@@ -129,7 +122,7 @@ def test_pins_outlive_honed_and_are_shown(instance: Instance) -> None:
     instance.kill(signal.SIGKILL)
     instance.start()
     assert answer(instance, "show", "1")["is_pinned"]
-    assert "pinned" in honectl(instance, "list").stdout
+    assert "pinned" in instance.honectl("list").stdout
     assert answer(instance, "prune", "--older-than", "9d")["jobs"] == []
     assert answer(instance, "unpin", "1")[0]["is_pinned"] is False
     assert [row["id"] for row in answer(instance, "prune", "--older-than", "9d")["removed"]] == [1]
@@ -146,7 +139,7 @@ def test_prune_says_in_sentences_what_goes_and_which_pinned_job_it_passes_over(i
         instance.stop()
 
     def said(*words: str) -> list[str]:
-        lines = [line for line in honectl(instance, "prune", *words).stdout.splitlines() if "succeeded" not in line]
+        lines = [line for line in instance.honectl("prune", *words).stdout.splitlines() if "succeeded" not in line]
         return [re.sub(r"\d+(\.\d)? (files|bytes|[KM]iB)", "N", line) for line in lines]
 
     stays = "job 1 (succeed.a) stays: it is pinned"
@@ -167,7 +160,7 @@ def test_an_output_outside_of_honeds_tree_is_never_touched(instance: Instance, t
     instance.drop("a", name="make.a", output_dir=str(out))
     assert instance.drain() == 0
     (instance.layout.job(1).dir / "elsewhere").symlink_to(out)
-    assert honectl(instance, "prune", "1").returncode == 0
+    assert instance.honectl("prune", "1").returncode == 0
     assert not instance.layout.job(1).dir.exists()
     assert (out / "honed.json").exists()
 
@@ -187,7 +180,7 @@ def test_checkpoints_go_alone_and_the_job_that_is_requeued_says_so(instance: Ins
     assert not list(instance.layout.job(1).dir.glob("*checkpoints*"))
     assert not list(instance.layout.job(2).dir.glob("*checkpoints*"))
     assert answer(instance, "list")[0]["state"] in {"succeeded", "failed"}
-    said = honectl(instance, "requeue", "1").stdout
+    said = instance.honectl("requeue", "1").stdout
     assert "from the start: its checkpoints were pruned" in said
 
 
@@ -197,11 +190,11 @@ def test_a_requeued_job_goes_on_from_its_checkpoint_or_from_the_start(instance: 
     wait_for((instance.layout.job(1).checkpoints_dir / "step").exists, what="steps")
     instance.client.ask("cancel", id="1")
     instance.wait_state("slow-100", State.CANCELLED)
-    assert "from its last checkpoint" in honectl(instance, "requeue", "1").stdout
+    assert "from its last checkpoint" in instance.honectl("requeue", "1").stdout
     instance.wait_state("slow-100", State.SUCCEEDED)
     events = instance.layout.job(1).attempt(2).events_path.read_text()
     assert '"resumed"' in events
-    assert "from the start" in honectl(instance, "requeue", "1", "--from-start").stdout
+    assert "from the start" in instance.honectl("requeue", "1", "--from-start").stdout
     wait_for(lambda: instance.job("slow-100").num_failures == 0 and len(instance.job("slow-100").attempts) == 3)  # type: ignore[union-attr]
     instance.wait_state("slow-100", State.SUCCEEDED)
     assert '"resumed"' not in instance.layout.job(1).attempt(3).events_path.read_text()
@@ -212,7 +205,7 @@ def test_retention_removes_by_itself_what_the_configuration_says_and_nothing_els
     run_jobs(instance, "succeed.a", "succeed.b", "succeed.c", "succeed.d")
     for number, days in ((1, 40), (2, 20), (3, 10), (4, 1)):
         age(instance, number, days)
-    honectl(instance, "pin", "1")
+    instance.honectl("pin", "1")
     instance.configure(
         "[retention]\nmax_job_age_days = 15\nmax_checkpoint_age_days = 5\nmax_event_age_days = 0\ninterval_sec = 0.2\n"
     )
@@ -245,7 +238,7 @@ def test_checkpoints_by_size_and_by_number_and_events_by_number(instance: Instan
     for number in (1, 2, 3, 4):
         age(instance, number, 10 - number)
         (instance.layout.job(number).checkpoints_dir / "weights").write_bytes(b"x" * 1_000_000)
-    honectl(instance, "pin", "1")
+    instance.honectl("pin", "1")
 
     def with_checkpoints() -> set[int]:
         return {number for number in (1, 2, 3, 4) if list(instance.layout.job(number).dir.glob("*checkpoints*"))}
@@ -306,7 +299,7 @@ def test_a_removal_that_was_cut_short_is_finished_at_the_next_start(instance: In
 
 def test_a_pruned_job_cannot_be_built_upon_and_the_refusal_says_so(instance: Instance) -> None:
     run_jobs(instance, "make.base")
-    assert honectl(instance, "prune", "1").returncode == 0
+    assert instance.honectl("prune", "1").returncode == 0
     instance.drop("x", name="next", base_model="job:make.base")
     instance.drop("y", name="later", depends_on=["make.base"])
     assert instance.drain() == 0

@@ -29,8 +29,7 @@ def fill(instance: Instance, num_jobs: int, state: State = State.QUEUED) -> None
 
 
 def honectl(instance: Instance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = instance.honectl(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,8 +85,7 @@ def test_a_success_that_learned_nothing_says_so_wherever_its_end_is_told(
     assert notice["remark"] == said
     assert instance.show("1")["remark"] == said
     for verb in (("show", "1"), ("list",)):
-        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *verb]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        shown = instance.honectl(*verb, check=True).stdout
         assert "but its loss never left where it began" in " ".join(shown.split())
         assert verb != ("list",) or max(map(len, shown.splitlines())) < 200
     page = instance.layout.job(1).report_path

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ def first_line(page: Page) -> str:
 
 
 def honectl(real: RealInstance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(real.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return real.honectl(*arguments, check=True).stdout
 
 
 def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_with_a_warning_without(

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -226,17 +225,13 @@ def test_honectl_names_the_page(instance: Instance) -> None:
     instance.drop("succeed")
     assert instance.drain() == 0
 
-    def honectl(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
     path = instance.layout.job(1).report_path
-    assert honectl("report", "1").stdout == f"{path}\n"
-    assert json.loads(honectl("report", "succeed", "--json").stdout) == {"report": str(path)}
-    assert honectl("report").stdout == f"{instance.layout.index_path}\n"
-    assert json.loads(honectl("show", "1", "--json").stdout)["artifacts"]["report"] == str(path)
+    assert instance.honectl("report", "1").stdout == f"{path}\n"
+    assert json.loads(instance.honectl("report", "succeed", "--json").stdout) == {"report": str(path)}
+    assert instance.honectl("report").stdout == f"{instance.layout.index_path}\n"
+    assert json.loads(instance.honectl("show", "1", "--json").stdout)["artifacts"]["report"] == str(path)
     path.unlink()
-    refused = honectl("report", "1")
+    refused = instance.honectl("report", "1")
     assert refused.returncode != 0
     assert "has no report yet" in refused.stderr
 
@@ -255,18 +250,7 @@ def test_honectl_opens_a_page_in_the_browser_and_says_where_there_is_none(instan
         path.chmod(0o755)
 
     def honectl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "honed.cli.honectl",
-            "--root",
-            str(instance.root),
-            "report",
-            "--open",
-            *arguments,
-        ]
-        settings = {**bare, "PATH": str(programs), **environment}
-        return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+        return instance.honectl("report", "--open", *arguments, env={**bare, "PATH": str(programs), **environment})
 
     done = [honectl("succeed", BROWSER=str(opens)), honectl(BROWSER=str(opens))]
     assert [(each.returncode, each.stdout) for each in done] == [(0, f"{page}\n"), (0, f"{index}\n")]

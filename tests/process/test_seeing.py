@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from harness import Instance, RealInstance, wait_for
@@ -16,11 +15,6 @@ from honed.job.job import State
 from honed.worker.model import torchvision
 from zoo import plain
 from zoo.model import build_checkpoint, write_facts
-
-
-def honectl(instance: Instance, *arguments: str, **keys: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **keys)
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def reported(instance: Instance) -> Instance:
 
 
 def test_one_examples_way_through_the_steps_is_held_against_the_truth(reported: Instance) -> None:
-    done = honectl(reported, "predictions", "1", "--sample", "1")
+    done = reported.honectl("predictions", "1", "--sample", "1")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert first == "#1 Frage 1: wie weit ist es bis Köln?"
@@ -43,25 +37,25 @@ def test_one_examples_way_through_the_steps_is_held_against_the_truth(reported: 
         ["2", "[-weit-]{+nach", "2", "Schritten+}"],
     ]
     assert "#0" not in done.stdout
-    last = honectl(reported, "predictions", "1", "--step", "-1").stdout
+    last = reported.honectl("predictions", "1", "--step", "-1").stdout
     assert "nach 2" in last
     assert "nach 1" not in last
 
 
 def test_predictions_go_to_other_tools_as_json_lines_and_as_csv(reported: Instance) -> None:
-    lines = honectl(reported, "predictions", "1", "--jsonl").stdout.splitlines()
+    lines = reported.honectl("predictions", "1", "--jsonl").stdout.splitlines()
     rows = [json.loads(line) for line in lines]
     assert [(row["step"], row["sample_index"]) for row in rows] == [(s, n) for s in range(3) for n in range(2)]
-    table = list(csv.DictReader(io.StringIO(honectl(reported, "predictions", "1", "--csv").stdout)))
+    table = list(csv.DictReader(io.StringIO(reported.honectl("predictions", "1", "--csv").stdout)))
     assert [row["prediction"] for row in table] == [row["prediction"] for row in rows]
-    assert honectl(reported, "predictions", "1", "--csv", "--jsonl").returncode == 2
+    assert reported.honectl("predictions", "1", "--csv", "--jsonl").returncode == 2
 
 
 def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(instance: Instance) -> None:
     instance.drop("report-40")
     instance.start()
     instance.wait_state("report-40", State.RUNNING)
-    done = honectl(instance, "watch", "1")
+    done = instance.honectl("watch", "1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any("running" in line and "  memory " in line for line in lines), lines
@@ -107,17 +101,17 @@ def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: Rea
         f"output_dir: {root / 'out'}\neval_split: 0.25\npredictions: {{max_new_tokens: 24}}\n"
         "training: {num_train_epochs: 2, learning_rate: 1.0e-2, per_device_train_batch_size: 8}\n"
     )
-    assert honectl(real, "trial", str(root / "facts.yaml")).returncode == 69  # honed is down
+    assert real.honectl("trial", str(root / "facts.yaml")).returncode == 69  # honed is down
     real.start()
-    done = honectl(real, "trial", str(root / "facts.yaml"))
+    done = real.honectl("trial", str(root / "facts.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("It learns them: the loss of 8 rows fell from", "12 rows, 4 held out", "4 steps of",
                   "at the peak of the whole process, Python and its libraries included", "training alone",
                   "job 1 (trial of facts)", "⟦"):  # fmt: skip
         assert words in " ".join(done.stdout.split()), done.stdout
-    row = next(line for line in honectl(real, "list").stdout.splitlines() if "trial of facts" in line)
+    row = next(line for line in real.honectl("list").stdout.splitlines() if "trial of facts" in line)
     assert ("head" in row.split(), "1000000" in row) == (True, False)
-    assert json.loads(honectl(real, "list", "--json").stdout)[0]["priority"] == 1_000_000
+    assert json.loads(real.honectl("list", "--json").stdout)[0]["priority"] == 1_000_000
     assert real.spool.job(1).priority == 1_000_000
     assert real.spool.job(1).state is State.SUCCEEDED
     assert not (root / "out").exists()

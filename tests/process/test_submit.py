@@ -49,9 +49,9 @@ def honectl(
     instance: Instance, *arguments: str, uid: int | None = None, gid: int = UID
 ) -> subprocess.CompletedProcess[str]:
     """As root, or as another user."""
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    if uid is not None:
-        command = [*become(uid, gid), *command]
+    if uid is None:
+        return instance.honectl(*arguments)
+    command = [*become(uid, gid), sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import DEADLINE_SEC, Instance, said_on_terminal
+from harness import Instance, said_on_terminal
 
 from honed.job.job import State
 from zoo import plain
@@ -22,15 +20,10 @@ def on_terminal(instance: Instance, columns: int, *arguments: str) -> list[str]:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).replace("\r", "").splitlines()
 
 
-def honectl(instance: Instance, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
-
-
 def drop_held(instance: Instance, name: str, **keys: Any) -> None:
     path: Path = instance.root / f"{name}.json"
     path.write_text(json.dumps({**plain.spec(instance.model, instance.dataset, **keys), "name": name}))
-    dropped = honectl(instance, "submit", "--hold", str(path))
+    dropped = instance.honectl("submit", "--hold", str(path))
     assert dropped.returncode == 0, dropped.stderr
 
 
@@ -51,13 +44,13 @@ def test_of_several_jobs_each_is_answered_for(instance: Instance) -> None:
     instance.start()
     for name in ("first", "second"):
         drop_held(instance, name)
-    assert "job 1 (first) has not started yet: it is held: honectl release 1" in honectl(instance, "logs", "1").stderr
-    done = honectl(instance, "cancel", "99", "first", "second")
+    assert "job 1 (first) has not started yet: it is held: honectl release 1" in instance.honectl("logs", "1").stderr
+    done = instance.honectl("cancel", "99", "first", "second")
     assert done.returncode == 2
     assert "no job '99'" in done.stderr
     assert "job 1 (first): cancelled" in done.stdout
     assert "job 2 (second): cancelled" in done.stdout
     assert all(job and job.state is State.CANCELLED for job in map(instance.job, ("first", "second")))
-    again = json.loads(honectl(instance, "pin", "--json", "first", "99").stdout)
+    again = json.loads(instance.honectl("pin", "--json", "first", "99").stdout)
     assert again[0]["is_pinned"]
     assert again[1]["error"]["code"] == "usage"

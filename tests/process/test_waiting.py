@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -47,8 +45,7 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     assert instance.client.ask("show", id="1")["waiting_for"] is None
     assert instance.client.ask("release", id="4")["waiting_for"]["reason"] == "device"
     instance.client.ask("hold", id="4")
-    listed = subprocess.run([sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), "list"],
-                            capture_output=True, text=True, check=True).stdout  # fmt: skip
+    listed = instance.honectl("list", check=True).stdout
     assert "waits because" in listed
     assert "job 1 (slow-400), which it depends on, is running" in listed
     instance.client.ask("pause")

@@ -11,15 +11,13 @@ import json
 import os
 import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from endpoint import Endpoint
-from harness import DEADLINE_SEC, Instance, RealInstance
+from harness import Instance, RealInstance
 
 from honed.job import query
 from honed.page import metrics
@@ -204,8 +202,7 @@ def for_the_owner(instance: Instance) -> str:
 
 
 def honectl(instance: Instance, *arguments: str) -> str:
-    command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SEC, check=False)
+    done = instance.honectl(*arguments)
     assert done.stderr == ""
     return done.stdout
 

@@ -32,7 +32,7 @@ from zoo.model import Format, build_checkpoint, write_facts
 #: Seconds for a worker in a process of its own: nearly all of it is imports.
 WORKER_TIMEOUT_SEC = 600.0
 INSTALLED = installed.look()
-Process = warm.Popen | subprocess.Popen[bytes]
+Process = warm.WorkerPopen | subprocess.Popen[bytes]
 torchvision.mend()  # tests import the libraries before a worker does
 
 
@@ -102,7 +102,7 @@ class WorkerJob:
     def stopped_at(self, step: int, *, attempt: int = 1) -> Ended:
         return self.run(attempt, stop=StopAtStep(self.events_path(attempt), step))
 
-    def start(self, attempt: int = 1, *arguments: str, popen: Callable[..., Any] = warm.Popen) -> Process:
+    def start(self, attempt: int = 1, *arguments: str, popen: Callable[..., Any] = warm.WorkerPopen) -> Process:
         """In a process of its own, as the runner does it; `subprocess.Popen` for one that imports its libraries."""
         attempt_dir = self.dir / f"attempts/{attempt}"
         attempt_dir.mkdir(parents=True, exist_ok=True)
@@ -197,6 +197,7 @@ def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
             "datasets": [{"path": str(data_path)}],
             "training": training,
             "backend": backend,
+            "predictions": {"max_new_tokens": 8} | keys.pop("predictions", {}),
             **keys,
         }
         spec = specs.validate(document)

@@ -41,7 +41,7 @@ def change(spec_path: Path, **keys: Any) -> None:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "honed.worker.preview", *map(str, arguments)]
-    return warm.run(command)
+    return warm.run(command, popen=warm.WorkerPopen)
 
 
 def test_rows_are_shown_as_they_will_be_trained_on(spec_path: Path) -> None:
