@@ -229,6 +229,9 @@ def main() -> None:
         if listener in ready:
             client = listener.accept()[0]
             message, fds, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
+            if not message:
+                client.close()
+                continue
             if (pid := os.fork()) == 0:
                 for each in (listener, client, *clients.values()):
                     each.close()
@@ -238,7 +241,8 @@ def main() -> None:
             for fd in fds:
                 os.close(fd)
             clients[pid] = client
-            client.send(str(pid).encode())
+            with contextlib.suppress(OSError):  # who asked may have been killed
+                client.send(str(pid).encode())
 
 
 def tell_ends(clients: dict[int, socket.socket]) -> None:

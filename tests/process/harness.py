@@ -45,6 +45,8 @@ class Instance:
     """One honed and its directory."""
 
     command: tuple[str, ...] = (sys.executable, str(HERE / "fakehoned.py"))
+    #: Whether it, and what it starts, begin with their imports done. One in namespaces of its own never does.
+    is_warm = True
 
     def __init__(self, root: Path) -> None:
         warm.address("plain")
@@ -71,7 +73,7 @@ class Instance:
             num_ready = self.log.count(" ready: ")
             command = [*self.command, str(self.root), *arguments]
             popen, environment = warm.Popen, self.environment
-            if not self.is_warm:
+            if not self.is_warm or self.command[0] != sys.executable:
                 popen, environment = subprocess.Popen, warm.without(environment)
             self.process = popen(command, stdout=file, stderr=file, env=environment)
         wait_for(lambda: self.log.count(" ready: ") > num_ready or self.process.poll() is not None, what="ready")
@@ -104,11 +106,6 @@ class Instance:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether it, and what it starts, begin with their imports done: not in namespaces of its own."""
-        return self.command[0] == sys.executable
 
     @property
     def log(self) -> str:
@@ -201,7 +198,7 @@ class ColdInstance(Instance):
     """The same as an installation has it."""
 
     command = (sys.executable, "-m", "honed.daemon.loop", "--root")
-    is_warm = False  # type: ignore[assignment]
+    is_warm = False
 
 
 @pytest.fixture

@@ -55,34 +55,34 @@ def test_sigterm_checkpoints_and_requeues_and_the_next_start_resumes(instance: I
 
 
 def test_kill_9_of_the_daemon_leaves_the_worker_running_and_the_next_adopts_it(instance: Instance) -> None:
-    instance.drop("slow")
+    instance.drop("slow-60")
     instance.start()
-    job = instance.wait_state("slow", State.RUNNING)
+    job = instance.wait_state("slow-60", State.RUNNING)
     for _ in range(3):
-        wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+        wait_for(lambda: instance.show("slow-60")["progress"]["step"], what="a step")
         instance.kill(signal.SIGKILL)
         instance.start()
-    shown = wait_for(lambda: (found := instance.show("slow"))["state"] == "succeeded" and found, what="success")
+    shown = wait_for(lambda: (found := instance.show("slow-60"))["state"] == "succeeded" and found, what="success")
     assert len(shown["attempts"]) == 1
     assert len(instance.starts(job)) == 1
     import sqlite3
 
     db = sqlite3.connect(instance.layout.database_path)
     steps = [row[0] for row in db.execute("SELECT step FROM metrics WHERE name = 'loss' ORDER BY rowid")]
-    assert steps == list(range(1, 201)), "every event once"
+    assert steps == list(range(1, 61)), "every event once"
 
 
 def test_a_worker_that_ended_while_the_daemon_was_dead_is_settled_by_the_next(instance: Instance) -> None:
-    instance.drop("slow")
+    instance.drop("slow-60")
     instance.start()
-    job = instance.wait_state("slow", State.RUNNING)
-    wait_for(lambda: instance.show("slow")["progress"]["step"], what="a step")
+    job = instance.wait_state("slow-60", State.RUNNING)
+    wait_for(lambda: instance.show("slow-60")["progress"]["step"], what="a step")
     instance.kill(signal.SIGKILL)
     wait_for(instance.layout.job(job.id).attempt(1).exit_path.exists, what="the worker's end")
     instance.start()
-    done = instance.wait_state("slow", State.SUCCEEDED)
+    done = instance.wait_state("slow-60", State.SUCCEEDED)
     assert len(done.attempts) == 1
-    assert instance.show("slow")["progress"]["step"] == 200
+    assert instance.show("slow-60")["progress"]["step"] == 60
 
 
 def test_a_worker_killed_with_its_shim_while_the_daemon_was_dead_is_tried_again(instance: Instance) -> None:
@@ -268,6 +268,7 @@ def num_wakeups(instance: Instance) -> int:
 
 
 def test_the_idle_daemon_is_small_and_quiet(instance: Instance) -> None:
+    instance.is_warm = False
     instance.start()
     assert instance.process is not None
     proc = Path(f"/proc/{instance.process.pid}")
