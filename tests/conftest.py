@@ -24,6 +24,7 @@ for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "HONED_ROOT"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the whole of the sampled matrices")
+    parser.addoption("--quick", action="store_true", help="run what takes two minutes")
     parser.addoption("--races", type=int, default=35, help="races of each kind for another user's files")
 
 
@@ -41,6 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and lacks_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         is_left_out = item.get_closest_marker("exhaustive") and not config.getoption("--all")
+        if config.getoption("--quick"):
+            is_unit = item.path.is_relative_to(TESTS / "unit")
+            is_left_out = item.get_closest_marker("slow") if is_unit else not item.get_closest_marker("quick")
         (left_out if is_left_out else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import Instance, wait_for
 
 from honed.job.job import State
@@ -22,6 +23,7 @@ def job_file(instance: Instance, name: str, **keys: Any) -> Path:
     return path
 
 
+@pytest.mark.quick
 def test_submit_waits_and_its_status_is_the_jobs(instance: Instance) -> None:
     instance.start()
     good = instance.honectl("submit", "--wait", str(job_file(instance, "succeed")))

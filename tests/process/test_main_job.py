@@ -56,6 +56,7 @@ def spec_of(models: Path, name: str, **keys: Any) -> dict[str, Any]:
     return {**spec, **keys}
 
 
+@pytest.mark.quick
 def test_each_family_format_and_way_of_training_ends_with_output_metrics_and_predictions(
     real: RealInstance, models: Path
 ) -> None:

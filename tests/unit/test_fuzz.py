@@ -27,6 +27,7 @@ FOUND: dict[str, tuple[str, object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_whatever_it_is_fed_it_reads_or_refuses_in_a_sentence(target: Target) -> None:

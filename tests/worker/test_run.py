@@ -20,6 +20,7 @@ def dtypes(path: Path) -> set[str]:
         return {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
 
 
+@pytest.mark.quick
 def test_a_job_tells_its_story_in_order_and_leaves_an_adapter(make_job: MakeJob) -> None:
     job = make_job(lora=LORA, eval_split=0.2)
     ended = job.run()
@@ -125,6 +126,7 @@ def test_packed_rows_keep_their_masks(make_job: MakeJob, strategy: str) -> None:
     assert ended.status == 0, ended.result
 
 
+@pytest.mark.quick
 def test_a_full_fine_tuning_leaves_a_whole_checkpoint(make_job: MakeJob) -> None:
     job = make_job("gpt_neox", eval_split=0.2)
     assert job.run().status == 0

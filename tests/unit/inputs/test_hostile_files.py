@@ -222,6 +222,7 @@ def test_a_list_of_files_that_calls_itself_a_video_opens_none_of_them(tmp_path: 
         media.probe(media.Media("video", tmp_path / "x.mp4"))
 
 
+@pytest.mark.slow
 def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(tmp_path: Path) -> None:
     """By the helper itself, in a process that has nothing yet."""
     pytest.importorskip("pyarrow")

@@ -37,6 +37,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Database:
 
 
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(["step", "evaluation", "predictions", "log", "data", "stage", "of_a_later_honed"]),
     data=st.dictionaries(KEYS, ANYTHING | st.lists(ROW, max_size=2), max_size=6),

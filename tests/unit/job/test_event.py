@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def test_no_bytes_whatever_raise(tmp_path_factory: object, data: bytes) -> None:
         assert reading.offset == len(data) + 1
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)))
 def test_any_text_and_number_comes_through(data: dict[str, object]) -> None:
     import tempfile

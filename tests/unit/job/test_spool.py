@@ -389,6 +389,7 @@ def verify(spool: Spool, names: list[str]) -> None:
     assert not list(spool.dir.rglob(".*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errno", [None, 28, 5, 13, 30])  # a crash; ENOSPC, EIO, EACCES, EROFS
 @pytest.mark.parametrize("life", [life, life_together])
 def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
@@ -422,6 +423,7 @@ def test_no_crash_and_no_error_at_any_file_operation_loses_or_doubles_a_job(
     assert point > 60, "the faults were really met"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errno", [None, 28, 5, 13, 30])
 def test_a_submission_hit_at_any_file_operation_is_there_whole_with_its_submitter_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int | None

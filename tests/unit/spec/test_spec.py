@@ -339,6 +339,7 @@ _anything = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(_keys, _anything, min_size=1, max_size=8))
 @settings(max_examples=500, deadline=None)
 def test_any_mapping_loads_or_is_refused_key_by_key(data: dict[str, Any]) -> None:
@@ -359,10 +360,12 @@ def test_random_bytes_are_refused_with_a_spec_error(data: bytes, suffix: str) ->
 # --- The pages and the sample configuration ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_reference_is_what_the_types_say() -> None:
     assert reference.main(["--check", str(ROOT / "docs")]) == 0, "python -m honed.cli.reference --write docs/"
 
 
+@pytest.mark.slow
 def test_a_stale_page_is_found(tmp_path: Path) -> None:
     (tmp_path / "etc/examples").mkdir(parents=True)
     (tmp_path / "etc/examples/lora.yaml").write_text("base_model: /m\n")
