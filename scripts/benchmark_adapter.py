@@ -70,29 +70,45 @@ def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
 
     directory = root / f"{task}-{dtype}-{seed}"
     directory.mkdir()
-    parsed = spec.validate({
-        "base_model": str(root / "model"), "quantization": "4bit", "dtype": "float32",
-        "backend": "transformers",
-        "lora": {"r": 16, "lora_alpha": 512},  # a random model has far to go at this learning rate,
-        "datasets": [{"path": str(root / f"{task}.jsonl")}],
-        "eval_datasets": [{"path": str(root / f"{task}-held-out.jsonl")}],
-        "training": {
-            "max_steps": steps, "learning_rate": LEARNING_RATE, "lr_scheduler_type": "cosine", "warmup_steps": 10,
-            "per_device_train_batch_size": 32, "per_device_eval_batch_size": 64, "gradient_checkpointing": False,
-            "eval_strategy": "steps", "eval_steps": steps, "logging_steps": 20, "seed": seed, "save_strategy": "no",
-        },
-        "save_interval_sec": None,
-        "predictions": {"num_samples": 96, "max_new_tokens": 8, "batch_size": 96},
-        "resources": {"gpus": 0},
-    })  # fmt: skip
+    parsed = spec.validate(
+        {
+            "base_model": str(root / "model"),
+            "quantization": "4bit",
+            "dtype": "float32",
+            "backend": "transformers",
+            "lora": {"r": 16, "lora_alpha": 512},  # a random model has far to go at this learning rate,
+            "datasets": [{"path": str(root / f"{task}.jsonl")}],
+            "eval_datasets": [{"path": str(root / f"{task}-held-out.jsonl")}],
+            "training": {
+                "max_steps": steps,
+                "learning_rate": LEARNING_RATE,
+                "lr_scheduler_type": "cosine",
+                "warmup_steps": 10,
+                "per_device_train_batch_size": 32,
+                "per_device_eval_batch_size": 64,
+                "gradient_checkpointing": False,
+                "eval_strategy": "steps",
+                "eval_steps": steps,
+                "logging_steps": 20,
+                "seed": seed,
+                "save_strategy": "no",
+            },
+            "save_interval_sec": None,
+            "predictions": {"num_samples": 96, "max_new_tokens": 8, "batch_size": 96},
+            "resources": {"gpus": 0},
+        }
+    )
     info = basemodel.inspect(root / "model")
     planned = plan.make(parsed, info, cpu(), config=Config(), installed=installed.look())
     choices = planned.as_dict()["precision"] | {"adapter_dtype": dtype}
     content = {
-        "job": {"id": 1, "name": directory.name, "user_id": "0"}, "spec": parsed.model_dump(mode="json"),
-        "base_model_path": str(root / "model"), "output_dir": str(directory / "output"), **planned.as_dict(),
+        "job": {"id": 1, "name": directory.name, "user_id": "0"},
+        "spec": parsed.model_dump(mode="json"),
+        "base_model_path": str(root / "model"),
+        "output_dir": str(directory / "output"),
+        **planned.as_dict(),
         "precision": choices,
-    }  # fmt: skip
+    }
     (directory / "plan.json").write_text(json.dumps(content))
     return directory
 

@@ -133,8 +133,10 @@ def measure_queue(honed: Honed, sizes: list[int]) -> None:
     """Fill a paused queue, and look at each size; a tenth of the jobs is cancelled, so that some are of the past."""
     (honed.layout.spool_dir / "paused").touch()
     honed.start()
-    print("| jobs | accepted each ms | meanwhile `status` answers ms (worst) | resident MiB | idle, of a core"
-          " | `list` s | `list --json` s | restart to READY s |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| jobs | accepted each ms | meanwhile `status` answers ms (worst) | resident MiB | idle, of a core"
+        " | `list` s | `list --json` s | restart to READY s |\n|---|---|---|---|---|---|---|---|"
+    )
     num_jobs = 0
     for size in sizes:
         began = time.perf_counter()
@@ -161,9 +163,11 @@ def measure_queue(honed: Honed, sizes: list[int]) -> None:
             honed.stop()
             ready.append(honed.start())
         median = statistics.median
-        print(f"| {size:,} | {accepted * 1000:.1f} | {median(answers) * 1000:.0f} ({max(answers) * 1000:.0f})"
-              f" | {resident:.1f} | {idle:.2%} | {median(short):.2f} | {median(whole):.2f} | {median(ready):.2f} |",
-              flush=True)  # fmt: skip
+        print(
+            f"| {size:,} | {accepted * 1000:.1f} | {median(answers) * 1000:.0f} ({max(answers) * 1000:.0f})"
+            f" | {resident:.1f} | {idle:.2%} | {median(short):.2f} | {median(whole):.2f} | {median(ready):.2f} |",
+            flush=True,
+        )
 
 
 def time_status(honed: Honed) -> float:
@@ -226,10 +230,12 @@ def measure_training(honed: Honed, minutes: float) -> None:
     num_queued = len(list(honed.queued.iterdir()))
     Client(honed.layout.control_path).ask("cancel", id="training")
     step_ms, median = statistics.median(quiet_steps) * 1000, statistics.median(ratios)
-    print(f"\nbeside training, {len(ratios)} pairs of {WINDOW_SEC:.0f} s: {num_queued:,} jobs dropped and accepted, "
-          f"{DROPS_PER_MINUTE} a minute; a step takes {step_ms:.1f} ms without drops; with drops {median:.3f} times as "
-          f"long ({min(ratios):.3f}-{max(ratios):.3f}, pair by pair); the daemon took "
-          f"{cpu / len(ratios) / WINDOW_SEC:.1%} of a core")  # fmt: skip
+    print(
+        f"\nbeside training, {len(ratios)} pairs of {WINDOW_SEC:.0f} s: {num_queued:,} jobs dropped and accepted, "
+        f"{DROPS_PER_MINUTE} a minute; a step takes {step_ms:.1f} ms without drops; with drops {median:.3f} times as "
+        f"long ({min(ratios):.3f}-{max(ratios):.3f}, pair by pair); the daemon took "
+        f"{cpu / len(ratios) / WINDOW_SEC:.1%} of a core"
+    )
 
 
 def steps_of(events: Path, since: float) -> list[float]:
@@ -283,14 +289,17 @@ def measure_checks(num_files: int, *, num_rounds: int = 3) -> None:
                 machine.run("python3", "-c", DROP_MANY, f"{user}-{number}", str(size), spec, user=user)
                 wait_for(
                     lambda: not any(any((spool / place).iterdir()) for place in ("incoming", "claimed")),
-                    what="arrivals", deadline_sec=3600,
-                )  # fmt: skip
+                    what="arrivals",
+                    deadline_sec=3600,
+                )
                 times.append((time.perf_counter() - began) / size)
         refused = list((spool / "rejected").glob("*.reason"))
         assert not refused, refused[0].read_text()
     for user, times in took.items():
-        print(f"| {user} | {len(times) * (num_files // num_rounds):,} | "
-              f"{1000 * statistics.median(times):.1f} ({1000 * min(times):.1f}-{1000 * max(times):.1f}) |")  # fmt: skip
+        print(
+            f"| {user} | {len(times) * (num_files // num_rounds):,} | "
+            f"{1000 * statistics.median(times):.1f} ({1000 * min(times):.1f}-{1000 * max(times):.1f}) |"
+        )
     ratios = [mine / roots for mine, roots in zip(*took.values(), strict=True)]
     print(f"a person's, of root's: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 

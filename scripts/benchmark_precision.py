@@ -81,12 +81,16 @@ RUNGS: dict[str, tuple[torch.dtype, Maker, int]] = {
     "plain bfloat16, AdamW": (torch.bfloat16, _torch, 8),
     "plain bfloat16, 8-bit AdamW": (torch.bfloat16, _bitsandbytes, 6),
     "not used: Kahan, moments in bfloat16": (
-        torch.bfloat16, lambda p, lr: Rounded(p, lr, moments=torch.bfloat16, how="kahan"), 10,
+        torch.bfloat16,
+        lambda p, lr: Rounded(p, lr, moments=torch.bfloat16, how="kahan"),
+        10,
     ),
     "not used: stochastic rounding, moments in float32": (
-        torch.bfloat16, lambda p, lr: Rounded(p, lr, moments=torch.float32, how="stochastic"), 12,
+        torch.bfloat16,
+        lambda p, lr: Rounded(p, lr, moments=torch.float32, how="stochastic"),
+        12,
     ),
-}  # fmt: skip
+}
 
 
 def capitals(*, is_right: bool) -> list[Row]:
@@ -150,10 +154,19 @@ def base(seed: int, task: str) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=False,
-    ))  # fmt: skip
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+    )
     before, _, num_steps = TASKS[task]
     fit(model, _torch(model.parameters(), 2e-3), before, num_steps, seed, has_autocast=False)
     return model.to(torch.bfloat16)

@@ -38,9 +38,15 @@ def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
     examples = [Example("messages", messages=row["messages"]) for row in rows[::stride][:NUM_SAMPLES]]
     questions = prediction.choose(examples, chat, num_samples=NUM_SAMPLES, seed=0)
     precision = Precision(
-        load_dtype=dtype, compute_dtype=dtype, bf16=False, fp16=False, adapter_dtype=None, quantization="none",
-        attn_implementation="sdpa", reasons={},
-    )  # fmt: skip
+        load_dtype=dtype,
+        compute_dtype=dtype,
+        bf16=False,
+        fp16=False,
+        adapter_dtype=None,
+        quantization="none",
+        attn_implementation="sdpa",
+        reasons={},
+    )
     predictor = Predictor(chat, precision, max_new_tokens=MAX_NEW_TOKENS, stop=Stop(), warn=print)
 
     def ask(batch_size: int) -> tuple[float, list[str | None]]:
@@ -55,9 +61,11 @@ def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
     return {
         "batch_sec": statistics.median(pair[0] for pair in pairs),
         "one_sec": statistics.median(pair[1] for pair in pairs),
-        "ratio": statistics.median(ratios), "min_ratio": min(ratios), "max_ratio": max(ratios),
+        "ratio": statistics.median(ratios),
+        "min_ratio": min(ratios),
+        "max_ratio": max(ratios),
         "num_different": sum(a != b for a, b in zip(together, alone, strict=True)),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

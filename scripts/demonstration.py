@@ -97,10 +97,19 @@ def build(directory: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, tie_word_embeddings=True, initializer_range=0.15,
-        max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     Qwen3ForCausalLM(config).save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     (directory / "capitals.yaml").write_text(JOB.format(dir=directory))
@@ -128,8 +137,10 @@ def answers(directory: Path) -> None:
     for index in sorted(after)[:16]:
         question = after[index]["prompt"].split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
         mark = "✓" if is_right(after[index]) else "✗"
-        print(f"     {cut(question, 48)} {cut(before[index]['prediction'], 18)} "
-              f"{cut(after[index]['prediction'], 14)} {after[index]['ground_truth']} {mark}")  # fmt: skip
+        print(
+            f"     {cut(question, 48)} {cut(before[index]['prediction'], 18)} "
+            f"{cut(after[index]['prediction'], 14)} {after[index]['ground_truth']} {mark}"
+        )
     counts = [f"{sum(map(is_right, rows.values()))} of {len(rows)}" for rows in (before, after)]
     print(f"     right: {counts[0]} before training (step {first}), {counts[1]} after it (step {last})")
 

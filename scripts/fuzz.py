@@ -39,15 +39,20 @@ def main() -> int:
     for name in names:
         told = run(name, options.minutes / len(names))
         total += told["num_examples"]
-        print(f"{name:24}{told['num_examples']:>10,}{told['num_examples'] / told['seconds']:>10,.0f}"
-              f"{told['slowest_sec'] * 1000:>7,.0f} ms{told['peak_bytes'] / 2**20:>7,.0f} MiB"
-              f"{'' if told['ok'] else '  FAILED'}", flush=True)  # fmt: skip
+        print(
+            f"{name:24}{told['num_examples']:>10,}{told['num_examples'] / told['seconds']:>10,.0f}"
+            f"{told['slowest_sec'] * 1000:>7,.0f} ms{told['peak_bytes'] / 2**20:>7,.0f} MiB"
+            f"{'' if told['ok'] else '  FAILED'}",
+            flush=True,
+        )
         failed += [] if told["ok"] else [name]
         if not told["ok"]:
             print(told["fault"], flush=True)
     seconds = time.monotonic() - began
-    print(f"{total:,} examples in {seconds / 60:.1f} minutes, {total / seconds:,.0f} a second; "
-          f"{'failed: ' + ', '.join(failed) if failed else 'no fault'}")  # fmt: skip
+    print(
+        f"{total:,} examples in {seconds / 60:.1f} minutes, {total / seconds:,.0f} a second; "
+        f"{'failed: ' + ', '.join(failed) if failed else 'no fault'}"
+    )
     return int(bool(failed))
 
 
@@ -84,14 +89,21 @@ def feed(name: str, seconds: float) -> int:
 
         while told["ok"] and time.monotonic() - began < seconds:
             number += 1
-            fed = settings(max_examples=min(BATCH, 50 * number), deadline=None, database=None, print_blob=False,
-                           suppress_health_check=list(HealthCheck))(given(target.examples)(feed_one))  # fmt: skip
+            fed = settings(
+                max_examples=min(BATCH, 50 * number),
+                deadline=None,
+                database=None,
+                print_blob=False,
+                suppress_health_check=list(HealthCheck),
+            )(given(target.examples)(feed_one))
             try:
                 seed(int.from_bytes(os.urandom(8)))(fed)()
             except BaseException:  # noqa: BLE001 - whatever it is, it is what we look for
                 told |= {"ok": False, "fault": traceback.format_exc()[-6000:]}
-    told |= {"seconds": time.monotonic() - began,
-             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # fmt: skip
+    told |= {
+        "seconds": time.monotonic() - began,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
     print(json.dumps(told))
     return int(not told["ok"])
 

@@ -301,12 +301,17 @@ class Bench:
             "datasets": [{"path": str(self.dir / "facts.jsonl")}],
             "eval_split": 0.2,
             "training": {
-                "max_steps": steps, "per_device_train_batch_size": 2 if self.tiny else 4, "learning_rate": 1e-4,
-                "max_length": 256 if self.tiny else 1024, "eval_strategy": "steps", "eval_steps": steps,
-                "save_strategy": "no", "save_total_limit": 1,
+                "max_steps": steps,
+                "per_device_train_batch_size": 2 if self.tiny else 4,
+                "learning_rate": 1e-4,
+                "max_length": 256 if self.tiny else 1024,
+                "eval_strategy": "steps",
+                "eval_steps": steps,
+                "save_strategy": "no",
+                "save_total_limit": 1,
             },
             "predictions": {"num_samples": 2, "max_new_tokens": 4 if self.tiny else 16},
-        }  # fmt: skip
+        }
 
 
 def write_data(path: Path, *, tiny: bool) -> None:
@@ -526,8 +531,9 @@ def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
     layout = bench.layout.job(number)
     attempt = layout.attempt(1)
     planned = _read(layout.plan_path)
-    ended, result, seen = (_read(path) for path in (layout.dir / "ended.json", attempt.result_path,
-                                                    layout.dir / "seen.json"))  # fmt: skip
+    ended, result, seen = (
+        _read(path) for path in (layout.dir / "ended.json", attempt.result_path, layout.dir / "seen.json")
+    )
     reading = event.read(attempt.events_path, 0)
     started = Attempt(1, cell.backend, time.time())
     job = Job(number, cell.name, time.time(), "spec.json", os.getuid(), planned["output_dir"], attempts=(started,))
@@ -696,20 +702,38 @@ NEEDS_CUDA: dict[str, tuple[Callable[[Row], bool], Callable[[Row], bool]]] = {
 
 def table(rows: Iterable[Row]) -> str:
     """The cells, in markdown."""
-    head = ("backend", "model", "precision", "quantization", "training", "finished", "predictions saved",
-            "trained tokens/s", "peak memory estimated", "used", "mismatches", "error code")  # fmt: skip
+    head = (
+        "backend",
+        "model",
+        "precision",
+        "quantization",
+        "training",
+        "finished",
+        "predictions saved",
+        "trained tokens/s",
+        "peak memory estimated",
+        "used",
+        "mismatches",
+        "error code",
+    )
     lines = [head, tuple("---" for _ in head)]
     lines += [
         (
-            row.cell.backend, row.cell.model, row.cell.dtype, row.cell.quantization,
+            row.cell.backend,
+            row.cell.model,
+            row.cell.dtype,
+            row.cell.quantization,
             f"{row.cell.adapter} {row.cell.extra}".strip(),
-            "yes" if row.outcome == FINISHED else row.outcome, str(row.num_predictions or ""),
+            "yes" if row.outcome == FINISHED else row.outcome,
+            str(row.num_predictions or ""),
             "" if row.tokens_per_sec is None else f"{row.tokens_per_sec:,.0f}",
-            _size(row.estimated_bytes), _size(row.used_bytes),
-            _differences(row), row.code,
+            _size(row.estimated_bytes),
+            _size(row.used_bytes),
+            _differences(row),
+            row.code,
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

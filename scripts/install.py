@@ -64,10 +64,16 @@ class Places:
     def of_system(cls) -> Places:
         share = Path("/usr/share")
         return cls(
-            Path("/opt/honed"), Path("/usr/local/bin"), Path("/usr/lib/systemd/system"), Path("/etc/honed"),
-            share / "man", share / "bash-completion/completions", share / "zsh/vendor-completions",
-            share / "fish/vendor_completions.d", share / "doc/honed",
-        )  # fmt: skip
+            Path("/opt/honed"),
+            Path("/usr/local/bin"),
+            Path("/usr/lib/systemd/system"),
+            Path("/etc/honed"),
+            share / "man",
+            share / "bash-completion/completions",
+            share / "zsh/vendor-completions",
+            share / "fish/vendor_completions.d",
+            share / "doc/honed",
+        )
 
     @classmethod
     def of_user(cls) -> Places:
@@ -75,10 +81,16 @@ class Places:
         share = Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share")
         config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
         return cls(
-            share / "honed/versions", home / ".local/bin", config / "systemd/user", config / "honed",
-            share / "man", share / "bash-completion/completions", share / "zsh/site-functions",
-            config / "fish/completions", share / "doc/honed",
-        )  # fmt: skip
+            share / "honed/versions",
+            home / ".local/bin",
+            config / "systemd/user",
+            config / "honed",
+            share / "man",
+            share / "bash-completion/completions",
+            share / "zsh/site-functions",
+            config / "fish/completions",
+            share / "doc/honed",
+        )
 
 
 class Installer:
@@ -151,11 +163,19 @@ class Installer:
             state = Path(os.environ.get("XDG_STATE_HOME") or home / ".local/state")
             cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
             return [self._places.config_dir, state / "honed", cache / "honed"]
-        return [Path(path) for path in (
-            "/etc/honed", "/var/spool/honed", "/var/lib/honed", "/var/cache/honed", "/var/cache/honed-job",
-            "/etc/systemd/system/honed.service.d", "/etc/systemd/system/honed-job@.service.d",
-            "/etc/systemd/system/honed-check@.service.d",
-        )]  # fmt: skip
+        return [
+            Path(path)
+            for path in (
+                "/etc/honed",
+                "/var/spool/honed",
+                "/var/lib/honed",
+                "/var/cache/honed",
+                "/var/cache/honed-job",
+                "/etc/systemd/system/honed.service.d",
+                "/etc/systemd/system/honed-job@.service.d",
+                "/etc/systemd/system/honed-check@.service.d",
+            )
+        ]
 
     def _secrets(self) -> list[Path]:
         """What the administrator has put where the units' credentials lie, under names that are honed's alone."""
@@ -247,9 +267,11 @@ class Installer:
     def _python(self, minor: str | None) -> Path:
         """A Python that honed's users can run: not one in somebody's home. `minor`: as in python3.11."""
         wanted = [minor] if minor else ["python3.13", "python3.12", "python3.11"]
-        candidates = [Path(self._options.python)] if self._options.python else [
-            Path(directory) / name for name in wanted for directory in ("/usr/local/bin", "/usr/bin")
-        ]  # fmt: skip
+        candidates = (
+            [Path(self._options.python)]
+            if self._options.python
+            else [Path(directory) / name for name in wanted for directory in ("/usr/local/bin", "/usr/bin")]
+        )
         if self._options.user:
             candidates += [Path(found) for name in wanted if (found := shutil.which(name))]
         for candidate in candidates:
@@ -487,10 +509,17 @@ def main() -> None:
         prog="scripts/install", description="Install honed, upgrade it, or remove it. Says each thing that it does."
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    parser.add_argument("--destdir", default=os.environ.get("DESTDIR", ""), metavar="DIR",
-                        help="put the files below DIR, to make a package; nothing is started ($DESTDIR)")  # fmt: skip
-    parser.add_argument("--environment", metavar="VENV",
-                        help="take the third-party packages from this one; by default they are installed")  # fmt: skip
+    parser.add_argument(
+        "--destdir",
+        default=os.environ.get("DESTDIR", ""),
+        metavar="DIR",
+        help="put the files below DIR, to make a package; nothing is started ($DESTDIR)",
+    )
+    parser.add_argument(
+        "--environment",
+        metavar="VENV",
+        help="take the third-party packages from this one; by default they are installed",
+    )
     parser.add_argument("--python", metavar="PYTHON", help="the Python to use; by default /usr/bin/python3.X")
     parser.add_argument("--user", action="store_true", help="for yourself alone, below your home, without root")
     parser.add_argument("--no-restart", action="store_true", help="leave a running honed as it is")

@@ -45,8 +45,16 @@ poll_interval_sec = 0.1
 retry_delay_sec = 0
 """
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
-TRAINING = {"max_steps": 8, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 5e-3, "warmup_steps": 2,
-            "eval_strategy": "steps", "eval_steps": 4, "gradient_checkpointing": False}  # fmt: skip
+TRAINING = {
+    "max_steps": 8,
+    "save_steps": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 5e-3,
+    "warmup_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "gradient_checkpointing": False,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": LORA, "training": {"gradient_accumulation_steps": 2}},
     "full": {"dtype": "float32"},
@@ -202,9 +210,17 @@ class Torture:
         name, _, number = kind.rpartition("-")
         settings = dict(KINDS[name])
         training = TRAINING | settings.pop("training", {}) | {"seed": 40 + int(number)}
-        return {"base_model": str(self.model), "datasets": [{"path": str(self.data)}], "eval_split": 0.25,
-                "training": training, "predictions": {"num_samples": 2, "max_new_tokens": 4}, "backend": "transformers",
-                "retry": {"max_attempts": 100}, **settings, **keys}  # fmt: skip
+        return {
+            "base_model": str(self.model),
+            "datasets": [{"path": str(self.data)}],
+            "eval_split": 0.25,
+            "training": training,
+            "predictions": {"num_samples": 2, "max_new_tokens": 4},
+            "backend": "transformers",
+            "retry": {"max_attempts": 100},
+            **settings,
+            **keys,
+        }
 
     def drop_something(self) -> None:
         """A job, now and then one that trains, or a file that is none."""
@@ -287,8 +303,18 @@ class Torture:
         last = first + self.random.choice([0, 0, 3, 20])
         self.count_errors()
         self.tally.num_faulty_starts += 1
-        self.hit.start(before=("strace", "-qq", "-o", str(self.trace_path), "-e", f"trace={call}",
-                               "-e", f"inject={call}:error={error}:when={first}..{last}"))  # fmt: skip
+        self.hit.start(
+            before=(
+                "strace",
+                "-qq",
+                "-o",
+                str(self.trace_path),
+                "-e",
+                f"trace={call}",
+                "-e",
+                f"inject={call}:error={error}:when={first}..{last}",
+            )
+        )
 
     def count_errors(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -416,8 +442,11 @@ class Torture:
         found = [f"a process is left: {words}" for words in self.hit.strays()]
         places = collections.Counter(path.stem for state in State for path in spool.state_dir(state).iterdir())
         found += [f"job {number} lies in {count} places" for number, count in places.items() if count > 1]
-        found += [f"left in the spool: {path}" for place in (spool.incoming_dir, spool.claimed_dir)
-                  for path in place.iterdir()]  # fmt: skip
+        found += [
+            f"left in the spool: {path}"
+            for place in (spool.incoming_dir, spool.claimed_dir)
+            for path in place.iterdir()
+        ]
         found += [f"hidden: {path}" for path in spool.dir.rglob(".*")]
         refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
         fates = collections.Counter([job.source for job in jobs] + refused)
@@ -444,8 +473,12 @@ class Torture:
         if outcomes.count("succeeded") != 1 or outcomes[-1] != "succeeded":
             yield f"its attempts ended {outcomes}"
         quiet = next(other for other in self.quiet.jobs().values() if other.name == each.kind)
-        for what, ours, theirs in zip(("losses", "predictions", "weights"), self.product(self.hit, job),
-                                      self.product(self.quiet, quiet), strict=True):  # fmt: skip
+        for what, ours, theirs in zip(
+            ("losses", "predictions", "weights"),
+            self.product(self.hit, job),
+            self.product(self.quiet, quiet),
+            strict=True,
+        ):
             if ours != theirs:
                 yield f"{what} of {each.kind} are not the undisturbed run's: {ours} and not {theirs}"
         directory = self.hit.layout.job(job.id).dir
@@ -464,8 +497,9 @@ class Torture:
         texts = "SELECT step, sample_index, prediction FROM training_predictions WHERE job_id = ?"
         predictions = sorted(db.execute(texts, (job.id,)))
         db.close()
-        weights = [hashlib.sha256(path.read_bytes()).hexdigest()
-                   for path in sorted(Path(job.output_dir).glob("*.safetensors"))]  # fmt: skip
+        weights = [
+            hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(job.output_dir).glob("*.safetensors"))
+        ]
         return losses, predictions, str(weights)
 
     def database_faults(self) -> list[str]:
@@ -479,8 +513,11 @@ class Torture:
         rebuild(again, self.hit.spool, self.hit.layout)
         again.close()
         ours, theirs = dump(self.hit.layout.database_path), dump(copy)
-        return [f"honed.db: {table}: {sorted(ours[table] ^ theirs[table], key=str)[:6]}"
-                for table in theirs if ours[table] != theirs[table]]  # fmt: skip
+        return [
+            f"honed.db: {table}: {sorted(ours[table] ^ theirs[table], key=str)[:6]}"
+            for table in theirs
+            if ours[table] != theirs[table]
+        ]
 
     def end(self) -> None:
         """Leave no process behind."""
@@ -535,8 +572,9 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="honed-torture-")))
         directory.mkdir(exist_ok=True)
-        torture = Torture(directory, seed=options.seed, num_kills=options.kills, minutes=options.minutes,
-                          num_seeds=options.seeds)  # fmt: skip
+        torture = Torture(
+            directory, seed=options.seed, num_kills=options.kills, minutes=options.minutes, num_seeds=options.seeds
+        )
         stack.callback(torture.end)
         violations = torture.run()
         print(torture.table(violations, time.monotonic() - began))

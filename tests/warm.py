@@ -61,9 +61,11 @@ class Popen:
     ) -> None:
         assert restore_signals
         request = {
-            "command": list(command), "cwd": str(cwd or Path.cwd()), "start_new_session": start_new_session,
+            "command": list(command),
+            "cwd": str(cwd or Path.cwd()),
+            "start_new_session": start_new_session,
             "environment": dict(os.environ if env is None else env),
-        }  # fmt: skip
+        }
         self.stdin: IO[bytes] | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(address(self.kind))
@@ -181,8 +183,11 @@ def address(kind: str) -> str:
         with (directory / "log").open("wb") as log:
             server = COLD_POPEN(
                 [sys.executable, __file__, str(path), kind],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
         atexit.register(_end, server, directory)
         deadline = time.monotonic() + START_SEC
         while not path.exists():

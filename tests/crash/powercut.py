@@ -118,8 +118,10 @@ class Submissions:
 
 
 VICTIMS: dict[str, type[Daemon] | type[Saves] | type[Submissions]] = {
-    "honed": Daemon, "saves": Saves, "submissions": Submissions,
-}  # fmt: skip
+    "honed": Daemon,
+    "saves": Saves,
+    "submissions": Submissions,
+}
 
 
 def run(*command: str) -> None:
@@ -189,8 +191,9 @@ class Found:
     broken: dict[str, list[str]]
 
 
-def cut_at(disk: Disk, victim: Victim, points: Sequence[Point], *, mutant: str | None, is_whole: bool,
-           until_seen: bool) -> Found:  # fmt: skip
+def cut_at(
+    disk: Disk, victim: Victim, points: Sequence[Point], *, mutant: str | None, is_whole: bool, until_seen: bool
+) -> Found:
     broken: dict[str, list[str]] = {}
     num_cuts = 0
     for index, point in enumerate(points):
@@ -224,8 +227,18 @@ def main() -> int:
         is_whole = options.points >= len(points)
         chosen = spread(points, options.points)
         found = cut_at(disk, victim, chosen, mutant=mutant, is_whole=is_whole, until_seen=options.until_seen)
-        print(json.dumps({"file_system": options.kind, "mutant": mutant, "num_points": len(points),
-                          "num_cuts": found.num_cuts, "broken": found.broken}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "file_system": options.kind,
+                    "mutant": mutant,
+                    "num_points": len(points),
+                    "num_cuts": found.num_cuts,
+                    "broken": found.broken,
+                }
+            ),
+            flush=True,
+        )
     return 0
 
 

@@ -43,5 +43,7 @@ tell("predictions", step=3, epoch=1.0, num_failed=0, rows=[row])
 tell("finished", outcome="succeeded", step=3, metrics={})
 os.fsync(events_fd)
 artifacts = {"output_dir": plan["output_dir"], "merged": None}
-write(f"{attempt_dir}/result.json",
-      {"outcome": "succeeded", "step": 3, "metrics": {}, "artifacts": artifacts, "error": None})  # fmt: skip
+write(
+    f"{attempt_dir}/result.json",
+    {"outcome": "succeeded", "step": 3, "metrics": {}, "artifacts": artifacts, "error": None},
+)

@@ -76,12 +76,24 @@ def prepare(root: Path) -> None:
     model_dir.mkdir()
     (model_dir / PROCESSOR).write_text("{}")
     spec = {"base_model": str(model_dir), "datasets": [{"path": "/d"}], "lora": {"r": 4}}
-    precision = {"load_dtype": "float32", "compute_dtype": None, "bf16": False, "fp16": False,
-                 "adapter_dtype": "float32", "quantization": "none", "attn_implementation": "sdpa",
-                 "reasons": {}}  # fmt: skip
-    plan = {"job": {"id": 1, "name": "a", "instance": "/i"}, "spec": spec, "base_model_path": str(model_dir),
-            "output_dir": str(root / "out" / OUTPUT), "backend": {"name": "transformers"},
-            "precision": precision}  # fmt: skip
+    precision = {
+        "load_dtype": "float32",
+        "compute_dtype": None,
+        "bf16": False,
+        "fp16": False,
+        "adapter_dtype": "float32",
+        "quantization": "none",
+        "attn_implementation": "sdpa",
+        "reasons": {},
+    }
+    plan = {
+        "job": {"id": 1, "name": "a", "instance": "/i"},
+        "spec": spec,
+        "base_model_path": str(model_dir),
+        "output_dir": str(root / "out" / OUTPUT),
+        "backend": {"name": "transformers"},
+        "precision": precision,
+    }
     layout.plan_path.write_text(json.dumps(plan))
 
 
@@ -212,8 +224,19 @@ def hit_arguments(root: Path, hit: Hit) -> tuple[str, ...]:
     """Files are synced by threads, and strace counts the calls of each by itself: so those on one path alone."""
     what = "signal=SIGKILL" if hit.fault == KILL else f"error={hit.fault}"
     injection = f"inject={hit.point.call}:{what}:when={hit.point.number}"
-    return ("strace", "-f", "-qq", "-o", "/dev/null", "-P", str(root / hit.point.path),
-            "-e", f"trace={hit.point.call}", "-e", injection)  # fmt: skip
+    return (
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        "/dev/null",
+        "-P",
+        str(root / hit.point.path),
+        "-e",
+        f"trace={hit.point.call}",
+        "-e",
+        injection,
+    )
 
 
 def points_of(directory: Path, *, mutant: str | None = None) -> list[Point]:

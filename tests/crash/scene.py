@@ -25,8 +25,22 @@ from zoo import plain
 
 HERE = Path(__file__).parent
 #: The file operations that can fail or be the last one: what Python and SQLite call for them.
-CALLS = ("openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat2", "link", "unlink", "unlinkat",
-         "mkdir", "rmdir", "ftruncate", "close")  # fmt: skip
+CALLS = (
+    "openat",
+    "write",
+    "pwrite64",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "renameat2",
+    "link",
+    "unlink",
+    "unlinkat",
+    "mkdir",
+    "rmdir",
+    "ftruncate",
+    "close",
+)
 ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
 KILL = "KILL"
 #: Seconds that one honed may take for three tiny jobs; far more than it needs.
@@ -115,8 +129,11 @@ class Scene:
         command = [*before, sys.executable, str(HERE / "quickhoned.py"), str(self.root), "--drain"]
         environment = dict(self.environment)
         if shim_hit:
-            environment |= {"HONED_TEST_HIT": " ".join(shim_hit), "HONED_TEST_PYTHON": sys.executable,
-                            "HONED_TEST_ROOT": str(self.root)}  # fmt: skip
+            environment |= {
+                "HONED_TEST_HIT": " ".join(shim_hit),
+                "HONED_TEST_PYTHON": sys.executable,
+                "HONED_TEST_ROOT": str(self.root),
+            }
         with self.log_path.open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             try:
@@ -163,8 +180,11 @@ class Scene:
                 may_be_unreadable = False
             elif (name in refused) != (name in BAD):
                 found.append(f"{name}: {'refused' if name in refused else 'accepted'}")
-        found += [f"job {job.id} ({job.name}) is user {job.uid}'s"
-                  for job in jobs if (job.uid == SUBMITTER) != (job.source == HANDED)]  # fmt: skip
+        found += [
+            f"job {job.id} ({job.name}) is user {job.uid}'s"
+            for job in jobs
+            if (job.uid == SUBMITTER) != (job.source == HANDED)
+        ]
         for job in jobs:
             if job.state is not State.SUCCEEDED:
                 found.append(f"job {job.id} ({job.name}) is {job.state}: {job.error}")

@@ -21,8 +21,10 @@ from honed.system.layout import Layout
 HERE = Path(__file__).parent
 CALLS = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close")
 #: Name, submitter and content, each of its own.
-FILES = tuple((f"{word}.json", 20_000 + number, f'{{"name": "{word}"}}'.encode() * 400)
-              for number, word in enumerate(("first", "second", "third")))  # fmt: skip
+FILES = tuple(
+    (f"{word}.json", 20_000 + number, f'{{"name": "{word}"}}'.encode() * 400)
+    for number, word in enumerate(("first", "second", "third"))
+)
 
 
 def tell(root: Path, *, done: Callable[[Claim], None] = lambda _claim: None) -> None:

@@ -25,8 +25,16 @@ from honed.system.layout import Layout
 from process.harness import Instance, wait_for
 
 DATA = Path(__file__).parents[1] / "data"
-JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o", state=State.SUCCEEDED,
-          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+JOB = Job(
+    id=1,
+    name="j",
+    submitted_at=0,
+    source="j",
+    uid=1000,
+    output_dir="/o",
+    state=State.SUCCEEDED,
+    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
+)
 
 
 @pytest.fixture

@@ -30,9 +30,16 @@ from honed.system.layout import Layout
 
 SEEDS = 2
 TURNS = 150
-PLAN = {"backend": {"name": "transformers"}, "device": {"kind": "cpu"}, "spec": {
-    "kind": "sft", "training": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    "datasets": [{"path": "/d"}], "retry": {"on_out_of_memory": "adjust"}}}  # fmt: skip
+PLAN = {
+    "backend": {"name": "transformers"},
+    "device": {"kind": "cpu"},
+    "spec": {
+        "kind": "sft",
+        "training": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "datasets": [{"path": "/d"}],
+        "retry": {"on_out_of_memory": "adjust"},
+    },
+}
 RESULTS: list[dict[str, Any] | None] = [
     {"outcome": "succeeded", "step": 3},
     {"outcome": "error", "error": {"code": "data_invalid", "message": "no", "hint": ""}},
@@ -111,9 +118,18 @@ def admit(spool: Spool, chance: random.Random, *states: State) -> Job | None:
     arrivals.copy(claim, max_bytes=100)
     others = sorted(job.id for job in spool.all())
     before = (str(chance.choice(others)),) if others and chance.random() < 0.5 else ()
-    job = Job(id=claim.id, name=f"n{claim.id}", submitted_at=1.0, source=claim.name, uid=0, output_dir=f"/o/{claim.id}",
-              depends_on=before, num_gpus=0, priority=chance.randrange(3),
-              state=chance.choice(states or (State.QUEUED, State.HELD)))  # fmt: skip
+    job = Job(
+        id=claim.id,
+        name=f"n{claim.id}",
+        submitted_at=1.0,
+        source=claim.name,
+        uid=0,
+        output_dir=f"/o/{claim.id}",
+        depends_on=before,
+        num_gpus=0,
+        priority=chance.randrange(3),
+        state=chance.choice(states or (State.QUEUED, State.HELD)),
+    )
     try:
         return arrivals.admit(job, claim, PLAN)
     except OSError:
@@ -151,8 +167,12 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
                     except OSError:
                         pass
                     found = chance.choice([0, *sorted(job.id for job in spool.all())])
-                    request = Request(chance.choice(verbs), {"id": str(found), "ids": [str(found)], "dry_run": False},
-                                      uid=0, gids=frozenset())  # fmt: skip
+                    request = Request(
+                        chance.choice(verbs),
+                        {"id": str(found), "ids": [str(found)], "dry_run": False},
+                        uid=0,
+                        gids=frozenset(),
+                    )
                     with contextlib.suppress(HonedError, OSError):
                         honed._answers.answer(request)
             now += 5.0

@@ -141,8 +141,7 @@ class Browser:
     def visit(self, address: str, *, width: int) -> dict[str, Any]:
         """As look, of a page at an address."""
         self.complaints.clear()
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
-                 mobile=width < 600)  # fmt: skip
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         self.ask("Page.navigate", url=address)
         deadline = time.monotonic() + TIMEOUT_SEC
         while self.value("document.readyState + location.href") != f"complete{address}":
@@ -188,12 +187,28 @@ def opened(profile: Path) -> Iterator[Browser]:
         os.dup2(ends[0], 3)
         os.dup2(ends[1], 4)
 
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-               "--remote-debugging-pipe", f"--user-data-dir={profile / 'chromium'}", "--no-first-run",
-               "--disable-background-networking", "--disable-component-update", "about:blank"]  # fmt: skip
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               preexec_fn=as_3_and_4, close_fds=False,  # noqa: PLW1509 - one thread
-                               start_new_session=True)  # fmt: skip
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-pipe",
+        f"--user-data-dir={profile / 'chromium'}",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "about:blank",
+    ]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=as_3_and_4,  # noqa: PLW1509 - one thread
+        close_fds=False,
+        start_new_session=True,
+    )
     os.close(to_write[0])
     os.close(to_read[1])
     browser = Browser(process, to_read[0], to_write[1])

@@ -25,10 +25,17 @@ def probe(_gpus: list[int] | None) -> list[device.Device]:
     if path is None:
         return [device.cpu()]
     return [
-        device.Device(kind="cuda", name="test GPU", index=index, uuid=gpu["uuid"], compute_capability=(8, 0),
-                      total_bytes=80 << 30, free_bytes=gpu["free_bytes"])
+        device.Device(
+            kind="cuda",
+            name="test GPU",
+            index=index,
+            uuid=gpu["uuid"],
+            compute_capability=(8, 0),
+            total_bytes=80 << 30,
+            free_bytes=gpu["free_bytes"],
+        )
         for index, gpu in enumerate(json.loads(Path(path).read_text()))
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:

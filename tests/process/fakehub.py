@@ -141,8 +141,18 @@ class Hub:
                     entry["lfs"] = {"size": size, "sha256": blob(name, data), "pointerSize": 134}
             siblings.append(entry)
         name = repo_id.removeprefix("datasets/")
-        body = {"_id": "0", "id": name, "sha": commit, "siblings": siblings, "private": False, "gated": False,
-                "disabled": False, "downloads": 0, "likes": 0, "tags": []}  # fmt: skip
+        body = {
+            "_id": "0",
+            "id": name,
+            "sha": commit,
+            "siblings": siblings,
+            "private": False,
+            "gated": False,
+            "disabled": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+        }
         data = json.dumps(body).encode()
         asked.send_response(200)
         asked.send_header("Content-Type", "application/json")

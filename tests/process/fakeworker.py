@@ -51,8 +51,10 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
     text = ALL + LONG
     shown = dict.fromkeys(("model_dtype", "config_dtype", "embedding_dtype", "quantization", "when"), text)
     rows = [{"sample_index": 0, "prompt": text, "ground_truth": ALL, "prediction": ALL + "!", text: text}]
-    formulas = [{"sample_index": number, "prompt": each, "ground_truth": each, "prediction": each}
-                for number, each in enumerate(FORMULAS, 1)]  # fmt: skip
+    formulas = [
+        {"sample_index": number, "prompt": each, "ground_truth": each, "prediction": each}
+        for number, each in enumerate(FORMULAS, 1)
+    ]
     with events_path.open("ab") as file:
         for data in (
             {"event": "stage", "stage": text},
@@ -76,10 +78,17 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
     print(ALL.encode(errors="replace").decode(), flush=True)
     time.sleep(1.5)  # so that the daemon has it in its status line
     error = {"code": "mask_invalid", "message": text, "hint": text}
-    result_path.write_text(json.dumps({
-        "outcome": "failed", "step": ALL, "metrics": {ALL: ALL, "loss": 10**400}, "error": error,
-        "artifacts": {"output_dir": ALL, "merged": [ALL]},
-    }))  # fmt: skip
+    result_path.write_text(
+        json.dumps(
+            {
+                "outcome": "failed",
+                "step": ALL,
+                "metrics": {ALL: ALL, "loss": 10**400},
+                "error": error,
+                "artifacts": {"output_dir": ALL, "merged": [ALL]},
+            }
+        )
+    )
     return 81
 
 
@@ -147,9 +156,14 @@ def main() -> int:
             for step in range(count + 1):
                 events.emit("evaluation", step=step, epoch=step / count, metrics={"eval_loss": 1 / (step + 1)})
                 rows = [
-                    {"sample_index": index, "prompt": f"Frage {index}: wie weit ist es bis Köln?",
-                     "ground_truth": "weit", "prediction": f"nach {step} Schritten"} for index in range(2)
-                ]  # fmt: skip
+                    {
+                        "sample_index": index,
+                        "prompt": f"Frage {index}: wie weit ist es bis Köln?",
+                        "ground_truth": "weit",
+                        "prediction": f"nach {step} Schritten",
+                    }
+                    for index in range(2)
+                ]
                 events.emit("predictions", step=step, epoch=step / count, num_failed=0, rows=rows)
                 time.sleep(0.02)
             result("succeeded", steps(count, pause=0.02))

@@ -335,8 +335,15 @@ def test_a_plan_made_for_one_gpu_is_made_again_before_the_job_runs_on_another_ki
     plan_path = instance.layout.job(job.id).plan_path
     plan = json.loads(plan_path.read_text())
     assert datetime.fromisoformat(plan["date"]).timestamp() == int(job.submitted_at)
-    plan["device"] = {"kind": "cuda", "name": "an older GPU", "index": 0, "uuid": "GPU-9",
-                      "compute_capability": [7, 0], "total_bytes": 16 << 30, "free_bytes": 16 << 30}  # fmt: skip
+    plan["device"] = {
+        "kind": "cuda",
+        "name": "an older GPU",
+        "index": 0,
+        "uuid": "GPU-9",
+        "compute_capability": [7, 0],
+        "total_bytes": 16 << 30,
+        "free_bytes": 16 << 30,
+    }
     plan_path.write_text(json.dumps(plan))
     instance.client.ask("resume")
     # With the CPU build of torch the helper refuses a plan for a GPU: so the job waits, and is not run by the old plan.

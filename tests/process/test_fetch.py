@@ -30,10 +30,20 @@ COMMIT = "1" * 40
 def hub(tmp_path: Path) -> Iterator[Hub]:
     with fakehub.running() as made:
         model = plain.write_base_model(tmp_path / "published")
-        extra = {"README.md": b"#", ".gitattributes": b"*", "model.onnx": b"o", "tf_model.h5": b"h", "q4.gguf": b"g",
-                 "consolidated.safetensors": b"c", "pytorch_model.bin": b"p", "modeling_tiny.py": b"1",
-                 "original/params.json": b"{}", "adapter_config.json": b"{}", "LICENSE.txt": b"l",
-                 "additional_chat_templates/tool.jinja": b"{{ messages }}"}  # fmt: skip
+        extra = {
+            "README.md": b"#",
+            ".gitattributes": b"*",
+            "model.onnx": b"o",
+            "tf_model.h5": b"h",
+            "q4.gguf": b"g",
+            "consolidated.safetensors": b"c",
+            "pytorch_model.bin": b"p",
+            "modeling_tiny.py": b"1",
+            "original/params.json": b"{}",
+            "adapter_config.json": b"{}",
+            "LICENSE.txt": b"l",
+            "additional_chat_templates/tool.jinja": b"{{ messages }}",
+        }
         made.repositories[REPO] = Repository(files=fakehub.read(model) | extra)
         yield made
 
@@ -64,8 +74,13 @@ def test_a_model_is_fetched_with_what_training_needs_and_nothing_else(hub: Hub, 
     status, last, err = fetch(tmp_path, hub)
     assert status == 0, err
     path = Path(last["path"])
-    assert names(path) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-                           "additional_chat_templates/tool.jinja"}  # fmt: skip
+    assert names(path) == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "additional_chat_templates/tool.jinja",
+    }
     cache_dir = Layout(tmp_path).cache_dir
     assert basemodel.resolve(REPO, cache_dir=cache_dir, allow_hub=False) == path
     assert basemodel.resolve(REPO, cache_dir=cache_dir, allow_hub=False, revision=COMMIT) == path
@@ -128,7 +143,7 @@ def test_shards_are_those_that_the_index_names(hub: Hub, tmp_path: Path) -> None
         (("org/huge",), 73, "disk_insufficient", "are free"),
         (("../etc",), 2, "usage", "is not a hub id"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_fetched_is_said_and_leaves_nothing(
     hub: Hub, tmp_path: Path, arguments: tuple[str, ...], status: int, code: str, message: str
 ) -> None:

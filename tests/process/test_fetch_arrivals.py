@@ -120,8 +120,14 @@ def test_what_the_hub_does_not_give_is_a_refusal_with_its_reason(fetching: Insta
     fetching.drop("data", base_model="org/none", datasets=[{"path": "/nowhere.jsonl"}])
     assert fetching.drain() == 0
     reasons = {name.removesuffix(".json"): text for name, text in fetching.rejected().items()}
-    words = {"none": "no such model", "gated": "is gated", "pickled": "pickled weights only", "huge": "are free",
-             "revision": "no such revision", "data": "/nowhere.jsonl"}  # fmt: skip
+    words = {
+        "none": "no such model",
+        "gated": "is gated",
+        "pickled": "pickled weights only",
+        "huge": "are free",
+        "revision": "no such revision",
+        "data": "/nowhere.jsonl",
+    }
     for name, expected in words.items():
         assert expected in reasons.pop(name)
     assert not reasons

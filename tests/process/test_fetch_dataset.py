@@ -48,13 +48,16 @@ def hub() -> Iterator[Hub]:
     with fakehub.running() as made:
         made.repositories["datasets/org/rows"] = Repository(
             files={
-                "README.md": b"---\nlicense: mit\n---\n# Rows\n", ".gitattributes": b"*", "make.py": b"print()\n",
+                "README.md": b"---\nlicense: mit\n---\n# Rows\n",
+                ".gitattributes": b"*",
+                "make.py": b"print()\n",
                 "data/train-00000-of-00002.parquet": parquet(messages(0, 99)),
                 "data/train-00001-of-00002.parquet": parquet(messages(6, 6)),
                 "data/test-00000-of-00001.parquet": parquet(messages(12, 4)),
-                "dataset_infos.json": b"{}", "picture.png": b"p",
+                "dataset_infos.json": b"{}",
+                "picture.png": b"p",
             }
-        )  # fmt: skip
+        )
         yield made
 
 
@@ -122,11 +125,18 @@ def test_what_is_no_data_set_to_train_on_is_refused_with_its_reason(fetching: In
     fetching.drop("fields", datasets=[{"path": "org/rows", "split": "train"}], adapter="/nowhere", lora=None)
     assert fetching.drain() == 0
     reasons = {name.removesuffix(".json"): text for name, text in fetching.rejected().items()}
-    words = {"none": "no such data set without a token", "private": "no such data set without a token",
-             "gated": "/datasets/org/gated, and put a token", "script": "only a loading script (script.py)",
-             "rows": "write `split: train` or `split: test`", "configs": "main, socratic", "model": "no such data set",
-             "revision": "no such revision", "split": "no data file of split 'validation'",
-             "fields": "/nowhere"}  # fmt: skip
+    words = {
+        "none": "no such data set without a token",
+        "private": "no such data set without a token",
+        "gated": "/datasets/org/gated, and put a token",
+        "script": "only a loading script (script.py)",
+        "rows": "write `split: train` or `split: test`",
+        "configs": "main, socratic",
+        "model": "no such data set",
+        "revision": "no such revision",
+        "split": "no data file of split 'validation'",
+        "fields": "/nowhere",
+    }
     for name, expected in words.items():
         assert expected in " ".join(reasons.pop(name).split()), name
     assert not reasons

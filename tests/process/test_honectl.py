@@ -46,8 +46,9 @@ def test_submit_refuses_before_it_drops(instance: Instance) -> None:
     files = (job_file(instance, "good"), job_file(instance, "bad", colour="red"))
     answers = json.loads(instance.honectl("submit", "--json", *map(str, files)).stdout)
     assert [(each["state"], each.get("error", {}).get("code")) for each in answers] == [
-        (None, None), ("rejected", "spec_invalid"),
-    ]  # fmt: skip
+        (None, None),
+        ("rejected", "spec_invalid"),
+    ]
     assert list(instance.incoming_dir.iterdir()) == []
     done = instance.honectl("submit", *map(str, files))
     assert "nothing was submitted: 1 of 2 files would be refused" in done.stdout
@@ -99,8 +100,12 @@ def test_check_says_which_jobs_are_not_there_yet(instance: Instance) -> None:
 def test_an_empty_root_is_none(instance: Instance) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from honed.system import layout; print(layout.default_root())"],
-        env={**os.environ, "HONED_ROOT": ""}, cwd=instance.root, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, "HONED_ROOT": ""},
+        cwd=instance.root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "/\n"
 
 

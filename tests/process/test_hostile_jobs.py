@@ -48,14 +48,21 @@ PLACES = {
     "an unknown key": lambda text: {text: 1},
     "an unknown key inside": lambda text: {"training": {text: text}},
     "a secret": lambda text: {"training": {"hub_token": text}},
-}  # fmt: skip
+}
 #: In most places a control character alone is a reason to refuse, so the others come without.
 TEXTS = {"printable": f"{TURN} {MARKUP} %s %(x)s {{0}}", "forged": FORGED, "long": LONG[:50_000]}
 
 
 def spec_bytes(instance: Instance, keys: dict[str, object]) -> bytes:
-    text = json.dumps({"base_model": str(instance.model), "datasets": [{"path": str(instance.dataset)}],
-                       "resources": {"gpus": 0}, "lora": {"r": 4}, **keys})  # fmt: skip
+    text = json.dumps(
+        {
+            "base_model": str(instance.model),
+            "datasets": [{"path": str(instance.dataset)}],
+            "resources": {"gpus": 0},
+            "lora": {"r": 4},
+            **keys,
+        }
+    )
     return text.replace("ROWS", str(instance.dataset)).encode()
 
 
@@ -135,11 +142,20 @@ def test_whatever_a_worker_says_is_text_wherever_it_is_shown(
     wait_for(lambda: report.exists() and "failed" in report.read_text(), what="the report")
     assert instance.job("hostile").outcome != SUCCEEDED
     for arguments in (
-        ["list"], ["list", "--json"], ["show", "1"], ["show", "1", "--json"], ["logs", "1"], ["logs", "1", "--raw"],
-        ["watch", "1"], ["predictions", "1"], ["predictions", "1", "--json"], ["predictions", "1", "--jsonl"],
-        ["predictions", "1", "--csv"], ["report", "1"],
+        ["list"],
+        ["list", "--json"],
+        ["show", "1"],
+        ["show", "1", "--json"],
+        ["logs", "1"],
+        ["logs", "1", "--raw"],
+        ["watch", "1"],
+        ["predictions", "1"],
+        ["predictions", "1", "--json"],
+        ["predictions", "1", "--jsonl"],
+        ["predictions", "1", "--csv"],
+        ["report", "1"],
         ["list", "--state", "failed"],
-    )[: 1 if is_shared else None]:  # fmt: skip
+    )[: 1 if is_shared else None]:
         said = honectl(instance, *arguments)
         match arguments[-1]:
             case "--csv" | "--jsonl":  # for programs: the text as it is

@@ -138,8 +138,9 @@ def test_completions_offer_numbers_and_no_names(told: Told, tmp_path: Path) -> N
     )
     # What the other shells ask is the same line.
     for command, offered in ((words, ["--json", str(JOB)]), (manual.JOBS, [str(JOB)])):
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path,
-                              env=environment)  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+        )
         assert done.stdout.split() == offered
     assert [path.name for path in tmp_path.iterdir()] == ["honectl"]
 
@@ -147,9 +148,18 @@ def test_completions_offer_numbers_and_no_names(told: Told, tmp_path: Path) -> N
 def test_a_mail_has_the_headers_of_ours_alone(told: Told) -> None:
     (mail,) = told.office.mails.values()
     assert sorted(map(str.lower, mail.keys())) == sorted(
-        ["subject", "from", "to", "date", "message-id", "auto-submitted", "content-type", "content-transfer-encoding",
-         "mime-version"]
-    )  # fmt: skip
+        [
+            "subject",
+            "from",
+            "to",
+            "date",
+            "message-id",
+            "auto-submitted",
+            "content-type",
+            "content-transfer-encoding",
+            "mime-version",
+        ]
+    )
     assert mail["To"] == "anna@example.org"
     assert "\n" not in str(mail["Subject"])
     assert mail.get_content_type() == "text/plain"

@@ -271,8 +271,11 @@ def test_refused_files_go_after_their_time_and_beyond_their_number(instance: Ins
         wait_for((rejected / f"bad{number}.json").exists, what="refused")
     wait_for(lambda: len(list(rejected.iterdir())) == 4, what="two are left")
     assert sorted(path.name for path in rejected.iterdir()) == [
-        "bad2.json", "bad2.json.reason", "bad3.json", "bad3.json.reason",
-    ]  # fmt: skip
+        "bad2.json",
+        "bad2.json.reason",
+        "bad3.json",
+        "bad3.json.reason",
+    ]
     done = answer(instance, "prune", "--rejected", "--keep", "1")
     assert [row["file"] for row in done["rejected"]] == ["bad2.json"]
     assert set(instance.rejected()) == {"bad3.json"}

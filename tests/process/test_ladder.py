@@ -77,10 +77,13 @@ def write_picture(path: Path) -> Path:
 
 
 KEYS: dict[str, Any] = {
-    "lora": {"r": 2}, "dtype": "float32", "backend": "transformers", "predictions": {"sample_frequency": "off"},
+    "lora": {"r": 2},
+    "dtype": "float32",
+    "backend": "transformers",
+    "predictions": {"sample_frequency": "off"},
     "retry": {"max_attempts": 1},
     "training": {"max_steps": 2, "per_device_train_batch_size": 8, "max_length": LENGTH, "learning_rate": 1e-2},
-}  # fmt: skip
+}
 
 
 def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(

@@ -27,19 +27,37 @@ def test_predictions_and_then_evaluations_go_on_in_smaller_batches_where_memory_
     limited: LimitedInstance, tmp_path: Path
 ) -> None:
     limited.model = build_checkpoint(
-        tmp_path / "attentive", "llama", hidden_size=2 * NUM_HEADS, num_layers=1, num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_HEADS, max_position_embeddings=2048,
-    )  # fmt: skip
+        tmp_path / "attentive",
+        "llama",
+        hidden_size=2 * NUM_HEADS,
+        num_layers=1,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        max_position_embeddings=2048,
+    )
     limited.dataset = write_long_prompts(tmp_path / "long.jsonl")
     training = {
-        "max_steps": 2, "per_device_train_batch_size": 1, "max_length": 2048, "learning_rate": 1e-3, "save_steps": 1,
-        "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": False, "per_device_eval_batch_size": 5,
-    }  # fmt: skip
+        "max_steps": 2,
+        "per_device_train_batch_size": 1,
+        "max_length": 2048,
+        "learning_rate": 1e-3,
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": False,
+        "per_device_eval_batch_size": 5,
+    }
     limited.drop(
-        "long", lora={"r": 2}, dtype="float32", backend="transformers", attn_implementation="eager",
+        "long",
+        lora={"r": 2},
+        dtype="float32",
+        backend="transformers",
+        attn_implementation="eager",
         eval_datasets=[{"path": str(write_long_prompts(tmp_path / "held-out.jsonl"))}],
-        predictions={"num_samples": 5, "max_new_tokens": 2}, retry={"max_attempts": 1}, training=training,
-    )  # fmt: skip
+        predictions={"num_samples": 5, "max_new_tokens": 2},
+        retry={"max_attempts": 1},
+        training=training,
+    )
     limited.run(LIMIT_BYTES)
     texts = ["predictions.batch_size 5 → 2", "training.per_device_eval_batch_size 5 → 2"]
     job = check_stepped_down(limited, "long", *texts)
@@ -48,8 +66,13 @@ def test_predictions_and_then_evaluations_go_on_in_smaller_batches_where_memory_
     assert [result["phase"] for result in results[:2]] == ["predict", "evaluate"]
     told = [event.read(each.events_path, 0).events for each in attempts]
     assert [(item.kind, item.data["step"]) for item in told[2] if item.kind in {"resumed", "evaluation"}] == [
-        ("resumed", 1), ("evaluation", 2),
-    ]  # fmt: skip
-    rounds = [(item.data["step"], len(item.data["rows"]), item.data["num_failed"])
-              for items in told for item in items if item.kind == "predictions"]  # fmt: skip
+        ("resumed", 1),
+        ("evaluation", 2),
+    ]
+    rounds = [
+        (item.data["step"], len(item.data["rows"]), item.data["num_failed"])
+        for items in told
+        for item in items
+        if item.kind == "predictions"
+    ]
     assert rounds == [(0, 5, 0), (2, 5, 0)], "as many as were asked for, all of them answered"

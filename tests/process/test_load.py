@@ -94,8 +94,7 @@ def test_a_long_list_shows_the_first_of_each_kind_and_counts_the_rest(instance: 
         instance.client.ask("cancel", id=str(number))
     instance.client.ask("hold", id="5")
     short = honectl(instance, "list")
-    assert [line.split()[0] for line in short.splitlines()[1:-1]] == [
-        *map(str, [1, 2, *range(6, 24)]), "5", "4", "3"]  # fmt: skip
+    assert [line.split()[0] for line in short.splitlines()[1:-1]] == [*map(str, [1, 2, *range(6, 24)]), "5", "4", "3"]
     assert "and 537 more queued: honectl list --all" in short
     assert len(json.loads(honectl(instance, "list", "--json"))) == 560
     everything = honectl(instance, "list", "--all").splitlines()

@@ -19,8 +19,13 @@ from harness import RealInstance, wait_for
 from honed.job.job import State
 from zoo.model import build_checkpoint, write_facts
 
-TRAINING = {"max_steps": 4, "per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2,
-            "gradient_checkpointing": False}  # fmt: skip
+TRAINING = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "gradient_checkpointing": False,
+}
 LORA = {"r": 4, "target_modules": "all-linear"}
 #: Family, template, format, how it is trained: between them each family, each format, each way.
 JOBS: dict[str, dict[str, Any]] = {

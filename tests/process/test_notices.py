@@ -28,9 +28,18 @@ def receivers() -> Iterator[tuple[Webhook, PostOffice]]:
 
 
 def allow(instance: Instance, hook: Webhook, office: PostOffice, *more: str) -> None:
-    lines = [f'allowed_webhooks = ["{hook.url}"]', 'allowed_mail_domains = ["example.org"]', 'smtp_host = "127.0.0.1"',
-             f"smtp_port = {office.port}", 'smtp_security = "none"', 'mail_from = "honed@example.org"',
-             "retry_delay_sec = 0.05", "max_retry_delay_sec = 0.2", "timeout_sec = 0.5", *more]  # fmt: skip
+    lines = [
+        f'allowed_webhooks = ["{hook.url}"]',
+        'allowed_mail_domains = ["example.org"]',
+        'smtp_host = "127.0.0.1"',
+        f"smtp_port = {office.port}",
+        'smtp_security = "none"',
+        'mail_from = "honed@example.org"',
+        "retry_delay_sec = 0.05",
+        "max_retry_delay_sec = 0.2",
+        "timeout_sec = 0.5",
+        *more,
+    ]
     instance.configure("\n".join(["[notify]", *lines, ""]))
 
 

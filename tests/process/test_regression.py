@@ -61,8 +61,12 @@ def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_wi
     assert "regressed: token_f1 fell from 1.000 to 0." in first_line(pages[guarded["id"]])
     assert str(kept) in pages[guarded["id"]].shown.split("How to load it")[1]
     assert "succeeded, but worse than it began: eval_loss rose from 0." in first_line(pages[unguarded["id"]])
-    outcomes = [keys["class"] for page in pages.values() for tag, keys in page.elements
-                if tag == "p" and (keys.get("class") or "").startswith("outcome")]  # fmt: skip
+    outcomes = [
+        keys["class"]
+        for page in pages.values()
+        for tag, keys in page.elements
+        if tag == "p" and (keys.get("class") or "").startswith("outcome")
+    ]
     assert outcomes == ["outcome bad", "outcome warn"]
 
     assert "token_f1 was below 0.900 at 2 evaluations in a row: training ends at step 4" in real.log

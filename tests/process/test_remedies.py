@@ -60,8 +60,11 @@ def test_a_job_that_wants_no_ladder_is_tried_as_it_is_or_not_again(
     job = instance.job("shrink-1")
     assert job is not None
     assert (job.state, job.outcome, len(job.attempts), job.adjustments) == (
-        State.FAILED, "out_of_memory", num_attempts, (),
-    )  # fmt: skip
+        State.FAILED,
+        "out_of_memory",
+        num_attempts,
+        (),
+    )
 
 
 def test_a_requeue_after_the_ladders_end_begins_at_its_top_and_any_other_keeps_its_steps(instance: Instance) -> None:

@@ -68,23 +68,53 @@ def write_events(instance: Instance, job_id: int, *, steps: int = 60, answer: st
     counts = [{"role": "base", "dtype": "bfloat16", "device": "cpu", "num_parameters": 400_000}]
     events.emit("audit", when="built", model_dtype="bfloat16", counts=counts, mended=["an adapter was float32"])
     events.emit("audit", when="saved", model_dtype="float16", counts=[counts[0] | {"dtype": "float16"}], mended=[])
-    events.emit("data", num_train=900, num_eval=48, num_truncated=3, num_dropped=1, num_tokens=81234,
-                lengths={"width": 32, "counts": [0, 12, 80, 200, 310, 190, 60, 30, 10, 5, 0, 3]},
-                datasets=[{"num_rows": 948, "num_taken": 948, "num_bad": 0}])  # fmt: skip
-    events.emit("example", segments=[{"text": f"<|im_start|>user\nWhat? {HOSTILE}\n", "trained": False},
-                                     {"text": "Paris<|im_end|>", "trained": True}])  # fmt: skip
+    events.emit(
+        "data",
+        num_train=900,
+        num_eval=48,
+        num_truncated=3,
+        num_dropped=1,
+        num_tokens=81234,
+        lengths={"width": 32, "counts": [0, 12, 80, 200, 310, 190, 60, 30, 10, 5, 0, 3]},
+        datasets=[{"num_rows": 948, "num_taken": 948, "num_bad": 0}],
+    )
+    events.emit(
+        "example",
+        segments=[
+            {"text": f"<|im_start|>user\nWhat? {HOSTILE}\n", "trained": False},
+            {"text": "Paris<|im_end|>", "trained": True},
+        ],
+    )
     events.emit("log", level="warning", message=f"a row says {HOSTILE}")
     for step in range(1, steps + 1):
-        events.emit("step", step=step, num_steps=steps, epoch=step / steps, loss=3 / step**0.5 + (step % 7) / 20,
-                    learning_rate=2e-4 * (1 - step / steps), grad_norm=1 + (step % 5) / 3)  # fmt: skip
+        events.emit(
+            "step",
+            step=step,
+            num_steps=steps,
+            epoch=step / steps,
+            loss=3 / step**0.5 + (step % 7) / 20,
+            learning_rate=2e-4 * (1 - step / steps),
+            grad_norm=1 + (step % 5) / 3,
+        )
         if step % 10 == 0:
             events.emit("evaluation", step=step, epoch=step / steps, metrics={"eval_loss": 3.2 / step**0.5})
-            rows = [{"sample_index": index, "prompt": f"{index}: what is the capital? {HOSTILE}",
-                     "ground_truth": "Paris, the capital of France",
-                     "prediction": answer if step < steps else "Paris, the capital of Italy"}
-                    for index in range(3)]  # fmt: skip
-            events.emit("predictions", step=step, epoch=step / steps, num_failed=0, rows=rows,
-                        scores={"exact_match": step / 100, "token_f1": step / 80})  # fmt: skip
+            rows = [
+                {
+                    "sample_index": index,
+                    "prompt": f"{index}: what is the capital? {HOSTILE}",
+                    "ground_truth": "Paris, the capital of France",
+                    "prediction": answer if step < steps else "Paris, the capital of Italy",
+                }
+                for index in range(3)
+            ]
+            events.emit(
+                "predictions",
+                step=step,
+                epoch=step / steps,
+                num_failed=0,
+                rows=rows,
+                scores={"exact_match": step / 100, "token_f1": step / 80},
+            )
     events.emit("memory", when="trained", weights_bytes=3 << 30, adapter_bytes=9 << 20, device_peak_bytes=5 << 30)
     events.close()
 
@@ -149,11 +179,28 @@ def test_the_page_says_all_that_is_known_of_a_job(instance: Instance) -> None:
     page = rebuilt(instance, 1)
     drawn = [keys["aria-label"] or "" for tag, keys in page.elements if tag == "svg" and "aria-label" in keys]
     titles = [label.partition(";")[0] for label in drawn]
-    assert titles == ["Loss", "Learning rate", "Gradient norm", "Steps a minute, evaluations included",
-                      "Scores of the predictions", "Tokens of a row, as trained on"]  # fmt: skip
+    assert titles == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Steps a minute, evaluations included",
+        "Scores of the predictions",
+        "Tokens of a row, as trained on",
+    ]
     assert "training from 3.05 to 0.587" in drawn[0]
-    for words in ("load_dtype", "an adapter was float32", "3.0 GiB", "Paris<|im_end|>", "truncated", "torch", "2.13",
-                  "PeftModel.from_pretrained", "differs", "948", '"base_model"'):  # fmt: skip
+    for words in (
+        "load_dtype",
+        "an adapter was float32",
+        "3.0 GiB",
+        "Paris<|im_end|>",
+        "truncated",
+        "torch",
+        "2.13",
+        "PeftModel.from_pretrained",
+        "differs",
+        "948",
+        '"base_model"',
+    ):
         assert words in page.shown, words
     marked = [keys for tag, keys in page.elements if tag == "ins"]
     assert len(marked) >= 3  # Italy is not France
@@ -257,8 +304,11 @@ def test_honectl_opens_a_page_in_the_browser_and_says_where_there_is_none(instan
     assert asked.read_text().splitlines() == [page.as_uri(), index.as_uri()]
     told = [honectl("1"), honectl("1", BROWSER=str(fails)), honectl("1", BROWSER="/nonexistent/browser")]
     assert [(each.returncode, each.stdout) for each in told] == [(69, f"{page}\n")] * 3
-    words = ["there is no browser here", f"what BROWSER names did not open it: {fails}",
-             "what BROWSER names did not open it: /nonexistent/browser"]  # fmt: skip
+    words = [
+        "there is no browser here",
+        f"what BROWSER names did not open it: {fails}",
+        "what BROWSER names did not open it: /nonexistent/browser",
+    ]
     assert [each.stderr.splitlines()[0] for each in told] == [f"honectl: {what}" for what in words]
     assert all(f"copy {page} to where there is a browser" in " ".join(each.stderr.split()) for each in told)
     assert json.loads(honectl("1", "--json").stdout)["error"]["message"] == "there is no browser here"

@@ -17,9 +17,11 @@ from zoo.vision import build_vision_checkpoint, write_pictures
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)> \u202ekcatta\u202c \x00 </div>"
 SHORT = {
-    "lora": {"r": 4}, "backend": "transformers", "eval_split": 0.25,
+    "lora": {"r": 4},
+    "backend": "transformers",
+    "eval_split": 0.25,
     "training": {"max_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2},
-}  # fmt: skip
+}
 #: Pixels (96 an inch) that paper leaves between margins of a centimeter.
 A4, A4_ON_ITS_SIDE, A5 = 718, 1047, 484
 
@@ -63,8 +65,9 @@ def test_the_pages_of_a_text_job_and_of_a_vision_job_are_whole_at_both_widths(re
             assert not {tag for tag, _ in page.elements} & {"script", "iframe", "object", "form", "base"}
             titles = {
                 (keys["aria-label"] or "").partition(";")[0]
-                for tag, keys in page.elements if tag == "svg" and "aria-label" in keys
-            }  # fmt: skip
+                for tag, keys in page.elements
+                if tag == "svg" and "aria-label" in keys
+            }
             assert titles >= {"Loss", "Learning rate", "Gradient norm", "Tokens of a row, as trained on"}
             for width in (390, 1280):
                 seen = chromium.look(path, width=width)

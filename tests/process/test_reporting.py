@@ -29,8 +29,12 @@ def report_to(instance: Instance, endpoint: Endpoint, *more: str) -> None:
     token = instance.root / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-    lines = [f'metrics_api_url = "{endpoint.url}"', f'token_file = "{token}"', "retry_delay_sec = 0.05",
-             "max_retry_delay_sec = 0.5"]  # fmt: skip
+    lines = [
+        f'metrics_api_url = "{endpoint.url}"',
+        f'token_file = "{token}"',
+        "retry_delay_sec = 0.05",
+        "max_retry_delay_sec = 0.5",
+    ]
     instance.configure("\n".join(["[reporting]", *lines, *more, ""]))
 
 
@@ -131,8 +135,12 @@ def test_rows_that_find_no_room_are_counted_and_said(instance: Instance, endpoin
 
 
 def test_a_platform_names_the_job_and_its_user(instance: Instance, endpoint: Endpoint) -> None:
-    instance.environment |= {"METRICS_API_URL": endpoint.url, "JOB_ID": "db0a2144", "JOB_USER_ID": "anna",
-                             "JOB_TOKEN": TOKEN}  # fmt: skip
+    instance.environment |= {
+        "METRICS_API_URL": endpoint.url,
+        "JOB_ID": "db0a2144",
+        "JOB_USER_ID": "anna",
+        "JOB_TOKEN": TOKEN,
+    }
     instance.drop("job", name="report-2")
     assert instance.drain() == 0
     assert {(row["job_id"], row["user_id"], row["honed_job"]) for row in endpoint.rows.values()} == {

@@ -25,11 +25,22 @@ class QueryInstance(RealInstance):
         """A job of many steps, each of which tells its loss."""
         base = build_checkpoint(self.root / "llama", "llama")
         rows = write_facts(self.root / "facts.jsonl", 12)
-        training = {"max_steps": 3000, "per_device_train_batch_size": 2, "save_steps": 5, "eval_strategy": "no",
-                    "learning_rate": 1e-3}  # fmt: skip
-        spec = {"name": "long", "base_model": str(base), "datasets": [{"path": str(rows)}], "lora": {"r": 4},
-                "training": training, "eval_split": 0.25,
-                "predictions": {"num_samples": 2, "max_new_tokens": 2, "sample_frequency": 4}}  # fmt: skip
+        training = {
+            "max_steps": 3000,
+            "per_device_train_batch_size": 2,
+            "save_steps": 5,
+            "eval_strategy": "no",
+            "learning_rate": 1e-3,
+        }
+        spec = {
+            "name": "long",
+            "base_model": str(base),
+            "datasets": [{"path": str(rows)}],
+            "lora": {"r": 4},
+            "training": training,
+            "eval_split": 0.25,
+            "predictions": {"num_samples": 2, "max_new_tokens": 2, "sample_frequency": 4},
+        }
         path = self.incoming_dir / ".long.json"
         path.write_text(json.dumps(spec))
         path.rename(self.incoming_dir / "long.json")
@@ -78,8 +89,9 @@ def test_a_cancelled_job_goes_on_where_it_was_or_begins_anew_as_it_is_asked_to(r
     assert len(both) >= 6
     assert {step: third[step] for step in both} == {step: first[step] for step in both}  # the same run, from its start
     assert real.rows("SELECT attempt, kind FROM events WHERE kind IN ('resumed', 'started_over') ORDER BY attempt") == [
-        (2, "resumed"), (3, "started_over"),
-    ]  # fmt: skip
+        (2, "resumed"),
+        (3, "started_over"),
+    ]
     # Nothing is left of what the first two predicted at steps that the third has not come to.
     predicted = real.rows("SELECT step, count(*), count(DISTINCT sample_index) FROM training_predictions GROUP BY step")
     expected = [(step, 2, 2) for step in range(0, max(third) + 1, 4)]

@@ -105,9 +105,15 @@ def test_a_trial_goes_before_all_others_and_says_what_the_job_would_be(real: Rea
     real.start()
     done = real.honectl("trial", str(root / "facts.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("It learns them: the loss of 8 rows fell from", "12 rows, 4 held out", "4 steps of",
-                  "at the peak of the whole process, Python and its libraries included", "training alone",
-                  "job 1 (trial of facts)", "⟦"):  # fmt: skip
+    for words in (
+        "It learns them: the loss of 8 rows fell from",
+        "12 rows, 4 held out",
+        "4 steps of",
+        "at the peak of the whole process, Python and its libraries included",
+        "training alone",
+        "job 1 (trial of facts)",
+        "⟦",
+    ):
         assert words in " ".join(done.stdout.split()), done.stdout
     row = next(line for line in real.honectl("list").stdout.splitlines() if "trial of facts" in line)
     assert ("head" in row.split(), "1000000" in row) == (True, False)

@@ -25,8 +25,15 @@ from honed.send.outbox import Outbox
 from honed.spec import config
 from honed.system.layout import Layout
 
-JOB = Job(id=7, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o",
-          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+JOB = Job(
+    id=7,
+    name="j",
+    submitted_at=0,
+    source="j",
+    uid=1000,
+    output_dir="/o",
+    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
+)
 TOKEN = "s3cret-t0ken"
 
 
@@ -110,8 +117,13 @@ def test_rows_arrive_with_their_token_and_their_keys(sending: Sending) -> None:
     assert request.headers["Authorization"] == f"Bearer {TOKEN}"
     metric = next(row for row in sending.endpoint.named("value") if row["step"] == 2)
     assert {key: metric[key] for key in ("job_id", "user_id", "attempt", "epoch", "name", "value")} == {
-        "job_id": "7", "user_id": "1000", "attempt": 1, "epoch": 0.5, "name": "loss", "value": 0.5,
-    }  # fmt: skip
+        "job_id": "7",
+        "user_id": "1000",
+        "attempt": 1,
+        "epoch": 0.5,
+        "name": "loss",
+        "value": 0.5,
+    }
     prediction = next(row for row in sending.endpoint.named("prediction") if row["step"] == 2)
     assert prediction["prediction"] == "2"
     assert prediction["created_at"] == "1970-01-01T00:16:42.000+00:00"
@@ -120,15 +132,34 @@ def test_rows_arrive_with_their_token_and_their_keys(sending: Sending) -> None:
 @pytest.mark.parametrize(
     "trouble",
     [
-        refuse(500), refuse(503, b"busy", Retry_After="0"), refuse(429), refuse(401), refuse(404),
-        refuse(302, Location="http://127.0.0.1:9/"), api.speak_no_http, api.hang_up, api.show_a_login_page,
-        api.cut_the_answer_short, drip, api.keep_and_hang_up,
+        refuse(500),
+        refuse(503, b"busy", Retry_After="0"),
+        refuse(429),
+        refuse(401),
+        refuse(404),
+        refuse(302, Location="http://127.0.0.1:9/"),
+        api.speak_no_http,
+        api.hang_up,
+        api.show_a_login_page,
+        api.cut_the_answer_short,
+        drip,
+        api.keep_and_hang_up,
     ],
     ids=[
-        "500", "503", "429", "401", "404", "redirect", "garbage", "hangs-up", "login-page", "cut-short", "drips",
+        "500",
+        "503",
+        "429",
+        "401",
+        "404",
+        "redirect",
+        "garbage",
+        "hangs-up",
+        "login-page",
+        "cut-short",
+        "drips",
         "kept-without-a-word",
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_for_a_while_costs_no_row(sending: Sending, trouble: Reply) -> None:
     keys = sending.put(2)
     sending.endpoint.replies = [trouble, trouble]

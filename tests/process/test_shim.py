@@ -180,9 +180,15 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_told_from_one_that
 
 @pytest.mark.parametrize(
     ("group", "counter"),
-    [("4:memory:/a/b", "fs/memory/a/b/memory.oom_control"), ("0::/a/b", "fs/a/b/memory.events.local"),
-     ("4:cpu,memory:/", "fs/memory/memory.oom_control"), ("0::/a/b", None), ("3:cpu:/a", None), (None, None)],
-)  # fmt: skip
+    [
+        ("4:memory:/a/b", "fs/memory/a/b/memory.oom_control"),
+        ("0::/a/b", "fs/a/b/memory.events.local"),
+        ("4:cpu,memory:/", "fs/memory/memory.oom_control"),
+        ("0::/a/b", None),
+        ("3:cpu:/a", None),
+        (None, None),
+    ],
+)
 def test_kills_are_counted_in_our_cgroup_and_on_the_machine_where_there_is_none(
     tmp_path: Path, group: str | None, counter: str | None
 ) -> None:

@@ -61,10 +61,12 @@ def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_sam
     real.model = build_checkpoint(tmp_path / "tiny", "qwen3")
     real.dataset = write_facts(tmp_path / "facts.jsonl")
     keys: dict[str, Any] = {
-        "lora": {"r": 4, "lora_dropout": 0.1}, "dtype": "float32", "backend": "transformers",
+        "lora": {"r": 4, "lora_dropout": 0.1},
+        "dtype": "float32",
+        "backend": "transformers",
         "predictions": {"sample_frequency": "off"},
         "training": {"max_steps": 60, "save_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
-    }  # fmt: skip
+    }
     real.drop("hung", **keys)
     real.start("--drain")
     job = real.wait_state("hung", State.RUNNING)

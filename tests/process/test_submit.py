@@ -108,12 +108,13 @@ def test_who_submits_is_told_the_same_in_both_ways(tmp_path: Path) -> None:
             out = str(made.root / "out")
             first, second = (job_file(made, name, output_dir=out) for name in ("succeed", "succeed-2"))
             runs = [
-                honectl(made, "submit", "--hold", str(first)), honectl(made, "submit", str(second)),
+                honectl(made, "submit", "--hold", str(first)),
+                honectl(made, "submit", str(second)),
                 honectl(made, "submit", "--json", "--hold", str(job_file(made, "explain"))),
                 honectl(made, "submit", "--wait", str(job_file(made, "succeed-3"))),
                 honectl(made, "submit", str(job_file(made, "bad", colour="red"))),
                 honectl(made, "submit", "--stage", "--hold", str(job_file(made, "succeed-4"))),
-            ]  # fmt: skip
+            ]
         finally:
             made.end()
         text = "\n".join(f"{run.returncode}\n{run.stdout}{run.stderr}" for run in runs).replace(str(made.root), "ROOT")
@@ -164,10 +165,19 @@ def test_what_was_taken_when_honed_was_killed_is_accepted_for_its_submitter(inst
     claimed_dir = instance.layout.spool_dir / "claimed"
     second = job_file(instance, "succeed-2", name="succeed-2", depends_on=["succeed-1"])
     waiting = subprocess.Popen(
-        [*become(UID, GID), sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), "submit",
-         str(second)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [
+            *become(UID, GID),
+            sys.executable,
+            "-m",
+            "honed.cli.honectl",
+            "--root",
+            str(instance.root),
+            "submit",
+            str(second),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     wait_for(lambda: list(claimed_dir.glob(f"*.{UID}/*.json")), what="taken")
     instance.kill(signal.SIGKILL)
     waiting.communicate(timeout=DEADLINE_SEC)
@@ -201,9 +211,16 @@ def test_a_job_file_of_the_greatest_size_is_taken_and_a_larger_one_is_not(instan
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"name": 7, "data": ""}, {"name": "a.json", "data": "{}"}, {"data": ""}, {"name": "a.json"},
-              {"name": "../a.json", "data": "e30="}, {"name": "a.json\n", "data": "e30="}]
-)  # fmt: skip
+    "wrong",
+    [
+        {"name": 7, "data": ""},
+        {"name": "a.json", "data": "{}"},
+        {"data": ""},
+        {"name": "a.json"},
+        {"name": "../a.json", "data": "e30="},
+        {"name": "a.json\n", "data": "e30="},
+    ],
+)
 def test_what_is_no_submission_takes_nothing(instance: Instance, wrong: dict[str, Any]) -> None:
     instance.start()
     with pytest.raises(HonedError) as caught:
@@ -288,7 +305,10 @@ def test_a_user_of_no_group_is_not_let_in_by_the_verb(instance: Instance, users:
     )
     done = subprocess.run(
         [*become(UID, UID), sys.executable, "-c", ask, str(instance.layout.control_path)],
-        capture_output=True, text=True, check=False, timeout=DEADLINE_SEC,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SEC,
+    )
     assert NotPermittedError.__name__ in done.stderr
     assert f"submit refused to user {UID}" in instance.log

@@ -56,11 +56,15 @@ def drop(real: RealInstance, name: str, **keys: Any) -> None:
         build_checkpoint(model, "qwen3")
         write_facts(real.root / "facts.jsonl", 8)
     spec = {
-        "base_model": str(model), "datasets": [{"path": str(real.root / "facts.jsonl")}], "lora": {"r": 4},
-        "backend": "transformers", "eval_split": 0.25, "predictions": {"num_samples": 2, "max_new_tokens": 4},
+        "base_model": str(model),
+        "datasets": [{"path": str(real.root / "facts.jsonl")}],
+        "lora": {"r": 4},
+        "backend": "transformers",
+        "eval_split": 0.25,
+        "predictions": {"num_samples": 2, "max_new_tokens": 4},
         "training": {"max_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2},
         **keys,
-    }  # fmt: skip
+    }
     path = real.root / f"{name}.yaml"
     path.write_text(yaml.safe_dump(spec))
     shutil.copy(path, real.incoming_dir)
@@ -118,8 +122,20 @@ def test_a_job_with_wandb_opens_no_socket_of_the_network(real: RealInstance) -> 
     assert real.wait(deadline_sec=600) == 0
     plan_dir = real.layout.job(1).dir
     trace_path = real.root / "trace"
-    command = ["strace", "-f", "-qq", "-e", "trace=socket,connect,bind", "-o", str(trace_path),
-               sys.executable, "-m", "honed.worker", str(plan_dir), "7"]  # fmt: skip
+    command = [
+        "strace",
+        "-f",
+        "-qq",
+        "-e",
+        "trace=socket,connect,bind",
+        "-o",
+        str(trace_path),
+        sys.executable,
+        "-m",
+        "honed.worker",
+        str(plan_dir),
+        "7",
+    ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -176,7 +192,7 @@ FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"r
         (log_of(b"\x12\x7f"), "damaged"),
         (log_of(b"\xff" * 20), "damaged"),
     ],
-)  # fmt: skip
+)
 def test_a_log_that_names_other_files_than_its_runs_is_not_sent(data: bytes, why: str | None) -> None:
     """wandb sync uploads what a log names, and a worker could have written anything into it."""
     if why is None:
@@ -286,15 +302,25 @@ def test_mlflow_and_trackio_are_told_to_write_beside_the_job_and_to_call_nobody(
         spec=SimpleNamespace(report_to=["mlflow", "trackio"]), layout=SimpleNamespace(dir=Path("/jobs/7"))
     )
     environment = {
-        "HOME": "/root", "MLFLOW_TRACKING_URI": "https://mlflow.example", "MLFLOW_TRACKING_TOKEN": "s3cret",
-        "MLFLOW_RUN_ID": "4711", "MLFLOW_EXPERIMENT_NAME": "ours", "TRACKIO_SERVER_URL": "https://trackio.example",
-        "TRACKIO_SPACE_ID": "we/space", "TRACKIO_BUCKET_ID": "we/bucket", "TRACKIO_WEBHOOK_URL": "https://hook.example",
-    }  # fmt: skip
+        "HOME": "/root",
+        "MLFLOW_TRACKING_URI": "https://mlflow.example",
+        "MLFLOW_TRACKING_TOKEN": "s3cret",
+        "MLFLOW_RUN_ID": "4711",
+        "MLFLOW_EXPERIMENT_NAME": "ours",
+        "TRACKIO_SERVER_URL": "https://trackio.example",
+        "TRACKIO_SPACE_ID": "we/space",
+        "TRACKIO_BUCKET_ID": "we/bucket",
+        "TRACKIO_WEBHOOK_URL": "https://hook.example",
+    }
     tracker.prepare(cast("Assignment", job), environment)
     assert environment == {
-        "HOME": "/root", "MLFLOW_TRACKING_URI": "sqlite:////jobs/7/mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_EXPERIMENT_NAME": "ours", "HF_MLFLOW_LOG_ARTIFACTS": "false", "TRACKIO_DIR": "/jobs/7/trackio",
-    }  # fmt: skip
+        "HOME": "/root",
+        "MLFLOW_TRACKING_URI": "sqlite:////jobs/7/mlflow.db",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_EXPERIMENT_NAME": "ours",
+        "HF_MLFLOW_LOG_ARTIFACTS": "false",
+        "TRACKIO_DIR": "/jobs/7/trackio",
+    }
 
 
 def test_a_job_that_reports_to_one_tracker_has_the_environment_of_no_other() -> None:

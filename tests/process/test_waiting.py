@@ -39,8 +39,9 @@ def test_a_job_that_waits_says_for_what(instance: Instance) -> None:
     found = waits(instance, "succeed.b")
     assert (found["reason"], found["detail"][:14]) == ("device", "job 1 runs on ")
     assert waits(instance, "succeed.c") == {
-        "reason": "dependency", "detail": "job 1 (slow-400), which it depends on, is running",
-    }  # fmt: skip
+        "reason": "dependency",
+        "detail": "job 1 (slow-400), which it depends on, is running",
+    }
     assert waits(instance, "succeed.d") == {"reason": "person", "detail": "it is held: honectl release 4"}
     assert instance.client.ask("show", id="1")["waiting_for"] is None
     assert instance.client.ask("release", id="4")["waiting_for"]["reason"] == "device"
@@ -118,11 +119,15 @@ def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:
     instance.client.ask("requeue", id="2")
     instance.client.ask("requeue", id="1")
     wait_for(lambda: (job := instance.job("succeed.d")) and job.held_for == 3, what="held for the last of them")
-    waits_until("it depends on job 3 (slow-60), which was cancelled",
-                "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4")  # fmt: skip
+    waits_until(
+        "it depends on job 3 (slow-60), which was cancelled",
+        "honectl requeue 3: when that has succeeded, this one goes on; or honectl cancel 4",
+    )
     instance.client.ask("requeue", id="3")
-    waits_until("it depends on job 3 (slow-60), which was requeued and has not succeeded yet",
-                "when that has succeeded, this one goes on; or honectl cancel 4")  # fmt: skip
+    waits_until(
+        "it depends on job 3 (slow-60), which was requeued and has not succeeded yet",
+        "when that has succeeded, this one goes on; or honectl cancel 4",
+    )
     instance.wait_state("succeed.d", State.SUCCEEDED)
 
 

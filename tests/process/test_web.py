@@ -432,16 +432,23 @@ def test_a_browser_shows_a_running_job_live_and_complains_of_nothing(instance: I
         path = instance.layout.job(1).attempt(job.attempt.number).events_path
         wait_for(path.exists, what="the worker's first event")
         events = EventWriter(path)
-        rows = [{"sample_index": 0, "prompt": f"Was? {HOSTILE}", "ground_truth": "Köln",
-                 "prediction": HOSTILE + "x" * 50_000}]  # fmt: skip
+        rows = [
+            {
+                "sample_index": 0,
+                "prompt": f"Was? {HOSTILE}",
+                "ground_truth": "Köln",
+                "prediction": HOSTILE + "x" * 50_000,
+            }
+        ]
         events.emit("predictions", step=1, epoch=0.1, num_failed=0, rows=rows, scores={})
         events.close()
         wait_for(lambda: "Was?" in chromium.value("document.body.innerText"), what="the prediction")
         line = chromium.value("document.querySelector('.outcome').textContent")
         wait_for(lambda: chromium.value("document.querySelector('.outcome').textContent") != line, what="the next step")
         for width in (1280, 390):
-            chromium.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
-                         mobile=width < 600)  # fmt: skip
+            chromium.ask(
+                "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+            )
             seen = chromium.seen()
             assert seen["complaints"] == []
             assert seen["scrolls"] <= seen["width"] == width  # nothing hangs out at the side
@@ -605,9 +612,14 @@ def test_who_says_nothing_or_does_not_read_is_shown_out(told: Instance) -> None:
 
 
 def test_garbage_is_no_matter(asked: Web) -> None:
-    for data in (b"\x16\x03\x01\x02\x00" * 100, b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50_000, b"GET " + b"/a" * 20_000,
-                 b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000,
-                 b"GET /%00%ff%zz HTTP/1.1\r\nHost: localhost\r\n\r\n"):  # fmt: skip
+    for data in (
+        b"\x16\x03\x01\x02\x00" * 100,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\0" * 50_000,
+        b"GET " + b"/a" * 20_000,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000,
+        b"GET /%00%ff%zz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ):
         with contextlib.suppress(OSError), contextlib.closing(asked.open()) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)

@@ -70,11 +70,17 @@ def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 def a_row(n: int, **more: Any) -> dict[str, Any]:
     call = {"type": "function", "function": {"name": "zqtool", "arguments": {"place": f"zqtool {n}"}}}
-    return {"messages": [
-        turn("system", "zqsystem"), turn("user", f"zquser, number {n}?"),
-        turn("assistant", f"zqanswer {n}", reasoning_content="zqreason", tool_calls=[call]), turn("tool", "zqtool"),
-        turn("assistant", f"zqanswer, again {n}"), *more.pop("messages", ()),
-    ], **more}  # fmt: skip
+    return {
+        "messages": [
+            turn("system", "zqsystem"),
+            turn("user", f"zquser, number {n}?"),
+            turn("assistant", f"zqanswer {n}", reasoning_content="zqreason", tool_calls=[call]),
+            turn("tool", "zqtool"),
+            turn("assistant", f"zqanswer, again {n}"),
+            *more.pop("messages", ()),
+        ],
+        **more,
+    }
 
 
 GOOD = [a_row(n) for n in range(12)]
@@ -91,11 +97,15 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "not-rows": (b'["zquser", "zqanswer"]', {}),
     "caption": ([{"image": "zqcaption of a cat", **GOOD[0]}] * 4, {}),
     "refused": (GOOD, {"chat_template": "{{ raise_exception('zqrefusal ' ~ messages[0].content) }}"}),
-    "some-refused": ([*GOOD, a_row(99, messages=[turn("user", "zquser")])], {
-        "chat_template": TEMPLATE + "{% if messages[-1].role == 'user' and messages | length > 1 and not "
-        "add_generation_prompt %}{{ raise_exception('zqrefusal ' ~ messages[1].content) }}{% endif %}"}),
+    "some-refused": (
+        [*GOOD, a_row(99, messages=[turn("user", "zquser")])],
+        {
+            "chat_template": TEMPLATE + "{% if messages[-1].role == 'user' and messages | length > 1 and not "
+            "add_generation_prompt %}{{ raise_exception('zqrefusal ' ~ messages[1].content) }}{% endif %}"
+        },
+    ),
     "no-template": (GOOD, {"chat_template": "{% zqsyntax %}{{ messages }}"}),
-}  # fmt: skip
+}
 #: Job files that are refused by what they say.
 SPECS: dict[str, Any] = {
     "prompts": {"predictions": {"prompts": "zqprompt, said alone"}},
@@ -211,8 +221,10 @@ def check(places: dict[str, str]) -> None:
     shown = {(word, place): text for place, text in places.items() for word in WORDS if word in text.lower()}
     assert not shown, "\n".join(
         f"{place} shows {WORDS[word]}: {line}"
-        for (word, place), text in shown.items() for line in text.splitlines() if word in line.lower()
-    )  # fmt: skip
+        for (word, place), text in shown.items()
+        for line in text.splitlines()
+        if word in line.lower()
+    )
 
 
 def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner_alone(
@@ -225,17 +237,26 @@ def test_what_is_in_rows_prompts_templates_and_job_files_is_shown_to_their_owner
     rows = write_rows(real.root / "good.jsonl", GOOD)
     model = build_checkpoint(real.root / "tiny", num_layers=1, hidden_size=32)
     keys: dict[str, Any] = {
-        "base_model": str(model), "datasets": [{"path": str(rows)}], "eval_split": 0.25, "backend": "transformers",
-        "lora": {"r": 2}, "retry": {"max_attempts": 1},
+        "base_model": str(model),
+        "datasets": [{"path": str(rows)}],
+        "eval_split": 0.25,
+        "backend": "transformers",
+        "lora": {"r": 2},
+        "retry": {"max_attempts": 1},
         "training": {"max_steps": 2, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 1},
-    }  # fmt: skip
+    }
     real.configure(
         f'[reporting]\nmetrics_api_url = "{echo.url}"\nflush_sec = 1.0\n'
         '[notify]\nadmin_webhook = "http://127.0.0.1:9/hook"\nadmin_states = ["succeeded", "failed"]\n'
     )
-    real.drop("guarded", name="guarded", chat_template=str(real.root / "template.jinja"),
-              predictions={"prompts": ["zqprompt"], "max_new_tokens": 4},
-              guard={"metric": "parrot", "num_samples": 2, "max_drop": 0.1}, **keys)  # fmt: skip
+    real.drop(
+        "guarded",
+        name="guarded",
+        chat_template=str(real.root / "template.jinja"),
+        predictions={"prompts": ["zqprompt"], "max_new_tokens": 4},
+        guard={"metric": "parrot", "num_samples": 2, "max_drop": 0.1},
+        **keys,
+    )
     real.drop("parrots", name="parrots", chat_template=str(real.root / "parrot.jinja"), **keys)
     drop_bad(real)
     real.start("--drain", "--verbose")

@@ -42,8 +42,16 @@ class Request(BaseHTTPRequestHandler):
                 with server.lock:
                     server.runs.setdefault(asked["name"], asked["displayName"])
                 project = {"id": "p", "name": asked["project"], "entity": {"id": "e", "name": "lab"}}
-                bucket = {"id": "r", "name": asked["name"], "displayName": asked["displayName"], "project": project,
-                          "description": "", "config": None, "sweepName": None, "historyLineCount": 0}  # fmt: skip
+                bucket = {
+                    "id": "r",
+                    "name": asked["name"],
+                    "displayName": asked["displayName"],
+                    "project": project,
+                    "description": "",
+                    "config": None,
+                    "sweepName": None,
+                    "historyLineCount": 0,
+                }
                 return {"upsertBucket": {"bucket": bucket, "inserted": True}}
             case "CreateRunFiles":
                 files = [{"name": name, "uploadUrl": f"{server.url}/upload/{name}"} for name in asked["files"]]

@@ -82,10 +82,19 @@ class Machine:
         self._stage_dir = Path(tempfile.mkdtemp(prefix="honed-machine-"))
         # The disk is a tmpfs in a mount namespace of its own: it outlives a reboot and dies with its keeper.
         self._keeper = subprocess.Popen(
-            [*_ORPHANS_DIE, "unshare", "--mount", "--propagation", "private", "--kill-child", "sh", "-c",
-             f"mount -t tmpfs -o size={DISK_BYTES} tmpfs {self._stage_dir} && echo ready && exec sleep infinity"],
+            [
+                *_ORPHANS_DIE,
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "--kill-child",
+                "sh",
+                "-c",
+                f"mount -t tmpfs -o size={DISK_BYTES} tmpfs {self._stage_dir} && echo ready && exec sleep infinity",
+            ],
             stdout=subprocess.PIPE,
-        )  # fmt: skip
+        )
         assert self._keeper.stdout is not None
         assert self._keeper.stdout.readline() == b"ready\n"
         self._cgroup_dir = _cgroup2_dir() / f"honed-machine-{self._keeper.pid}"
@@ -112,12 +121,34 @@ class Machine:
         # The namespace's root is the cgroup that one enters it from: without one of its own it would be the host's.
         enter = 'echo $$ >"$1/cgroup.procs"; shift; exec "$@"'
         self._launcher = subprocess.Popen(
-            [*_ORPHANS_DIE, "nsenter", "--target", str(self._keeper.pid), "--mount",
-             "sh", "-c", enter, "sh", str(self._cgroup_dir),
-             "unshare", "--fork", "--pid", "--mount", "--cgroup", "--net", "--uts", "--ipc", "--kill-child",
-             str(HERE / "boot.sh"), str(self._stage_dir), unit, *pairs],
-            stdin=subprocess.DEVNULL, stderr=self._complaints,
-        )  # fmt: skip
+            [
+                *_ORPHANS_DIE,
+                "nsenter",
+                "--target",
+                str(self._keeper.pid),
+                "--mount",
+                "sh",
+                "-c",
+                enter,
+                "sh",
+                str(self._cgroup_dir),
+                "unshare",
+                "--fork",
+                "--pid",
+                "--mount",
+                "--cgroup",
+                "--net",
+                "--uts",
+                "--ipc",
+                "--kill-child",
+                str(HERE / "boot.sh"),
+                str(self._stage_dir),
+                unit,
+                *pairs,
+            ],
+            stdin=subprocess.DEVNULL,
+            stderr=self._complaints,
+        )
         self.pid = wait_for(self._find_init, what="PID 1")
         wait_for(self._is_up, what="boot")
 
@@ -267,8 +298,16 @@ class Machine:
 
     def write(self, path: str | Path, text: str, *, mode: int = 0o644, user: str | None = None) -> None:
         """Write a file, as root or as `user`, with the directories above it."""
-        self.run("sh", "-ec", 'mkdir -p "$(dirname "$1")"; cat >"$1"; chmod "$2" "$1"', "sh", path, f"{mode:o}",
-                 user=user, stdin=text)  # fmt: skip
+        self.run(
+            "sh",
+            "-ec",
+            'mkdir -p "$(dirname "$1")"; cat >"$1"; chmod "$2" "$1"',
+            "sh",
+            path,
+            f"{mode:o}",
+            user=user,
+            stdin=text,
+        )
 
     def put(self, source: Path, target: str) -> None:
         """Copy a file or a directory of the host into the guest, readable for all."""
@@ -277,8 +316,15 @@ class Machine:
         ).stdout
         target_dir, name = target.rsplit("/", 1)
         self.run("mkdir", "-p", target_dir or "/")
-        self.run("tar", "--extract", "--no-same-owner", "--directory", target_dir or "/",
-                 f"--transform=s,^{source.name},{name},", stdin=packed)  # fmt: skip
+        self.run(
+            "tar",
+            "--extract",
+            "--no-same-owner",
+            "--directory",
+            target_dir or "/",
+            f"--transform=s,^{source.name},{name},",
+            stdin=packed,
+        )
         self.run("chmod", "-R", "a+rX", target)
 
     # -- systemd ------------------------------------------------------------------------------------------------------

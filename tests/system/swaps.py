@@ -284,8 +284,9 @@ class Moments:
 def job_of(name: str, swap: str, path: Path) -> dict[str, Any]:
     """A job that names the path as that input."""
     spec: dict[str, Any] = {
-        "base_model": "/srv/swaps/own/base_model/model", "datasets": [{"path": "/srv/swaps/own/datasets/rows.jsonl"}]
-    }  # fmt: skip
+        "base_model": "/srv/swaps/own/base_model/model",
+        "datasets": [{"path": "/srv/swaps/own/datasets/rows.jsonl"}],
+    }
     if name == "datasets":
         return {**spec, "datasets": [{"path": str(path)}], "lora": {"r": 4}}
     if name == "media":
@@ -318,9 +319,14 @@ class Subject:
 
         try:
             self._preflight.check(
-                Path("spec.json"), data=json.dumps(job_of(name, swap, path)).encode(), layout=self._layout,
-                config=self._config, device=self._device, uid=self._uid, progress=self.moments.pass_one,
-            )  # fmt: skip
+                Path("spec.json"),
+                data=json.dumps(job_of(name, swap, path)).encode(),
+                layout=self._layout,
+                config=self._config,
+                device=self._device,
+                uid=self._uid,
+                progress=self.moments.pass_one,
+            )
         except HonedError as error:
             return f"{error.code}: {error.told}"
         return "in order"

@@ -55,13 +55,22 @@ def spec(**keys: Any) -> str:
 
 
 def drop(honed: Machine, user: str, name: str, **keys: Any) -> None:
-    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
-              user=user, stdin=spec(name=name, **keys))  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"',
+        "sh",
+        name,
+        user=user,
+        stdin=spec(name=name, **keys),
+    )
 
 
 def drop_many(honed: Machine, user: str, name: str, count: int) -> None:
-    script = (f"cat >/tmp/{name}; cd {INCOMING}; for i in $(seq {count}); do cp /tmp/{name} .{name}-$i; done; "
-              f"for i in $(seq {count}); do mv .{name}-$i {name}-$i.json; done")  # fmt: skip
+    script = (
+        f"cat >/tmp/{name}; cd {INCOMING}; for i in $(seq {count}); do cp /tmp/{name} .{name}-$i; done; "
+        f"for i in $(seq {count}); do mv .{name}-$i {name}-$i.json; done"
+    )
     honed.run("sh", "-ec", script, user=user, stdin=spec())
 
 
@@ -192,8 +201,10 @@ def test_a_link_that_is_turned_after_the_look_at_it_leads_nowhere(
     """anna's data are two files. The policy has looked at both when the first is opened; then the second becomes a link
     to berta's."""
     place, name = f"{SHARED}/annas", f"turned-{what.replace(' ', '-')}"
-    honed.sh(f"rm -rf {place} && mkdir -p {place} && cp /srv/rows.jsonl {place}/a.jsonl && cp /srv/rows.jsonl "
-             f"{place}/b.jsonl && chown -R anna:anna {place}")  # fmt: skip
+    honed.sh(
+        f"rm -rf {place} && mkdir -p {place} && cp /srv/rows.jsonl {place}/a.jsonl && cp /srv/rows.jsonl "
+        f"{place}/b.jsonl && chown -R anna:anna {place}"
+    )
     turn = f"ln -s {bertas[what]} {place}/.b && mv -f {place}/.b {place}/b.jsonl"
     with held(honed, "anna", f"{place}/a.jsonl", turn) as holder:
         drop(honed, "anna", name, datasets=[{"path": place}])

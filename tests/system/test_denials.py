@@ -39,8 +39,10 @@ def honed(machine: Machine) -> Machine:
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
     machine.run("useradd", "--system", "--groups", "honed-submit", "--shell", "/bin/sh", "service")
-    machine.write("/etc/honed/honed.toml.d/50-test.toml",
-                  "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_jobs = 100\ninterval_sec = 1\n")  # fmt: skip
+    machine.write(
+        "/etc/honed/honed.toml.d/50-test.toml",
+        "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_jobs = 100\ninterval_sec = 1\n",
+    )
     plain.write_base_model(machine.host_path("/srv/model"))
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
     machine.run("systemctl", "enable", "--now", "honed")
@@ -51,8 +53,15 @@ def honed(machine: Machine) -> Machine:
 def drop(honed: Machine, user: str | None, *names: str) -> None:
     for name in names:
         spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl"), name=name))
-        honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
-                  user=user, stdin=spec)  # fmt: skip
+        honed.run(
+            "sh",
+            "-ec",
+            f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"',
+            "sh",
+            name,
+            user=user,
+            stdin=spec,
+        )
 
 
 def jobs(honed: Machine) -> dict[str, dict[str, Any]]:
@@ -79,8 +88,10 @@ def test_a_lock_that_somebody_holds_keeps_nobodys_view_waiting(honed: Machine) -
     drop(honed, "berta", "first")
     [job_id] = accepted(honed, "first")
     honed.sh(f"systemctl start honed-view@{job_id}; systemctl stop honed-view@{job_id}")  # all its files are there
-    held = [honed.popen("flock", path, "sleep", "600", user="mallory")
-            for path in ("/run/userdb", "/run/honed-view.lock", "/var/spool/honed/lock")]  # fmt: skip
+    held = [
+        honed.popen("flock", path, "sleep", "600", user="mallory")
+        for path in ("/run/userdb", "/run/honed-view.lock", "/var/spool/honed/lock")
+    ]
     try:
         wait_for(lambda: held[1].poll() is not None and held[2].poll() is not None, what="those that may not")
         assert held[0].poll() is None
@@ -117,8 +128,11 @@ def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own
 def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses_way(honed: Machine) -> None:
     drop(honed, "mallory", "her-own")
     [job_id] = accepted(honed, "her-own")
-    honed.sh(f"cd {JOBS}/{job_id}; mkdir -p .report.html.tmp/x; ln -s /root/x checkpoints; "
-             "ln -s /root/x report.html || [ -e report.html ]", user="mallory")  # fmt: skip
+    honed.sh(
+        f"cd {JOBS}/{job_id}; mkdir -p .report.html.tmp/x; ln -s /root/x checkpoints; "
+        "ln -s /root/x report.html || [ -e report.html ]",
+        user="mallory",
+    )
     honed.run("honectl", "cancel", "her-own", user="mallory")
     drop(honed, "berta", "reported")
     [other] = accepted(honed, "reported")
@@ -152,8 +166,10 @@ def test_a_directory_among_the_refused_is_removed_with_them(honed: Machine) -> N
 def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> None:
     spec = json.dumps(plain.spec(Path("/srv/model"), Path("/srv/rows.jsonl")))
     honed.write("/srv/spec", spec)
-    honed.sh(f"for uid in $(seq 100001 100100); do cp /srv/spec {INCOMING}/.$uid; chown $uid {INCOMING}/.$uid; "
-             f"mv {INCOMING}/.$uid {INCOMING}/n$uid.json; done")  # fmt: skip
+    honed.sh(
+        f"for uid in $(seq 100001 100100); do cp /srv/spec {INCOMING}/.$uid; chown $uid {INCOMING}/.$uid; "
+        f"mv {INCOMING}/.$uid {INCOMING}/n$uid.json; done"
+    )
     drop(honed, "berta", "in-time")
     accepted(honed, "in-time")
     assert "uid 100001, is no user of this machine" in refusal(honed, "n100001.json")

@@ -41,8 +41,10 @@ def test_a_gated_model_is_fetched_by_its_unit_and_trained_on(machine: Machine, m
     machine.write("/srv/hub.py", HUB)
     machine.run("systemd-run", "--unit=hub", "/usr/bin/python3", "/srv/hub.py")
     machine.write("/etc/credstore/hf-token", f"{TOKEN}\n", mode=0o600)
-    machine.write("/etc/systemd/system/honed-fetch@.service.d/hub.conf",
-                  "[Service]\nEnvironment=HF_ENDPOINT=http://127.0.0.1:8098\n")  # fmt: skip
+    machine.write(
+        "/etc/systemd/system/honed-fetch@.service.d/hub.conf",
+        "[Service]\nEnvironment=HF_ENDPOINT=http://127.0.0.1:8098\n",
+    )
     machine.write("/etc/honed/honed.toml.d/50-hub.toml", "[policy]\nhub = true\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "enable", "--now", "honed")
@@ -53,8 +55,11 @@ def test_a_gated_model_is_fetched_by_its_unit_and_trained_on(machine: Machine, m
     machine.run("systemctl", "restart", "honed")
     assert machine.main_pid(unit) in {pid, 0}
     wait_for(lambda: "fetched" in machine.run("honectl", "list", "--json"), what="its job")
-    wait_for(lambda: json.loads(machine.run("honectl", "show", "--json", "fetched"))["state"] == "succeeded",
-             what="the job's end", deadline_sec=400)  # fmt: skip
+    wait_for(
+        lambda: json.loads(machine.run("honectl", "show", "--json", "fetched"))["state"] == "succeeded",
+        what="the job's end",
+        deadline_sec=400,
+    )
     assert len({entry["_PID"] for entry in machine.journal(f"_SYSTEMD_UNIT={unit}")} - {""}) <= 1
     plan = machine.read_json("/var/lib/honed/jobs/1/plan.json")
     assert plan["base_model_path"].startswith("/var/cache/honed/hub/models--lab--tiny/snapshots/")

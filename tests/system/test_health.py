@@ -102,8 +102,10 @@ def test_a_configuration_that_is_broken_at_start_is_one_failure_and_no_loop(hone
     honed.run("systemctl", "stop", "honed")
     assert honed.try_run("systemctl", "start", "honed").returncode != 0
     assert honed.show("honed.service", "ActiveState", "ExecMainStatus", "NRestarts") == {
-        "ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0",
-    }  # fmt: skip
+        "ActiveState": "failed",
+        "ExecMainStatus": "78",
+        "NRestarts": "0",
+    }
     honed.run("rm", "/etc/honed/honed.toml.d/50-test.toml")
     honed.run("systemctl", "reset-failed", "honed")
 

@@ -37,16 +37,21 @@ HTTPServer(("127.0.0.1", 8099), Handler).serve_forever()
 def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine: Machine, model: str) -> None:
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("ip", "link", "set", "lo", "up")
-    machine.write("/etc/honed/honed.toml.d/50-notify.toml",
-                  '[notify]\nadmin_webhook = "http://127.0.0.1:8099/x"\nadmin_states = ["succeeded"]\n'
-                  "retry_delay_sec = 1\nmax_retry_delay_sec = 2\n")  # fmt: skip
+    machine.write(
+        "/etc/honed/honed.toml.d/50-notify.toml",
+        '[notify]\nadmin_webhook = "http://127.0.0.1:8099/x"\nadmin_states = ["succeeded"]\n'
+        "retry_delay_sec = 1\nmax_retry_delay_sec = 2\n",
+    )
     machine.add_user("anna", "honed-submit")
     machine.add_user("berta", "honed-submit")
     machine.run("systemctl", "enable", "--now", "honed")
     for name in ("facts", "more"):
         machine.write(f"/var/spool/honed/incoming/{name}.json", json.dumps({"name": name, **SPEC}), user="anna")
-    wait_for(lambda: json.loads(machine.run("honectl", "list", "--json", "--state", "succeeded"))[1:],
-             what="both jobs", deadline_sec=400)  # fmt: skip
+    wait_for(
+        lambda: json.loads(machine.run("honectl", "list", "--json", "--state", "succeeded"))[1:],
+        what="both jobs",
+        deadline_sec=400,
+    )
     owners = set(machine.run("find", f"{JOBS}/1", "-printf", "%u\\n").split())
     assert owners == {"honed", "anna"}
     # What a library's tempfile leaves is open to nobody: the end of the unit has seen to that.

@@ -24,10 +24,16 @@ def spec(name: str, num_steps: int, **training: Any) -> str:
             "backend": "transformers",
             "lora": {"r": 4, "lora_alpha": 8},
             "datasets": [{"path": "/srv/data/facts.jsonl"}],
-            "training": {"max_steps": num_steps, "per_device_train_batch_size": 2, "max_length": 128,
-                         "learning_rate": 0.01, "logging_steps": 1, **training},
+            "training": {
+                "max_steps": num_steps,
+                "per_device_train_batch_size": 2,
+                "max_length": 128,
+                "learning_rate": 0.01,
+                "logging_steps": 1,
+                **training,
+            },
         }
-    )  # fmt: skip
+    )
 
 
 def drop(machine: Machine, user: str, name: str, num_steps: int, **training: Any) -> None:
@@ -168,8 +174,10 @@ def test_the_journal_tells_the_job_from_begin_to_end(machine: Machine) -> None:
 def test_journalctl_explains_a_refusal(machine: Machine) -> None:
     machine.write("/home/anna/broken.yaml", "base_model: /srv/models/tiny\nlearning_rate: 1\n", user="anna")
     machine.run("cp", "/home/anna/broken.yaml", INCOMING, user="anna")
-    wait_for(lambda: "Subject:" in machine.run("journalctl", "-x", "-p", "warning", "--unit=honed", "--no-pager"),
-             what="an explanation")  # fmt: skip
+    wait_for(
+        lambda: "Subject:" in machine.run("journalctl", "-x", "-p", "warning", "--unit=honed", "--no-pager"),
+        what="an explanation",
+    )
 
 
 # -- reload, stop, start ----------------------------------------------------------------------------------------------
@@ -262,9 +270,14 @@ def test_one_person_runs_it_without_root(machine: Machine) -> None:
 def test_uninstalling_keeps_jobs_and_configuration(machine: Machine) -> None:
     said = machine.run("/srv/next/scripts/install", "--uninstall")
     assert "kept: /etc/honed, /var/spool/honed, /var/lib/honed" in said
-    for path in ("/opt/honed", "/usr/local/bin/honectl", "/usr/local/bin/honed-send",
-                 "/usr/share/polkit-1/rules.d/50-honed.rules", "/usr/lib/systemd/system/honed.service",
-                 "/usr/share/doc/honed"):  # fmt: skip
+    for path in (
+        "/opt/honed",
+        "/usr/local/bin/honectl",
+        "/usr/local/bin/honed-send",
+        "/usr/share/polkit-1/rules.d/50-honed.rules",
+        "/usr/lib/systemd/system/honed.service",
+        "/usr/share/doc/honed",
+    ):
         assert not machine.exists(path), path
     assert machine.try_run("systemctl", "cat", "honed-job@1").returncode != 0
     assert machine.exists("/var/lib/honed/jobs/1/output/adapter_model.safetensors")

@@ -13,14 +13,29 @@ from honed.system import message
 pytestmark = pytest.mark.systemd
 
 INCOMING = "/var/spool/honed/incoming"
-TRAINING = {"max_steps": 6, "logging_steps": 1, "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3,
-            "per_device_train_batch_size": 2, "max_length": 64}  # fmt: skip
+TRAINING = {
+    "max_steps": 6,
+    "logging_steps": 1,
+    "save_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "per_device_train_batch_size": 2,
+    "max_length": 64,
+}
 
 
 def drop(machine: Machine, name: str, **keys: Any) -> None:
-    spec = {"name": name, "base_model": "/srv/models/tiny", "backend": "transformers", "lora": {"r": 4},
-            "datasets": [{"path": "/srv/data/facts.jsonl"}], "eval_split": 0.1, "training": TRAINING,
-            "predictions": {"num_samples": 1, "max_new_tokens": 4}, **keys}  # fmt: skip
+    spec = {
+        "name": name,
+        "base_model": "/srv/models/tiny",
+        "backend": "transformers",
+        "lora": {"r": 4},
+        "datasets": [{"path": "/srv/data/facts.jsonl"}],
+        "eval_split": 0.1,
+        "training": TRAINING,
+        "predictions": {"num_samples": 1, "max_new_tokens": 4},
+        **keys,
+    }
     machine.write(f"{INCOMING}/.{name}", json.dumps(spec), user="anna")
     machine.run("mv", f"{INCOMING}/.{name}", f"{INCOMING}/{name}.json", user="anna")
 
@@ -112,8 +127,13 @@ def test_honectl_logs_is_a_call_of_journalctl_for_those_who_may_read_it(honed: M
 
 def test_a_dropper_who_may_not_read_the_journal_reads_her_jobs_own_words(honed: Machine) -> None:
     honed.run("install", "-o", "anna", "-m", "644", "/srv/data/facts.jsonl", "/tmp/facts")
-    spec = {"name": "annas", "base_model": "/srv/models/tiny", "datasets": [{"path": "/srv/data/facts.jsonl"}],
-            "lora": {"r": 4}, "time_limit_sec": 0.01}  # fmt: skip
+    spec = {
+        "name": "annas",
+        "base_model": "/srv/models/tiny",
+        "datasets": [{"path": "/srv/data/facts.jsonl"}],
+        "lora": {"r": 4},
+        "time_limit_sec": 0.01,
+    }
     honed.write("/tmp/annas.json", json.dumps(spec), user="anna")
     honed.run("honectl", "submit", "/tmp/annas.json", user="anna")
     wait_for(lambda: honed.sh("ls /var/spool/honed/failed").count("json") == 2, what="end", deadline_sec=400)
@@ -152,8 +172,17 @@ def test_a_journald_that_was_restarted_is_found_again(honed: Machine) -> None:
 
 def test_doctor_finds_nothing_wrong_with_what_was_installed(honed: Machine) -> None:
     found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
-    for check in ("honed.service", "honed-job@.service", "polkit", "users", "journal catalog", "journal", "ACLs",
-                  "permissions", "honed"):  # fmt: skip
+    for check in (
+        "honed.service",
+        "honed-job@.service",
+        "polkit",
+        "users",
+        "journal catalog",
+        "journal",
+        "ACLs",
+        "permissions",
+        "honed",
+    ):
         assert found[check]["status"] == "ok", found[check]
     honed.run("mv", "/usr/share/polkit-1/rules.d/50-honed.rules", "/tmp/rules")
     honed.sh("echo '# changed' >>/usr/lib/systemd/system/honed.service")

@@ -57,8 +57,15 @@ def honed(machine: Machine, model: str) -> Machine:
 def run_job(honed: Machine, user: str, name: str, **keys: Any) -> dict[str, Any]:
     """Drop a job, and wait until it has succeeded and its page says so."""
     text = json.dumps({**SPEC, "name": name, **keys})
-    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
-              user=user, stdin=text)  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"',
+        "sh",
+        name,
+        user=user,
+        stdin=text,
+    )
 
     def over() -> dict[str, Any] | None:
         done = honed.try_run("honectl", "show", "--json", name)
@@ -120,8 +127,7 @@ def test_a_wandb_run_leaves_by_honed_send_alone(honed: Machine) -> None:
     honed.run("systemd-run", "--unit=wandbserver", "/usr/bin/python3", "-c", code)
     url = wait_for(lambda: honed.try_run("cat", "/srv/url").stdout, what="the server")
     honed.write("/etc/credstore/honed.wandb-key", f"{KEY}\n", mode=0o600)
-    honed.write("/etc/honed/honed.toml.d/60-wandb.toml",
-                f'[reporting]\nsync_wandb = true\nwandb_base_url = "{url}"\n')  # fmt: skip
+    honed.write("/etc/honed/honed.toml.d/60-wandb.toml", f'[reporting]\nsync_wandb = true\nwandb_base_url = "{url}"\n')
     for unit in ("honed.service", "honed-send.service", "honed-job@.service"):
         honed.write(f"/etc/systemd/system/{unit}.d/site.conf", f"[Service]\nEnvironment=PYTHONPATH={SITE}\n")
     honed.run("systemctl", "daemon-reload")

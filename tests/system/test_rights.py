@@ -50,8 +50,15 @@ def spec(**keys: Any) -> str:
 
 def drop(honed: Machine, user: str, name: str, text: str | None = None) -> None:
     """As `mv` from the same file system does: whole from the first moment."""
-    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1"', "sh", name,
-              user=user, stdin=spec() if text is None else text)  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1"',
+        "sh",
+        name,
+        user=user,
+        stdin=spec() if text is None else text,
+    )
 
 
 def ask(honed: Machine, who: str, verb: str, **arguments: Any) -> dict[str, Any]:
@@ -102,8 +109,13 @@ def test_nobody_else_drops(honed: Machine) -> None:
 
 def test_a_file_that_its_dropper_keeps_to_herself_is_read_all_the_same(honed: Machine) -> None:
     """incoming/ hands its ACL on: a umask of 077 shuts nobody out but the others."""
-    honed.run("sh", "-ec", f'umask 077; cat >{INCOMING}/.u && mv {INCOMING}/.u {INCOMING}/private.json',
-              user="anna", stdin=spec(name="private"))  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f"umask 077; cat >{INCOMING}/.u && mv {INCOMING}/.u {INCOMING}/private.json",
+        user="anna",
+        stdin=spec(name="private"),
+    )
     wait_for(lambda: "private" in honed.run("honectl", "list"), what="accepted")
 
 
@@ -114,19 +126,20 @@ MISUSES = {
     "a hard link": ("echo x >{0}/.one && ln {0}/.one {0}/hard.json", "hard.json", "a hard link to another file"),
     "a pipe, on which reading would wait": ("mkfifo {}/pipe.json", "pipe.json", "not a plain file"),
     "a socket": (
-        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"{}/sock.json\")'", "sock.json",
+        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"{}/sock.json\")'",
+        "sock.json",
         "not a plain file",
     ),
-    "a name with a line break": ("echo x >\"{}/a\nb.json\"", "a\nb.json", "a name with control characters"),
+    "a name with a line break": ('echo x >"{}/a\nb.json"', "a\nb.json", "a name with control characters"),
     "a name that is no job file's": ("echo x >{}/job.txt", "job.txt", "not a job file's name"),
     "a file of a gigabyte": ("truncate -s 1G {}/huge.json", "huge.json", "larger than 262144 bytes"),
     "a file that honed cannot read": (
-        "cp /dev/null {0}/.m && chmod 000 {0}/.m && mv {0}/.m {0}/closed.json", "closed.json", "honed may not read it",
+        "cp /dev/null {0}/.m && chmod 000 {0}/.m && mv {0}/.m {0}/closed.json",
+        "closed.json",
+        "honed may not read it",
     ),
-    "a path with dots": (
-        "echo '{{\"base_model\": \"/srv/../../etc\", \"datasets\": []}}' >{}/dots.json", "dots.json", "",
-    ),
-}  # fmt: skip
+    "a path with dots": ('echo \'{{"base_model": "/srv/../../etc", "datasets": []}}\' >{}/dots.json', "dots.json", ""),
+}
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
@@ -234,8 +247,9 @@ def test_the_dropper_reads_her_own_refusals_and_jobs_from_the_files(honed: Machi
 def test_a_jobs_directory_is_the_workers_to_write_and_inherits_its_rights(honed: Machine) -> None:
     number = job_of(honed, "anna", "rights")
     assert honed.run("stat", "-c", "%U:%G %a", f"{JOBS}/{number}") == "honed:honed-job 3770\n"
-    honed.run("sh", "-ec", f"umask 007; mkdir {JOBS}/{number}/output; echo weights >{JOBS}/{number}/output/a",
-              user="anna")  # fmt: skip
+    honed.run(
+        "sh", "-ec", f"umask 007; mkdir {JOBS}/{number}/output; echo weights >{JOBS}/{number}/output/a", user="anna"
+    )
     assert honed.run("cat", f"{JOBS}/{number}/output/a", user="honed") == "weights\n"
     assert honed.try_run("cat", f"{JOBS}/{number}/output/a", user="berta").returncode != 0
     honed.run("rm", "-r", f"{JOBS}/{number}/output", user="honed")
@@ -286,13 +300,22 @@ def test_everybodys_jobs_are_paused_by_administrators_alone(honed: Machine) -> N
 
 
 @pytest.mark.parametrize(
-    "line", ["x" * 200_000, "[" * 60_000, '{"verb": 7}', '{"verb": "show", "id": "../../etc/passwd"}',
-             '{"verb": "refusal", "id": "../../../etc/passwd"}', '{"verb": "dance"}', "\x00\xff"],
-)  # fmt: skip
+    "line",
+    [
+        "x" * 200_000,
+        "[" * 60_000,
+        '{"verb": 7}',
+        '{"verb": "show", "id": "../../etc/passwd"}',
+        '{"verb": "refusal", "id": "../../../etc/passwd"}',
+        '{"verb": "dance"}',
+        "\x00\xff",
+    ],
+)
 def test_nonsense_on_the_socket_costs_its_sender_alone(honed: Machine, line: str) -> None:
     before = honed.property("honed.service", "MainPID")
-    honed.try_run("python3", "-c", ASK.replace("sys.argv[1].encode()", "sys.stdin.buffer.read()"), user="mallory",
-                  stdin=line)  # fmt: skip
+    honed.try_run(
+        "python3", "-c", ASK.replace("sys.argv[1].encode()", "sys.stdin.buffer.read()"), user="mallory", stdin=line
+    )
     assert ask(honed, "mallory", "status")["ok"]
     assert honed.property("honed.service", "MainPID") == before
 
@@ -419,14 +442,24 @@ def test_a_file_that_others_can_write_is_no_proof_of_who_submits(honed: Machine)
     spool = "/var/spool/project"
     honed.sh(f"mkdir -p {spool} && chgrp project {spool} && chmod 2775 {spool}")
     honed.sh(f"umask 002; echo draft >{spool}/notes.json", user="anna")
-    honed.run("sh", "-ec", f"cat >{spool}/notes.json; mv {spool}/notes.json {INCOMING}/spoof.json",
-              user="berta", stdin=spec(name="spoof"))  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f"cat >{spool}/notes.json; mv {spool}/notes.json {INCOMING}/spoof.json",
+        user="berta",
+        stdin=spec(name="spoof"),
+    )
     text = reason(honed, "spoof.json")
     assert "the group project can write it, too" in text
     assert "honectl submit" in text
     # Her own, by a umask that her private group shares in, is hers.
-    honed.run("sh", "-ec", f"umask 002; cat >/var/spool/project/.own && chgrp anna {spool}/.own && "
-              f"mv {spool}/.own {INCOMING}/own.json", user="anna", stdin=spec(name="own"))  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f"umask 002; cat >/var/spool/project/.own && chgrp anna {spool}/.own && mv {spool}/.own {INCOMING}/own.json",
+        user="anna",
+        stdin=spec(name="own"),
+    )
     number_of(honed, "own")
 
 

@@ -64,8 +64,10 @@ class Honed:
         machine.write("/etc/systemd/system/honed-job@.service.d/test.conf", JOB_DROPIN)
         machine.write("/etc/systemd/system/honed-view@.service.d/test.conf", VIEW_DROPIN)
         machine.write("/etc/honed/honed.toml", CONFIG)
-        self.python("from pathlib import Path; from zoo import plain; p = Path('/srv/test'); p.mkdir(); "
-                    "plain.write_base_model(p / 'model'); plain.write_dataset(p / 'rows.jsonl')")  # fmt: skip
+        self.python(
+            "from pathlib import Path; from zoo import plain; p = Path('/srv/test'); p.mkdir(); "
+            "plain.write_base_model(p / 'model'); plain.write_dataset(p / 'rows.jsonl')"
+        )
         machine.sh(INSTALL.format(units=f"{CHECKOUT}/units"))
 
     def python(self, code: str) -> str:
@@ -76,8 +78,13 @@ class Honed:
 
     def drop(self, name: str, **keys: Any) -> int:
         """Drop a job, and wait until it runs. Returns its number."""
-        spec = {"name": name, "base_model": "/srv/test/model", "datasets": [{"path": "/srv/test/rows.jsonl"}],
-                "training": {"max_steps": 1}, **keys}  # fmt: skip
+        spec = {
+            "name": name,
+            "base_model": "/srv/test/model",
+            "datasets": [{"path": "/srv/test/rows.jsonl"}],
+            "training": {"max_steps": 1},
+            **keys,
+        }
         self.machine.write(f"/var/spool/honed/incoming/.{name}", json.dumps(spec))
         before = self.entries()
         self.machine.run("mv", f"/var/spool/honed/incoming/.{name}", f"/var/spool/honed/incoming/{name}.json")
@@ -126,10 +133,12 @@ class Honed:
     def steps_counted(self, job_id: int) -> list[int]:
         """The steps of which honed.db has a loss, each as often as it has it."""
         code = f"SELECT step FROM metrics WHERE job_id = {job_id} AND name = 'loss' ORDER BY step"
-        return json.loads(self.python(
-            f"import json, sqlite3; db = sqlite3.connect('file:/var/lib/honed/honed.db?mode=ro', uri=True); "
-            f"print(json.dumps([row[0] for row in db.execute({code!r})]))"
-        ))  # fmt: skip
+        return json.loads(
+            self.python(
+                f"import json, sqlite3; db = sqlite3.connect('file:/var/lib/honed/honed.db?mode=ro', uri=True); "
+                f"print(json.dumps([row[0] for row in db.execute({code!r})]))"
+            )
+        )
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +247,11 @@ def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Hon
     honed.wait_step(job)
     pid, job_dir = honed.machine.main_pid("honed"), f"/var/lib/honed/jobs/{job}"
     end = json.dumps({"start": 1, "status": 0, "service_result": "success"})
-    honed.machine.sh(f"cd {job_dir}/attempts/1 && rm events.jsonl && mkfifo events.jsonl result.json "
-                     f"{job_dir}/.start.json.tmp && echo '{end}' >exit.json", user="honed-job")  # fmt: skip
+    honed.machine.sh(
+        f"cd {job_dir}/attempts/1 && rm events.jsonl && mkfifo events.jsonl result.json "
+        f"{job_dir}/.start.json.tmp && echo '{end}' >exit.json",
+        user="honed-job",
+    )
     for name in ("plan.json", "start.json", "spec.json"):
         assert honed.machine.try_run("rm", "-f", f"{job_dir}/{name}", user="honed-job").returncode != 0, name
     honed.machine.wait_message("its events cannot be read", "--unit=honed")

@@ -38,9 +38,11 @@ def inside(machine: Machine, unit: str, script: str) -> str:
     lines = [line for line in text.splitlines() if not line.startswith(left_out)]
     unit_text = "\n".join(lines).replace("%i", unit.removesuffix(".service").partition("@")[2])
     begin, rest = unit_text.split("[Service]\n", 1)
-    machine.write(f"/run/systemd/system/{name}",
-                  f"{begin}[Service]\nType=oneshot\nExecStart=sh /srv/probe.sh\nStandardOutput=truncate:/srv/said\n"
-                  f"StandardError=inherit\n{rest}")  # fmt: skip
+    machine.write(
+        f"/run/systemd/system/{name}",
+        f"{begin}[Service]\nType=oneshot\nExecStart=sh /srv/probe.sh\nStandardOutput=truncate:/srv/said\n"
+        f"StandardError=inherit\n{rest}",
+    )
     machine.write("/srv/probe.sh", script)
     machine.sh("rm -f /srv/said; systemctl daemon-reload")
     machine.try_run("systemctl", "start", name)
@@ -80,8 +82,10 @@ def test_what_a_unit_can_write(machine: Machine, unit: str, own: set[str]) -> No
     show_job(machine)
     if unit.startswith("honed-check"):
         machine.sh("id -u 1000 >/dev/null 2>&1 || useradd -u 1000 thousand")
-    machine.sh("install -d -o honed -g honed /var/lib/honed/fetch /var/cache/honed /var/lib/honed/outbox; "
-               "touch /run/lock/there; chmod 666 /run/lock/there")  # fmt: skip
+    machine.sh(
+        "install -d -o honed -g honed /var/lib/honed/fetch /var/cache/honed /var/lib/honed/outbox; "
+        "touch /run/lock/there; chmod 666 /run/lock/there"
+    )
     said = inside(
         machine,
         unit,
@@ -234,10 +238,19 @@ def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:
     assert ask("StartUnit", "ss", "honed-check@1000.service", "fail") == "o"
     assert ask("StartUnit", "ss", "honed-check@4294967294.service", "fail") == "o"
     for unit in (
-        "systemd-logind.service", "honed.service", "honed-job@a.service", "honed-job@.service", "xhoned-job@1.service",
-        "honed-job@1.service.mount", "honed-jobs.slice", "honed-check@0.service", "honed-check@999.service",
-        "honed-check@01000.service", "honed-check@anna.service", "honed-check@10000000000.service",
-    ):  # fmt: skip
+        "systemd-logind.service",
+        "honed.service",
+        "honed-job@a.service",
+        "honed-job@.service",
+        "xhoned-job@1.service",
+        "honed-job@1.service.mount",
+        "honed-jobs.slice",
+        "honed-check@0.service",
+        "honed-check@999.service",
+        "honed-check@01000.service",
+        "honed-check@anna.service",
+        "honed-check@10000000000.service",
+    ):
         assert ask("StartUnit", "ss", unit, "fail") != "o", unit
     for method, arguments in (
         ("RestartUnit", ("ss", "honed-job@1.service", "fail")),

@@ -37,16 +37,21 @@ def test_what_a_job_learned_arrives_while_the_job_has_no_network(machine: Machin
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/etc/credstore/honed.metrics-token", f"{TOKEN}\n", mode=0o600)
-    machine.write("/etc/honed/honed.toml.d/50-metrics.toml",
-                  '[reporting]\nmetrics_api_url = "http://127.0.0.1:8099/api"\nmax_retry_delay_sec = 1\n')  # fmt: skip
+    machine.write(
+        "/etc/honed/honed.toml.d/50-metrics.toml",
+        '[reporting]\nmetrics_api_url = "http://127.0.0.1:8099/api"\nmax_retry_delay_sec = 1\n',
+    )
     machine.run("systemctl", "enable", "--now", "honed")
     machine.wait_property("honed-send", "ActiveState", "active")
     machine.write("/var/spool/honed/incoming/facts.json", json.dumps(SPEC))
 
     machine.wait_message("Connection refused", "--unit=honed-send")
     assert "Connection refused" in machine.property("honed-send", "StatusText")
-    wait_for(lambda: json.loads(machine.run("honectl", "show", "--json", "facts"))["state"] == "succeeded",
-             what="the job", deadline_sec=400)  # fmt: skip
+    wait_for(
+        lambda: json.loads(machine.run("honectl", "show", "--json", "facts"))["state"] == "succeeded",
+        what="the job",
+        deadline_sec=400,
+    )
     machine.run("systemctl", "restart", "honed")
 
     machine.write("/srv/endpoint.py", ENDPOINT)

@@ -127,22 +127,30 @@ def field(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     numbers = {}
     for name in ("mallory", "berta"):
         base, rows = Path("/srv/swaps/own/base_model/model"), Path("/srv/swaps/own/datasets/rows.jsonl")
-        machine.run("sh", "-ec", f'cat >"{INCOMING}/.{name}" && mv "{INCOMING}/.{name}" "{INCOMING}/{name}.json"',
-                    user=name, stdin=json.dumps(plain.spec(base, rows, name=name)))  # fmt: skip
+        machine.run(
+            "sh",
+            "-ec",
+            f'cat >"{INCOMING}/.{name}" && mv "{INCOMING}/.{name}" "{INCOMING}/{name}.json"',
+            user=name,
+            stdin=json.dumps(plain.spec(base, rows, name=name)),
+        )
         numbers[name] = job_id = wait_for(lambda: number_of(machine, name), what="accepted")  # noqa: B023
         own = f"/var/lib/honed/jobs/{job_id}/own"
         machine.sh(f"mkdir -p {own}/sub; cp -r /srv/swaps/own/adapter/adapter {own}/output", user=name)
     machine.write("/srv/swaps/chain.json", json.dumps(list(numbers.values())))
     machine.run(PYTHON, PROGRAM, "prepare")
-    machine.sh(f"chown -hR mallory /srv/swaps/work; find /srv/swaps/theirs -type f -exec chown berta {{}} +; "
-               f"chown -hR mallory /var/lib/honed/jobs/{numbers['mallory']}/*/")  # fmt: skip
+    machine.sh(
+        f"chown -hR mallory /srv/swaps/work; find /srv/swaps/theirs -type f -exec chown berta {{}} +; "
+        f"chown -hR mallory /var/lib/honed/jobs/{numbers['mallory']}/*/"
+    )
     for path in ("/srv/swaps/theirs", f"/var/lib/honed/jobs/{numbers['berta']}/own"):
         machine.sh(f"chown -R berta {path}")
     witness_path = tmp_path_factory.mktemp("swaps") / "opened"
     with witness_path.open("wb") as file:
         witness = machine.popen(PYTHON, PROGRAM, "watch", stdout=file)
-    attacker = machine.popen("unshare", "--mount", "runuser", "-u", "mallory", "--", PYTHON, PROGRAM, "turn",
-                             stdout=subprocess.PIPE)  # fmt: skip
+    attacker = machine.popen(
+        "unshare", "--mount", "runuser", "-u", "mallory", "--", PYTHON, PROGRAM, "turn", stdout=subprocess.PIPE
+    )
     assert attacker.stdout is not None
     assert attacker.stdout.readline() == b"ready\n"
     wait_for(witness_path.read_text, what="the witness")
@@ -191,5 +199,7 @@ def test_in_a_race_nothing_of_anothers_is_opened(field: Field, kind: str, reques
     assert sum(each["num_turns"] for each in looks) > num_races
     assert field.opened(looks) == Counter()
     outcomes = Counter(each["outcome"] == "in order" for each in looks)
-    print(f"{kind}: {num_races} races, {sum(each['num_turns'] for each in looks)} swaps, {outcomes[False]} refused, "
-          f"files of the other opened: 0")  # fmt: skip
+    print(
+        f"{kind}: {num_races} races, {sum(each['num_turns'] for each in looks)} swaps, {outcomes[False]} refused, "
+        f"files of the other opened: 0"
+    )

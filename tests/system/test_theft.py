@@ -16,15 +16,24 @@ JOBS = "/var/lib/honed/jobs"
 #: A word that stands in each of the victim's files.
 SECRET = "patient-4711"
 ROWS = "".join(
-    json.dumps({"messages": [{"role": "user", "content": f"Who has it, {SECRET}?"}, {"role": "assistant",
-               "content": f"{SECRET} {number}"}]}) + "\n"
+    json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": f"Who has it, {SECRET}?"},
+                {"role": "assistant", "content": f"{SECRET} {number}"},
+            ]
+        }
+    )
+    + "\n"
     for number in range(12)
-)  # fmt: skip
+)
 #: The keys by which a job names something, each as a link of its submitter's.
 INPUTS = ("base_model", "adapter", "chat_template", "datasets")
 #: Lets two names of the working directory change places (renameat2 with RENAME_EXCHANGE).
-EXCHANGE = (f"{ENVIRONMENT}/bin/python -c 'import ctypes, os, sys; a, b = map(os.fsencode, sys.argv[1:]); "
-            "sys.exit(ctypes.CDLL(None).renameat2(-100, a, -100, b, 2))'")  # fmt: skip
+EXCHANGE = (
+    f"{ENVIRONMENT}/bin/python -c 'import ctypes, os, sys; a, b = map(os.fsencode, sys.argv[1:]); "
+    "sys.exit(ctypes.CDLL(None).renameat2(-100, a, -100, b, 2))'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +47,12 @@ def honed(machine: Machine, model: str) -> Machine:
     machine.run("systemctl", "enable", "--now", "honed")
     for name in ("berta", "mallory"):
         learned = submit(machine, name, "learn", {"base_model": model, "lora": {"r": 4}})
-        machine.sh(f"cp -r {JOBS}/{learned}/output /srv/{name}/adapter && cp -r {model} /srv/{name}/base_model && "
-                   f"cp /srv/data/facts.jsonl /srv/{name}/datasets.jsonl && "
-                   f"cp {model}/chat_template.jinja /srv/{name}/chat_template", user=name)  # fmt: skip
+        machine.sh(
+            f"cp -r {JOBS}/{learned}/output /srv/{name}/adapter && cp -r {model} /srv/{name}/base_model && "
+            f"cp /srv/data/facts.jsonl /srv/{name}/datasets.jsonl && "
+            f"cp {model}/chat_template.jinja /srv/{name}/chat_template",
+            user=name,
+        )
     machine.write("/srv/berta/datasets.jsonl", ROWS, user="berta")
     machine.sh(f"echo '{{# {SECRET} #}}' >>/srv/berta/chat_template; chmod -R go-rwx /srv/berta", user="berta")
     machine.run("chmod", "-R", "a+rX", "/srv/mallory", user="mallory")
@@ -48,18 +60,33 @@ def honed(machine: Machine, model: str) -> Machine:
 
     build_vision_checkpoint(machine.host_path("/srv/models/seeing"), "qwen2_5_vl")
     Image.new("RGB", (40, 40), "red").save(machine.host_path("/srv/data/picture.png"))
-    machine.sh("cp /srv/data/picture.png /srv/mallory; install -m 600 -o berta /srv/data/picture.png /srv/berta; "
-               "chmod -R a+rX /srv/models")  # fmt: skip
+    machine.sh(
+        "cp /srv/data/picture.png /srv/mallory; install -m 600 -o berta /srv/data/picture.png /srv/berta; "
+        "chmod -R a+rX /srv/models"
+    )
     return machine
 
 
 def submit(honed: Machine, user: str, name: str, spec: dict[str, Any], *, until: str = "succeeded") -> int:
     """Drop a job and wait until it is in that state. Returns its number."""
     training = {"max_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-12}
-    whole = {"name": name, "backend": "transformers", "datasets": [{"path": "/srv/data/facts.jsonl"}],
-             "training": training, "predictions": {"num_samples": 2, "max_new_tokens": 4}, **spec}  # fmt: skip
-    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
-              user=user, stdin=json.dumps(whole))  # fmt: skip
+    whole = {
+        "name": name,
+        "backend": "transformers",
+        "datasets": [{"path": "/srv/data/facts.jsonl"}],
+        "training": training,
+        "predictions": {"num_samples": 2, "max_new_tokens": 4},
+        **spec,
+    }
+    honed.run(
+        "sh",
+        "-ec",
+        f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"',
+        "sh",
+        name,
+        user=user,
+        stdin=json.dumps(whole),
+    )
 
     def reached() -> int | None:
         refused = f"/var/spool/honed/rejected/{name}.json.reason"
@@ -90,23 +117,27 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         assert shown["state"] == "failed", (key, shown)
         told = shown["error"]["message"]
         # Told by the daemon, or before that by mallory's own check, where it looks once more.
-        assert ("cannot be read by the user mallory, as it could when the job was accepted" in told
-                or "Permission denied" in told), told  # fmt: skip
+        assert (
+            "cannot be read by the user mallory, as it could when the job was accepted" in told
+            or "Permission denied" in told
+        ), told
         assert told.removeprefix("line 1: ").startswith(key.partition(":")[0]), shown["error"]
         told = honed.sh(f"grep -rl {SECRET} {JOBS}/{job_id} || true")
         assert told == "", key
     assert SECRET not in honed.run("journalctl", "--no-pager")
     # With berta's rights the same files are read: the word is there to be found.
-    own = submit(honed, "berta", "own", {"base_model": model, "lora": {"r": 4},
-                                         "datasets": [{"path": "/srv/data/facts.jsonl"}]})  # fmt: skip
+    own = submit(
+        honed, "berta", "own", {"base_model": model, "lora": {"r": 4}, "datasets": [{"path": "/srv/data/facts.jsonl"}]}
+    )
     assert SECRET in honed.sh("cat /srv/berta/datasets.jsonl /srv/berta/chat_template", user="berta")
     assert honed.try_run("ls", f"{JOBS}/{own}/output", user="mallory").returncode != 0
 
 
 def steal_by_a_chain(honed: Machine, model: str) -> int:
     """A job that goes on from an output of mallory's, in whose place a link to berta's is put."""
-    theirs, own = (json.loads(honed.run("honectl", "show", "--json", "learn", user=user))["id"]
-                   for user in ("berta", "mallory"))  # fmt: skip
+    theirs, own = (
+        json.loads(honed.run("honectl", "show", "--json", "learn", user=user))["id"] for user in ("berta", "mallory")
+    )
     job_id = submit(honed, "mallory", "steal-chain", {"base_model": model, "adapter": "job:learn"}, until="queued")
     honed.sh(f"ln -s {JOBS}/{theirs}/output {JOBS}/{own}/kept", user="mallory")
     # In one step: between two the daemon, which plans the job by now, would find no output at all.

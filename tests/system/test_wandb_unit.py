@@ -36,13 +36,24 @@ def test_a_run_is_sent_with_the_key_of_the_credential(machine: Machine) -> None:
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/etc/credstore/honed.wandb-key", f"{KEY}\n", mode=0o600)
-    machine.write("/etc/honed/honed.toml.d/50-wandb.toml",
-                  '[reporting]\nsync_wandb = true\nwandb_base_url = "http://127.0.0.1:8098"\n')  # fmt: skip
+    machine.write(
+        "/etc/honed/honed.toml.d/50-wandb.toml",
+        '[reporting]\nsync_wandb = true\nwandb_base_url = "http://127.0.0.1:8098"\n',
+    )
     machine.write("/srv/server.py", SERVER)
     machine.run("systemd-run", "--unit=server", PYTHON, "/srv/server.py")
     machine.run("mkdir", "/srv/made")
-    machine.run(PYTHON, "-c", MAKE, environment={"WANDB_MODE": "offline", "WANDB_DIR": "/srv/made", "HOME": "/srv/made",
-                                                 "WANDB_ERROR_REPORTING": "false"})  # fmt: skip
+    machine.run(
+        PYTHON,
+        "-c",
+        MAKE,
+        environment={
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": "/srv/made",
+            "HOME": "/srv/made",
+            "WANDB_ERROR_REPORTING": "false",
+        },
+    )
     machine.sh(
         "install -d -o honed -g honed -m 0750 /var/lib/honed/outbox /var/lib/honed/outbox/wandb"
         " && cd /srv/made/wandb && for run in offline-run-*; do"

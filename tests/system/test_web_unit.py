@@ -54,8 +54,11 @@ def trained(machine: Machine, model: str) -> None:
     machine.add_user("berta")
     machine.write("/home/anna/facts.json", json.dumps(SPEC), user="anna")
     machine.run("cp", "/home/anna/facts.json", "/var/spool/honed/incoming", user="anna")
-    wait_for(lambda: '"succeeded"' in machine.try_run("honectl", "show", "--json", "facts").stdout,
-             what="the job", deadline_sec=400)  # fmt: skip
+    wait_for(
+        lambda: '"succeeded"' in machine.try_run("honectl", "show", "--json", "facts").stdout,
+        what="the job",
+        deadline_sec=400,
+    )
 
 
 def test_it_is_off_until_its_socket_is_enabled_and_starts_with_the_first_request(machine: Machine) -> None:
@@ -162,8 +165,10 @@ def test_where_other_machines_reach_it_it_wants_a_token(machine: Machine) -> Non
 
 
 def test_it_ends_when_nobody_asks_and_comes_again_with_the_next_request(machine: Machine) -> None:
-    machine.write("/etc/systemd/system/honed-web.service.d/50-idle.conf",
-                  "[Service]\nExecStart=\nExecStart=/opt/honed/current/bin/honed-web --idle-sec 2\n")  # fmt: skip
+    machine.write(
+        "/etc/systemd/system/honed-web.service.d/50-idle.conf",
+        "[Service]\nExecStart=\nExecStart=/opt/honed/current/bin/honed-web --idle-sec 2\n",
+    )
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "restart", "honed-web")
     machine.wait_property("honed-web", "ActiveState", "inactive")

@@ -55,8 +55,15 @@ def job_of(honed: Machine, user: str | None, name: str, **keys: Any) -> int:
 
 def drop(honed: Machine, user: str | None, spec: dict[str, Any]) -> int:
     name, text = spec["name"], json.dumps(spec)
-    honed.run("sh", "-ec", f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"', "sh", name,
-              user=user, stdin=text)  # fmt: skip
+    honed.run(
+        "sh",
+        "-ec",
+        f'cat >"{INCOMING}/.$1" && mv "{INCOMING}/.$1" "{INCOMING}/$1.json"',
+        "sh",
+        name,
+        user=user,
+        stdin=text,
+    )
 
     def accepted() -> int | None:
         refused = f"/var/spool/honed/rejected/{name}.json.reason"
@@ -78,8 +85,9 @@ def probe(honed: Machine, job_id: int, script: str) -> str:
 
 def made_by(honed: Machine, user: str, job_id: int) -> str:
     """Leave in a job's directory what its worker would; returns a data set there."""
-    honed.run("sh", "-ec", f"umask 007; mkdir -p {JOBS}/{job_id}/output; cp /srv/rows.jsonl {JOBS}/{job_id}/output",
-              user=user)  # fmt: skip
+    honed.run(
+        "sh", "-ec", f"umask 007; mkdir -p {JOBS}/{job_id}/output; cp /srv/rows.jsonl {JOBS}/{job_id}/output", user=user
+    )
     return f"{JOBS}/{job_id}/output/rows.jsonl"
 
 
@@ -96,8 +104,10 @@ def test_a_worker_has_the_rights_of_its_submitter_and_no_others(honed: Machine) 
     assert lines[0] == honed.run("id", "-u", "anna").strip()
     assert "honed" not in honed.run("id", "-Gn", "anna").replace("honed-submit", "")
     assert [line.split() for line in lines if line.startswith(("Cap", "NoNew"))] == [
-        ["CapEff:", "0000000000000000"], ["CapBnd:", "0000000000000000"], ["NoNewPrivs:", "1"],
-    ]  # fmt: skip
+        ["CapEff:", "0000000000000000"],
+        ["CapBnd:", "0000000000000000"],
+        ["NoNewPrivs:", "1"],
+    ]
     assert [line for line in lines if line.startswith("read")] == [
         "read /srv/annas.jsonl",
         "read /srv/teams/rows.jsonl",
@@ -169,15 +179,19 @@ def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: s
     assert f"job {thief} gets no view: {JOBS}/" in told
     assert "for the user anna" in told or "Not a directory" in told
     assert not honed.exists("/run/honed-view")
-    honed.sh(f"[ ! -e {JOBS}/{own}.away ] || {{ rm {JOBS}/{own} 2>/dev/null || mv {JOBS}/{own} {JOBS}/{theirs}; "
-             f"mv {JOBS}/{own}.away {JOBS}/{own}; }}")  # fmt: skip
+    honed.sh(
+        f"[ ! -e {JOBS}/{own}.away ] || {{ rm {JOBS}/{own} 2>/dev/null || mv {JOBS}/{own} {JOBS}/{theirs}; "
+        f"mv {JOBS}/{own}.away {JOBS}/{own}; }}"
+    )
 
 
 def test_what_one_job_leaves_no_other_finds(honed: Machine) -> None:
     """In no place that it can write, but in its own directory; and it finds nothing that people left there."""
     honed.sh("install -d -m 700 -o anna /run/user/4711; echo planted >/dev/shm/planted; chmod 666 /dev/shm/planted")
-    honed.sh("for place in /tmp /var/tmp /home/anna /run/user/4711 /etc/credstore; do mkdir -p $place; "
-             "echo planted >$place/planted; chown anna $place/planted; done")  # fmt: skip
+    honed.sh(
+        "for place in /tmp /var/tmp /home/anna /run/user/4711 /etc/credstore; do mkdir -p $place; "
+        "echo planted >$place/planted; chown anna $place/planted; done"
+    )
     plant = "for place in {} $HOME; do touch $place/from-$1 2>/dev/null && echo wrote $place; done; ls -A {} 2>&1"
     script = plant.format(" ".join(PLACES), " ".join(PLACES))
     first = probe(honed, job_of(honed, "anna", "plants"), script.replace("$1", "anna"))
@@ -185,8 +199,10 @@ def test_what_one_job_leaves_no_other_finds(honed: Machine) -> None:
     berta = probe(honed, job_of(honed, "berta", "looks-too"), script.replace("$1", "berta"))
     for said in (first, again, berta):
         assert {line for line in said.splitlines() if line.startswith("wrote")} == {
-            "wrote /tmp", "wrote /var/tmp", "wrote /dev/shm",
-        }  # fmt: skip
+            "wrote /tmp",
+            "wrote /var/tmp",
+            "wrote /dev/shm",
+        }
         assert "planted" not in said
     assert "from-anna\n" not in again
     assert "from-anna" not in berta
@@ -205,8 +221,20 @@ for each in /proc/[0-9]*; do
 done 2>/dev/null
 """
 #: Of all those, what is closed or a job's own; the rest is what the machine lets its submitter read anyway.
-CLOSED = ("/var/lib/honed", "/var/spool/honed", "/run/honed", "/run/honed-view", "/run/user", "/etc/honed",
-          "/etc/credstore", "/home", "/tmp", "/var/tmp", "/dev/shm", "/root")  # fmt: skip
+CLOSED = (
+    "/var/lib/honed",
+    "/var/spool/honed",
+    "/run/honed",
+    "/run/honed-view",
+    "/run/user",
+    "/etc/honed",
+    "/etc/credstore",
+    "/home",
+    "/tmp",
+    "/var/tmp",
+    "/dev/shm",
+    "/root",
+)
 
 
 def test_all_that_a_worker_can_write_and_read(honed: Machine) -> None:
@@ -238,15 +266,19 @@ def test_all_that_a_worker_can_write_and_read(honed: Machine) -> None:
     seen = readable.splitlines()[1:]
     of_closed = {path for path in seen if f"{path}/".startswith(tuple(f"{place}/" for place in CLOSED))}
     assert {path for path in of_closed if not path.startswith(own)} == {
-        "/var/lib/honed", JOBS, "/tmp", "/var/tmp", "/dev/shm",
-    }  # fmt: skip
+        "/var/lib/honed",
+        JOBS,
+        "/tmp",
+        "/var/tmp",
+        "/dev/shm",
+    }
     assert {Path(path).name for path in of_closed if path.startswith(f"{own}/")} >= {"plan.json"}
     of_users = {path for path in seen if path.startswith("/run/userdb/honed-")}  # who runs jobs, as `ps` has it
     assert set(seen) - of_closed - of_users <= outside
     assert "planted" not in said
     assert {line.split(" ")[0] for line in processes.splitlines()[1:] if line[:1].isdigit()} == {
         honed.run("id", "-u", "anna").strip()
-    }  # fmt: skip
+    }
     assert "sleep 600" not in processes  # another program of hers: it is in no namespace that the job may look into
 
 
@@ -278,9 +310,12 @@ def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Ma
         honed.run("honectl", "cancel", row["id"])
     honed.run("honectl", "resume")
     spec = {
-        "base_model": model, "backend": "transformers", "datasets": [{"path": "/srv/data/facts.jsonl"}],
-        "training": {"max_steps": 2, "per_device_train_batch_size": 2}, "predictions": {"sample_frequency": "off"},
-    }  # fmt: skip
+        "base_model": model,
+        "backend": "transformers",
+        "datasets": [{"path": "/srv/data/facts.jsonl"}],
+        "training": {"max_steps": 2, "per_device_train_batch_size": 2},
+        "predictions": {"sample_frequency": "off"},
+    }
     drop(honed, "anna", {**spec, "name": "learn", "lora": {"r": 4}})
     drop(honed, "anna", {**spec, "name": "go-on", "adapter": "job:learn", "output_dir": "/srv/annas/more"})
     drop(honed, "anna", {"name": "merged", "kind": "merge", "base_model": model, "adapter": "job:learn"})

@@ -18,13 +18,15 @@ FEW = {"events": 25, "model files": 60}
 #: What long runs have found, each mended since.
 FOUND: dict[str, tuple[str, object]] = {
     "a level that is a list": (
-        "events", b'{"time": 1800000000.0, "event": "log", "level": [], "message": "x", "code": "mask_invalid"}\n',
+        "events",
+        b'{"time": 1800000000.0, "event": "log", "level": [], "message": "x", "code": "mask_invalid"}\n',
     ),
     "a size of 400 digits": (
-        "model files", ("model/config.json", fuzz.json_bytes({**fuzz.MODEL_CONFIG, "hidden_size": 10**400})),
+        "model files",
+        ("model/config.json", fuzz.json_bytes({**fuzz.MODEL_CONFIG, "hidden_size": 10**400})),
     ),
     "NaN": ("spec values", {"base_model": "/m", "chat_template_kwargs": {"enable_thinking": math.nan}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -35,8 +37,9 @@ def test_whatever_it_is_fed_it_reads_or_refuses_in_a_sentence(target: Target) ->
         pytest.importorskip("pyarrow") if target.name == "parquet" else None
         number = FEW.get(target.name, 150)
 
-        @settings(max_examples=number, deadline=None, derandomize=True, database=None,
-                  suppress_health_check=list(HealthCheck))  # fmt: skip
+        @settings(
+            max_examples=number, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        )
         @given(target.examples)
         def feed(example: object) -> None:
             target.run(directory, example)

@@ -230,8 +230,11 @@ def learned(make_job: MakeJob, learned_dir: Path) -> Path:
     if learned_dir.exists():
         return learned_dir
     job = make_job(
-        "llama", num_rows=4, dtype="float32", predictions={"sample_frequency": "off"},
+        "llama",
+        num_rows=4,
+        dtype="float32",
+        predictions={"sample_frequency": "off"},
         training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
-    )  # fmt: skip
+    )
     assert job.run().status == 0
     return job.output_dir.rename(learned_dir)

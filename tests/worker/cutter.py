@@ -22,8 +22,11 @@ from honed.worker.stop import Stop
 
 #: Cuts that are seen at a look at the stop flag: the function that looks.
 LOOKS = {
-    "accumulation": "on_substep_end", "step": "on_step_end", "evaluation": "on_prediction_step", "predictions": "ask",
-}  # fmt: skip
+    "accumulation": "on_substep_end",
+    "step": "on_step_end",
+    "evaluation": "on_prediction_step",
+    "predictions": "ask",
+}
 
 
 def files(job_dir: Path, step: int) -> dict[str, tuple[str, str]]:
@@ -100,8 +103,15 @@ def main(answers: TextIO) -> None:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.chdir(asked["job_dir"])
-            os._exit(work(Path(asked["job_dir"]), asked["attempt"], asked.get("cut"), asked.get("step", 0),
-                          asked.get("signal", signal.SIGKILL)))  # fmt: skip
+            os._exit(
+                work(
+                    Path(asked["job_dir"]),
+                    asked["attempt"],
+                    asked.get("cut"),
+                    asked.get("step", 0),
+                    asked.get("signal", signal.SIGKILL),
+                )
+            )
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         answers.write(json.dumps({"status": status}) + "\n")
         answers.flush()

@@ -189,8 +189,14 @@ def trainer_of(a: Bench, tmp_path: Path, **flags: bool) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 2, "labels": [[1, 2, 3]] * 2})
-    arguments = SFTConfig(str(tmp_path / "out"), use_cpu=True, loss_type="nll", report_to="none",
-                          dataset_kwargs={"skip_prepare_dataset": True}, **flags)  # fmt: skip
+    arguments = SFTConfig(
+        str(tmp_path / "out"),
+        use_cpu=True,
+        loss_type="nll",
+        report_to="none",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **flags,
+    )
     tokenizer = load.load_tokenizer(a.job)
     return SFTTrainer(a.model, args=arguments, train_dataset=rows, processing_class=tokenizer)
 
@@ -251,8 +257,10 @@ def test_every_audit_of_a_run_is_told_and_a_resume_does_not_change_precision(mak
 
 def test_a_job_that_was_planned_with_adapters_in_bfloat16_ends_as_it_began(make_job: MakeJob) -> None:
     """As every QLoRA job was until adapters became float32; `adapter_dtype` asks for the same."""
-    job, named = make_job("llama", **QLORA, training={"max_steps": 3}), make_job("llama", **QLORA,
-                                                                                 adapter_dtype="bfloat16")  # fmt: skip
+    job, named = (
+        make_job("llama", **QLORA, training={"max_steps": 3}),
+        make_job("llama", **QLORA, adapter_dtype="bfloat16"),
+    )
     spec = {key: value for key, value in job.plan["spec"].items() if key != "adapter_dtype"}
     old = job.plan["precision"] | {"adapter_dtype": "bfloat16"}
     job.change_plan(spec=spec, precision=old)

@@ -24,8 +24,12 @@ from worker.conftest import MakeJob, WorkerJob
 _WORDS = ["the", "capital", "of", "is", "what", "answer", "plus", "minus", "equals", "city", "yes", "no", "Ünï", "日本"]
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16}
 BASE: dict[str, Any] = {
-    "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "max_length": 64, "logging_steps": 1,
-}  # fmt: skip
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "max_length": 64,
+    "logging_steps": 1,
+}
 
 
 def rows(kind: str) -> list[dict[str, str]]:
@@ -98,9 +102,13 @@ def test_evaluations_are_those_of_a_bare_trainer(
     path = tmp_path / "held-out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows("pc")[:8]))
     job = make_job(
-        model=base, rows=rows("pc"), training=asked["training"], predictions={"sample_frequency": "off"}, lora=LORA,
+        model=base,
+        rows=rows("pc"),
+        training=asked["training"],
+        predictions={"sample_frequency": "off"},
+        lora=LORA,
         eval_datasets=[{"path": str(path)}],
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     told: list[dict[str, float]] = []
@@ -125,11 +133,12 @@ def bare(
     set_seed(42)
     dtype = getattr(torch, precision["load_dtype"])
     quantized = {
-        "none": None, "8bit": BitsAndBytesConfig(load_in_8bit=True),
+        "none": None,
+        "8bit": BitsAndBytesConfig(load_in_8bit=True),
         "4bit": BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         ),
-    }[asked["quantization"]]  # fmt: skip
+    }[asked["quantization"]]
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, quantization_config=quantized, attn_implementation=precision["attn_implementation"]
     )
@@ -142,13 +151,22 @@ def bare(
                 parameter.data = parameter.data.to(getattr(torch, precision["adapter_dtype"]))
     kept = {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
     arguments = SFTConfig(
-        output_dir=str(scratch), use_cpu=True, bf16=precision["bf16"], report_to="none", save_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=False, **{"loss_type": "nll", **asked["training"]},
-    )  # fmt: skip
+        output_dir=str(scratch),
+        use_cpu=True,
+        bf16=precision["bf16"],
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **{"loss_type": "nll", **asked["training"]},
+    )
     trainer = SFTTrainer(
-        model=model, args=arguments, train_dataset=Dataset.from_list(rows(asked["data"])), processing_class=tokenizer,
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows(asked["data"])),
+        processing_class=tokenizer,
         eval_dataset=Dataset.from_list(held_out) if held_out else None,
-    )  # fmt: skip
+    )
     for name, parameter in trainer.model.named_parameters():
         if name in kept:
             parameter.data = kept[name]  # TRL casts a quantized model's adapters to bfloat16

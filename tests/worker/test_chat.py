@@ -87,27 +87,39 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 REASONED: dict[str, list[dict[str, Any]]] = {
     "reasoning of the last turn": [user("2+2?"), assistant("4", reasoning_content="two and two\nmake four")],
     "reasoning of earlier turns": [
-        user("2+2?"), assistant("4", reasoning_content="easy"),
-        user("3+3?"), assistant("6", reasoning_content="easy too"),
+        user("2+2?"),
+        assistant("4", reasoning_content="easy"),
+        user("3+3?"),
+        assistant("6", reasoning_content="easy too"),
     ],
     "reasoning inside the content": [
-        user("2+2?"), assistant("<think>\nhm\n</think>\n\n4"),
-        user("3+3?"), assistant("<think>\nhm, so\n</think>\n\n6"),
+        user("2+2?"),
+        assistant("<think>\nhm\n</think>\n\n4"),
+        user("3+3?"),
+        assistant("<think>\nhm, so\n</think>\n\n6"),
     ],
     "reasoning once": [user("2+2?"), assistant("4", reasoning_content="sum"), user("thanks"), assistant("welcome")],
-}  # fmt: skip
+}
 INLINE = {"reasoning inside the content"}
 CALLED: dict[str, list[dict[str, Any]]] = {
     "a call and its answer": [
-        user("What is 2+2?"), assistant("", tool_calls=[call("add", a=2, b=2)]),
-        tool('{"sum": 4}'), assistant("It is 4."),
+        user("What is 2+2?"),
+        assistant("", tool_calls=[call("add", a=2, b=2)]),
+        tool('{"sum": 4}'),
+        assistant("It is 4."),
     ],
     "a call ends the row": [user("What is 2+2?"), assistant("", tool_calls=[call("add", a=2, b=2)])],
     "calls in many turns": [
-        user("2+2"), assistant("", tool_calls=[call("add", a=2, b=2)]), tool("4"), assistant("4"),
-        user("3+3"), assistant("", tool_calls=[call("add", a=3, b=3)]), tool("6"), assistant("6"),
+        user("2+2"),
+        assistant("", tool_calls=[call("add", a=2, b=2)]),
+        tool("4"),
+        assistant("4"),
+        user("3+3"),
+        assistant("", tool_calls=[call("add", a=3, b=3)]),
+        tool("6"),
+        assistant("6"),
     ],
-}  # fmt: skip
+}
 
 
 def cases() -> Iterator[Any]:
@@ -179,12 +191,44 @@ def test_what_is_trained_is_the_assistants_turns(
 # --- conversations that nobody thought of ---------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
-    ["a", "4", "Paris", " ", "\n", "\n\n", "\t", "  ", ".", ":", '"', "é", "🙂", "日本", "<", ">",
-     "|", "[", "{", "}", "don't",
-     "<think>", "</think>", "<think>\n", "<|im_end|>", "<|im_start|>assistant\n",
-     "</s>", "[/INST]", "[INST]", "Assistant:",
-     "User: ", "<end_of_turn>\n", "<|end|>", "assistant", "The capital of France"]
-)  # fmt: skip
+    [
+        "a",
+        "4",
+        "Paris",
+        " ",
+        "\n",
+        "\n\n",
+        "\t",
+        "  ",
+        ".",
+        ":",
+        '"',
+        "é",
+        "🙂",
+        "日本",
+        "<",
+        ">",
+        "|",
+        "[",
+        "{",
+        "}",
+        "don't",
+        "<think>",
+        "</think>",
+        "<think>\n",
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "</s>",
+        "[/INST]",
+        "[INST]",
+        "Assistant:",
+        "User: ",
+        "<end_of_turn>\n",
+        "<|end|>",
+        "assistant",
+        "The capital of France",
+    ]
+)
 TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
 
 
@@ -259,12 +303,19 @@ def test_calls_of_tools_are_trained_with_the_words_beside_them_and_answers_of_to
     name: str, kind: str
 ) -> None:
     messages = [
-        system("Use the tools."), user("2+2 and 3+3?"),
-        assistant("Let me see.", tool_calls=[call("add", a=2, b=2), call("add", a=3, b=3)],
-                  reasoning_content="two sums"),
-        tool("4"), tool("6"), assistant("4 and 6."), user("And 1+1?"),
-        assistant("", tool_calls=[call("add", a=1, b=1)]), tool("2"), assistant("2"),
-    ]  # fmt: skip
+        system("Use the tools."),
+        user("2+2 and 3+3?"),
+        assistant(
+            "Let me see.", tool_calls=[call("add", a=2, b=2), call("add", a=3, b=3)], reasoning_content="two sums"
+        ),
+        tool("4"),
+        tool("6"),
+        assistant("4 and 6."),
+        user("And 1+1?"),
+        assistant("", tool_calls=[call("add", a=1, b=1)]),
+        tool("2"),
+        assistant("2"),
+    ]
     chat = ChatFormat(tokenizer_of(name, kind))
     row = example(*messages, tools=[ADD])
     encoded = chat.encode(row)
@@ -290,11 +341,12 @@ WEIGHED: dict[str, tuple[list[dict[str, Any]], tuple[int, ...]]] = {
     "the first": ([user("Who?"), assistant("Nobody knows."), user("2+2?"), assistant("4")], (1,)),
     "the last": ([user("Who?"), assistant("Nobody knows."), user("2+2?"), assistant("4")], (3,)),
     "one in the middle": (
-        [user("a?"), assistant("A."), user("b?"), assistant("B, as I said."), user("c?"), assistant("C.")], (3,),
+        [user("a?"), assistant("A."), user("b?"), assistant("B, as I said."), user("c?"), assistant("C.")],
+        (3,),
     ),
     "the same words": ([user("Yes?"), assistant("yes"), user("Yes?"), assistant("yes")], (1,)),
     "the same words at the end": ([user("Yes?"), assistant("yes"), user("Yes?"), assistant("yes")], (3,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

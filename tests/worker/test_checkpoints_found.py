@@ -31,9 +31,10 @@ from worker.conftest import Ended, WorkerJob
 from zoo.model import build_checkpoint, write_facts
 
 SHORT: dict[str, Any] = {
-    "lora": {"r": 4}, "training": {"max_steps": 1, "per_device_train_batch_size": 2},
+    "lora": {"r": 4},
+    "training": {"max_steps": 1, "per_device_train_batch_size": 2},
     "predictions": {"sample_frequency": "off"},
-}  # fmt: skip
+}
 
 
 class Found:
@@ -72,8 +73,12 @@ class Found:
         self.warnings = verdict.warnings
         job_dir = self.layout.job(1).dir
         job_dir.mkdir()
-        plan = {"job": {"id": 1, "name": "found", "user_id": "0"}, "spec": verdict.spec.model_dump(mode="json"),
-                "output_dir": str(verdict.output_dir), **verdict.plan.as_dict()}  # fmt: skip
+        plan = {
+            "job": {"id": 1, "name": "found", "user_id": "0"},
+            "spec": verdict.spec.model_dump(mode="json"),
+            "output_dir": str(verdict.output_dir),
+            **verdict.plan.as_dict(),
+        }
         (job_dir / "plan.json").write_text(json.dumps(plan))
         return WorkerJob(job_dir)
 
@@ -412,8 +417,9 @@ def test_what_transformers_alone_cannot_load_has_a_config_object_under_its_right
             AutoModelForCausalLM.from_pretrained(found.base)
         with pytest.raises(ValueError, match=r"Unrecognized model|does not recognize this architecture"):
             AutoConfig.from_pretrained(found.base)
-        spec = specs.validate({"base_model": str(found.base), "datasets": [{"path": str(found.rows)}], **found.spec,
-                               "lora": {}})  # fmt: skip
+        spec = specs.validate(
+            {"base_model": str(found.base), "datasets": [{"path": str(found.rows)}], **found.spec, "lora": {}}
+        )
         config = load.load_config(SimpleNamespace(spec=spec, base_model_path=found.base))
         assert isinstance(config, PreTrainedConfig)
         assert config.model_type == family

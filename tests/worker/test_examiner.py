@@ -54,15 +54,20 @@ def test_scores_are_figures_of_the_metrics_table(make_job: MakeJob) -> None:
     ended = make_job(lora=LORA, eval_split=0.3, training={"max_steps": 2}, guard={"metric": "token_f1"}).run()
     told = [figures(item) for item in ended.events if item.kind in ("predictions", "guard")]
     assert [sorted(found)[0].split("/") for found in told] == [
-        ["predictions", "exact_match"], ["guard", "token_f1"], ["predictions", "exact_match"], ["guard", "token_f1"],
-    ]  # fmt: skip
+        ["predictions", "exact_match"],
+        ["guard", "token_f1"],
+        ["predictions", "exact_match"],
+        ["guard", "token_f1"],
+    ]
 
 
 def test_the_best_checkpoint_may_be_the_one_that_answers_best(make_job: MakeJob, learned: Path) -> None:
     job = made_worse(
-        make_job, learned, early_stopping_patience=2,
+        make_job,
+        learned,
+        early_stopping_patience=2,
         training={"max_steps": 12, "learning_rate": 0.01, "metric_for_best_model": "predictions/token_f1"} | EVERY_2,
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     state = json.loads(next((job.dir / "checkpoints").glob("checkpoint-*/trainer_state.json")).read_text())
@@ -74,8 +79,12 @@ def test_the_best_checkpoint_may_be_the_one_that_answers_best(make_job: MakeJob,
 
 
 def test_worse_than_it_began_is_regressed_with_a_guard(make_job: MakeJob, learned: Path) -> None:
-    job = made_worse(make_job, learned, guard={"metric": "token_f1", "max_drop": 0.1, "patience": 2},
-                     training={"max_steps": 40} | EVERY_2)  # fmt: skip
+    job = made_worse(
+        make_job,
+        learned,
+        guard={"metric": "token_f1", "max_drop": 0.1, "patience": 2},
+        training={"max_steps": 40} | EVERY_2,
+    )
     ended = job.run()
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert ended.metrics["guard_before"] > ended.metrics["guard_after"] + 0.1
@@ -146,9 +155,12 @@ def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says
 ) -> None:
     monkeypatch.setattr(budget, "MIN_RUN_SEC", 0.0)
     ended = make_job(
-        lora=LORA, eval_split=0.3, training={"max_steps": 6} | EVERY_2, predictions={"max_share": 1e-6},
+        lora=LORA,
+        eval_split=0.3,
+        training={"max_steps": 6} | EVERY_2,
+        predictions={"max_share": 1e-6},
         guard={"metric": "token_f1", "max_drop": 1, "patience": 9},
-    ).run()  # fmt: skip
+    ).run()
     assert evaluations(ended) == [0, 2, 4, 6]
     assert [item["step"] for item in ended.of("predictions")] == [0, 6]
     assert len({tuple(row["prompt"] for row in item["rows"]) for item in ended.of("predictions")}) == 1
@@ -178,9 +190,13 @@ def test_a_guard_asks_a_hundred_unless_told_otherwise_whatever_time_predictions_
     monkeypatch.setattr(budget, "MIN_RUN_SEC", 0.0)
     rows = [{"prompt": f"Number {n}?", "completion": f"n{n}"} for n in range(208)]
     ended = make_job(
-        rows=rows, lora=LORA, eval_split=0.5, training={"max_steps": 4, "per_device_eval_batch_size": 64} | EVERY_2,
-        guard={"metric": "counted", "patience": 9}, predictions={"max_share": 1e-6, "max_new_tokens": 2},
-    ).run()  # fmt: skip
+        rows=rows,
+        lora=LORA,
+        eval_split=0.5,
+        training={"max_steps": 4, "per_device_eval_batch_size": 64} | EVERY_2,
+        guard={"metric": "counted", "patience": 9},
+        predictions={"max_share": 1e-6, "max_new_tokens": 2},
+    ).run()
     assert ended.status == 0, ended.result
     assert [item["step"] for item in ended.of("predictions")] == [0, 4], "no time for those on the way"
     assert [len(item["rows"]) for item in ended.of("predictions")] == [5, 5]
@@ -194,9 +210,13 @@ def test_a_guard_asks_all_where_there_are_fewer_and_spends_nothing_of_the_predic
     make_job: MakeJob, asked: Callable[[], list[str]]
 ) -> None:
     job = make_job(
-        num_rows=12, lora=LORA, eval_split=0.5, training={"max_steps": 2, "save_steps": 2},
-        guard={"metric": "counted"}, predictions={"sample_frequency": "off", "max_new_tokens": 2},
-    )  # fmt: skip
+        num_rows=12,
+        lora=LORA,
+        eval_split=0.5,
+        training={"max_steps": 2, "save_steps": 2},
+        guard={"metric": "counted"},
+        predictions={"sample_frequency": "off", "max_new_tokens": 2},
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     assert len(asked()) == 2 * ended.of("data")[0]["num_eval"] == 12
@@ -264,9 +284,14 @@ def guarded(make_job: MakeJob, learned: Path, **keys: Any) -> WorkerJob:
     training = {"max_steps": 2, "learning_rate": 1e-9} | keys.pop("training", {})
     guard = {"metric": "token_f1", "max_drop": 0.2} | keys.pop("guard", {})
     return make_job(
-        model=learned, num_rows=8, dtype="float32", eval_split=0.5, training=training, guard=guard,
+        model=learned,
+        num_rows=8,
+        dtype="float32",
+        eval_split=0.5,
+        training=training,
+        guard=guard,
         **{"predictions": {"sample_frequency": "off"}} | keys,
-    )  # fmt: skip
+    )
 
 
 def test_a_guard_none_of_whose_answers_came_ends_the_job_before_its_first_step(
@@ -318,9 +343,11 @@ def test_an_evaluation_whose_answers_failed_neither_counts_for_the_guards_patien
 ) -> None:
     planted(lambda number: 4 * (number in (1, 3)))
     ended = guarded(
-        make_job, learned, guard={"patience": 2, "max_drop": 0.1},
+        make_job,
+        learned,
+        guard={"patience": 2, "max_drop": 0.1},
         training={"max_steps": 12, "learning_rate": 0.3} | EVERY_2,
-    ).run()  # fmt: skip
+    ).run()
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert ended.result["step"] == 8, "2 and 6 failed; 4 and 8 are below the line"
     assert [text.split(":")[0] for text in ended.messages("warning") if "cannot tell" in text] == ["step 2", "step 6"]
@@ -332,15 +359,27 @@ def test_an_evaluation_whose_answers_failed_is_not_the_best(
 ) -> None:
     planted(lambda number: 4 * (number == 1))
     job = make_job(
-        model=learned, num_rows=8, dtype="float32", eval_split=0.5, early_stopping_patience=3,
-        training={"max_steps": 6, "learning_rate": 1e-9, "metric_for_best_model": "predictions/token_f1",
-                  "lr_scheduler_type": schedule} | EVERY_2,
-    )  # fmt: skip
+        model=learned,
+        num_rows=8,
+        dtype="float32",
+        eval_split=0.5,
+        early_stopping_patience=3,
+        training={
+            "max_steps": 6,
+            "learning_rate": 1e-9,
+            "metric_for_best_model": "predictions/token_f1",
+            "lr_scheduler_type": schedule,
+        }
+        | EVERY_2,
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     assert [(item["step"], item["num_failed"], bool(item["scores"])) for item in ended.of("predictions")] == [
-        (0, 0, True), (2, 4, False), (4, 0, True), (6, 0, True),
-    ]  # fmt: skip
+        (0, 0, True),
+        (2, 4, False),
+        (4, 0, True),
+        (6, 0, True),
+    ]
     assert "step 2: no scores: 4 of 4 predictions failed" in ended.messages("warning")
     assert ended.result["step"] == 6
     assert not [text for text in ended.messages("warning") if "worse" in text]

@@ -27,12 +27,14 @@ from honed.worker.run import explain
         (RuntimeError("CUDA error: device-side assert triggered"), "model_invalid"),
         (IndexError("index out of range in self"), "model_invalid"),
         (RuntimeError("Error(s) in loading state_dict for Qwen3: size mismatch for lm_head.weight"), "model_invalid"),
-        (ValueError("The checkpoint has model type `qwen9` but Transformers does not recognize this architecture"),
-         "model_invalid"),
+        (
+            ValueError("The checkpoint has model type `qwen9` but Transformers does not recognize this architecture"),
+            "model_invalid",
+        ),
         (OSError("We couldn't connect: HTTPSConnectionPool(host='huggingface.co')"), "environment_invalid"),
         (FileNotFoundError(2, "No such file or directory", "/srv/data/x.png"), "error"),
     ],
-)  # fmt: skip
+)
 def test_an_exception_gets_its_code(problem: Exception, code: str) -> None:
     assert explain(problem).code == code
     assert explain(problem).message

@@ -122,9 +122,12 @@ def test_a_family_trains_and_what_it_makes_loads_again(
     task = {("image",): "image-text-to-text", ("audio",): "audio-text-to-text"}.get(asked(family), "any-to-any")
     assert f"pipeline_tag: {task}\n" in (job.output_dir / "README.md").read_text()
     again = make_job(
-        model=base_of(family), rows=rows, adapter=str(job.output_dir), quantization=quantization,
+        model=base_of(family),
+        rows=rows,
+        adapter=str(job.output_dir),
+        quantization=quantization,
         **(RUN | {"training": RUN["training"] | {"max_steps": 1}}),
-    ).run()  # fmt: skip
+    ).run()
     assert again.status == 0, again.result
     assert again.of("predictions")[0]["rows"] == ended.of("predictions")[-1]["rows"]
 
@@ -165,9 +168,13 @@ def test_a_family_trains_on_videos(
     make_job: MakeJob, base_of: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
     ended = make_job(
-        model=base_of(family), rows=rows_of(("video",), tmp_path / "media"), lora={"r": 4}, media={"num_frames": 2},
-        training={"max_steps": 1}, predictions={"sample_frequency": "off"},
-    ).run()  # fmt: skip
+        model=base_of(family),
+        rows=rows_of(("video",), tmp_path / "media"),
+        lora={"r": 4},
+        media={"num_frames": 2},
+        training={"max_steps": 1},
+        predictions={"sample_frequency": "off"},
+    ).run()
     assert ended.status == 0, ended.result
     assert ended.of("data")[0]["num_train"] == 8
 
@@ -204,10 +211,14 @@ PARTS = [
 
 def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, Any]:
     """A model with its adapter, through the real backend, and the assignment."""
-    spec = specs.validate({
-        "base_model": str(base), "datasets": [{"path": "/d.jsonl"}], "lora": {"r": 4, **lora},
-        "quantization": quantization,
-    })  # fmt: skip
+    spec = specs.validate(
+        {
+            "base_model": str(base),
+            "datasets": [{"path": "/d.jsonl"}],
+            "lora": {"r": 4, **lora},
+            "quantization": quantization,
+        }
+    )
     choices = precision.decide(spec, basemodel.inspect(base), cpu())
     job: Any = SimpleNamespace(spec=spec, precision=choices, base_model_path=base, plan={}, seed=0)
     model = transformers_backend.load_base(job, load.load_config(job))

@@ -49,10 +49,17 @@ def bare_losses(base: Path, data_path: Path, output_dir: Path, **training: Any) 
     rows = [chat.encode(convert(json.loads(line), "messages")) for line in data_path.read_text().splitlines()]
     dataset = Dataset.from_dict({"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]})
     args = SFTConfig(
-        output_dir=str(output_dir), use_cpu=True, report_to="none", logging_steps=1, save_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=False, loss_type="nll", dataset_kwargs={"skip_prepare_dataset": True},
+        output_dir=str(output_dir),
+        use_cpu=True,
+        report_to="none",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        loss_type="nll",
+        dataset_kwargs={"skip_prepare_dataset": True},
         **training,
-    )  # fmt: skip
+    )
     transformers.set_seed(args.seed)
     trainer = SFTTrainer(model=str(base), args=args, train_dataset=dataset, processing_class=tokenizer)
     assert (args.bf16, str(next(trainer.model.parameters()).dtype)) == (True, "torch.float32"), "TRL's own defaults"
@@ -118,13 +125,23 @@ def test_the_best_checkpoints_remainders_are_in_an_output_of_more_than_bfloat16(
     from honed.worker.train.optimizer import REMAINDER, join
 
     training = {
-        "max_steps": 9, "learning_rate": 0.05, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 11,
-        "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 9,
-    }  # fmt: skip
+        "max_steps": 9,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 11,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "save_total_limit": 9,
+    }
     job = make_job(
-        model=learned, num_rows=8, eval_split=0.25, training=training, master_weights="compensated",
+        model=learned,
+        num_rows=8,
+        eval_split=0.25,
+        training=training,
+        master_weights="compensated",
         predictions={"num_samples": 2, "max_new_tokens": 4},
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     losses = {item["step"]: item["metrics"]["eval_loss"] for item in ended.of("evaluation") if item["step"]}
@@ -144,8 +161,11 @@ def test_the_best_checkpoints_remainders_are_in_an_output_of_more_than_bfloat16(
 def test_a_job_that_was_planned_before_there_were_rungs_is_trained_as_it_was_planned(make_job: MakeJob) -> None:
     job = make_job(model=BFLOAT16, training=TRAINING | {"max_steps": 2}, master_weights="none")
     before: WorkerJob = job
-    old = {key: value for key, value in job.plan["precision"].items()
-           if key not in ("master_weights", "optim", "save_dtype")}  # fmt: skip
+    old = {
+        key: value
+        for key, value in job.plan["precision"].items()
+        if key not in ("master_weights", "optim", "save_dtype")
+    }
     before.change_plan(precision=old)
     ended = before.run()
     assert ended.status == 0, ended.result
@@ -177,9 +197,17 @@ def test_the_room_that_a_first_checkpoint_needs_is_that_of_all_that_it_holds(tmp
 
 def precision(save_dtype: str | None, *, load_dtype: str = "float32", bf16: bool = False) -> Precision:
     return Precision(
-        load_dtype=load_dtype, compute_dtype=None, bf16=bf16, fp16=False, adapter_dtype=None, quantization="none",
-        attn_implementation="sdpa", reasons={}, master_weights="float32", save_dtype=save_dtype,
-    )  # fmt: skip
+        load_dtype=load_dtype,
+        compute_dtype=None,
+        bf16=bf16,
+        fp16=False,
+        adapter_dtype=None,
+        quantization="none",
+        attn_implementation="sdpa",
+        reasons={},
+        master_weights="float32",
+        save_dtype=save_dtype,
+    )
 
 
 def tiny(*, has_tie: bool = False) -> Any:
@@ -187,10 +215,18 @@ def tiny(*, has_tie: bool = False) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=has_tie,
-    ))  # fmt: skip
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            tie_word_embeddings=has_tie,
+        )
+    )
 
 
 @pytest.mark.parametrize(("bf16", "held"), [(True, "bfloat16"), (False, "float32")])
@@ -333,8 +369,9 @@ def test_compensated_weights_are_stepped_as_float32_ones_are_and_a_checkpoint_gi
     own: list[tuple[Any, Any]] = [(torch.optim.AdamW, CompensatedAdamW), (bitsandbytes.optim.AdamW8bit, eight_bit())]
     for theirs, ours in own:
         wide, half = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
-        reference, optimizer = (kind([each], lr=1e-4, weight_decay=0.01)
-                                for kind, each in ((theirs, wide), (ours, half)))  # fmt: skip
+        reference, optimizer = (
+            kind([each], lr=1e-4, weight_decay=0.01) for kind, each in ((theirs, wide), (ours, half))
+        )
         for number in range(20):
             if number == 10:  # a resume
                 torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")

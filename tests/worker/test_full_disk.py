@@ -56,8 +56,13 @@ def test_older_checkpoints_are_given_up_before_the_run_is(make_job: MakeJob, mou
 
 
 def test_the_best_checkpoint_is_never_given_up(make_job: MakeJob, mount: Any) -> None:
-    training = TRAINING | {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
-                           "learning_rate": 0.5, "lr_scheduler_type": "constant"}  # fmt: skip
+    training = TRAINING | {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+    }
     job = make_job(training=training, eval_split=0.25, **KEYS)
     mount(job.dir / "checkpoints", "24m")
     ended = job.run()

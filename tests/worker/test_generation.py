@@ -21,11 +21,18 @@ from worker.test_prediction_state import predictor_of
 
 #: Each of them alone changes what a tiny model writes, or keeps it from writing.
 LEAKS: dict[str, Any] = {
-    "repetition_penalty": 1.5, "no_repeat_ngram_size": 1, "suppress_tokens": list(range(300)), "forced_eos_token_id": 7,
-    "bad_words_ids": [[each] for each in range(300)], "prompt_lookup_num_tokens": 3,
-    "exponential_decay_length_penalty": (1, 50.0), "sequence_bias": [[[each], -50.0] for each in range(300)],
-    "watermarking_config": {"bias": 50.0}, "guidance_scale": 3.0, "penalty_alpha": 0.6,
-}  # fmt: skip
+    "repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": list(range(300)),
+    "forced_eos_token_id": 7,
+    "bad_words_ids": [[each] for each in range(300)],
+    "prompt_lookup_num_tokens": 3,
+    "exponential_decay_length_penalty": (1, 50.0),
+    "sequence_bias": [[[each], -50.0] for each in range(300)],
+    "watermarking_config": {"bias": 50.0},
+    "guidance_scale": 3.0,
+    "penalty_alpha": 0.6,
+}
 #: A temperature that nothing uses, which transformers does not write again.
 CONTRADICTORY = {
     "temperature": 0.6,

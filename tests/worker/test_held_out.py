@@ -78,9 +78,12 @@ def test_rows_that_are_trained_on_and_held_out_are_counted_and_told_packed_ones_
     held.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in [*rows[4:], SHORT]).encode()))
     datasets.Dataset.from_list([numbered(SHORT, place) for place in range(6, 9)]).save_to_disk(tmp_path / "saved")
     ended = make_job(
-        rows=[*rows, *rows], lora=LORA, predictions=OFF, training={"max_steps": 1},
+        rows=[*rows, *rows],
+        lora=LORA,
+        predictions=OFF,
+        training={"max_steps": 1},
         eval_datasets=[{"path": str(held)}, {"path": str(tmp_path / "saved")}],
-    ).run()  # fmt: skip
+    ).run()
     assert ended.status == 0, ended.result
     [data] = ended.of("data")
     assert (data["num_train"], data["num_eval"], data["num_twice"], data["num_in_both"]) == (12, 6, 6, 2)
@@ -111,10 +114,12 @@ def test_most_rows_cut_earn_a_warning(make_job: MakeJob, rows: list[dict[str, st
 @pytest.mark.parametrize(
     ("template", "format_", "level"),
     [
-        ("words", "messages", "warning"), ("words", "text", None), ("llama3", "messages", "info"),
+        ("words", "messages", "warning"),
+        ("words", "text", None),
+        ("llama3", "messages", "info"),
         ("chatml", "messages", None),
     ],
-)  # fmt: skip
+)
 def test_what_deserves_a_word_of_a_chat_template_is_told_once_before_training(
     make_job: MakeJob, template: str, format_: Any, level: str | None
 ) -> None:
@@ -131,8 +136,13 @@ def test_what_deserves_a_word_of_a_chat_template_is_told_once_before_training(
 
 
 def test_the_best_checkpoint_is_wanted_and_each_evaluation_writes_one(make_job: MakeJob) -> None:
-    training = {"max_steps": 4, "eval_steps": 2, "load_best_model_at_end": True, "max_length": 48,
-                "metric_for_best_model": "eval_mean_token_accuracy"}  # fmt: skip
+    training = {
+        "max_steps": 4,
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "max_length": 48,
+        "metric_for_best_model": "eval_mean_token_accuracy",
+    }
     rows = [numbered(SHORT, place) for place in range(20)]
     job = make_job(rows=rows, lora=LORA, eval_split=0.1, training=training, backend="transformers")
     ended = job.run()

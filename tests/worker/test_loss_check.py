@@ -90,11 +90,14 @@ def test_a_model_whose_own_loss_is_not_that_of_its_logits_is_not_trained(
 @pytest.mark.parametrize(
     ("family", "keys"),
     [
-        ("llama", {"dtype": "bfloat16"}), ("gemma2", {"dtype": "bfloat16"}), ("phi3", {"quantization": "4bit"}),
-        ("gpt_neox", {"dtype": "float32"}), ("qwen3", {"quantization": "8bit"}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("gemma2", {"dtype": "bfloat16"}),
+        ("phi3", {"quantization": "4bit"}),
+        ("gpt_neox", {"dtype": "float32"}),
+        ("qwen3", {"quantization": "8bit"}),
         ("qwen3", {"dtype": "bfloat16", "lora": {"r": 4, "modules_to_save": ["lm_head"]}}),
     ],
-)  # fmt: skip
+)
 def test_a_chunked_loss_is_left_to_models_that_it_goes_with(
     make_job: MakeJob, family: str, keys: dict[str, Any]
 ) -> None:
@@ -144,22 +147,44 @@ def test_the_balance_of_experts_is_no_difference(make_job: MakeJob) -> None:
 # --- What is known by config.json alone -------------------------------------------------------------------------------
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_local_experts": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+}
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_expand": 2}
 #: Families by what their config.json says: whether TRL's chunked loss leaves something out.
 SUSPECTS: dict[str, dict[str, Any]] = {
-    "granite": {"logits_scaling": 8.0}, "granitemoe": {"logits_scaling": 8.0},
+    "granite": {"logits_scaling": 8.0},
+    "granitemoe": {"logits_scaling": 8.0},
     "granitemoeshared": {"logits_scaling": 8.0, "shared_intermediate_size": 32},
     "granitemoehybrid": {"logits_scaling": 8.0, "layer_types": ["attention", "attention"], **_MAMBA},
-    "granite_swa": {"logits_scaling": 8.0}, "hyperclovax": {"logits_scaling": 0.125},
+    "granite_swa": {"logits_scaling": 8.0},
+    "hyperclovax": {"logits_scaling": 0.125},
     "falcon_h1": {"lm_head_multiplier": 0.125, **_MAMBA},
-    "minicpm3": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-                 "num_key_value_heads": 4, "dim_model_base": 4},
-    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16}, "modernbert-decoder": {},
-}  # fmt: skip
+    "minicpm3": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "dim_model_base": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
+    "modernbert-decoder": {},
+}
 WELL: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": {}, "olmo2": {}, "glm4": {}, "starcoder2": {},
     "gemma2": {"final_logit_softcapping": 2.0}, "gemma3_text": {"final_logit_softcapping": 2.0},

@@ -23,8 +23,15 @@ def finite(path: Path) -> bool:
 
 
 def test_a_run_whose_gradients_explode_is_stopped_and_its_last_good_checkpoint_stays(make_job: MakeJob) -> None:
-    training = {"max_steps": 150, "warmup_steps": 60, "lr_scheduler_type": "constant_with_warmup", "learning_rate": 1.0,
-                "save_steps": 5, "per_device_train_batch_size": 1, "max_grad_norm": 0}  # fmt: skip
+    training = {
+        "max_steps": 150,
+        "warmup_steps": 60,
+        "lr_scheduler_type": "constant_with_warmup",
+        "learning_rate": 1.0,
+        "save_steps": 5,
+        "per_device_train_batch_size": 1,
+        "max_grad_norm": 0,
+    }
     job = make_job("gpt2", dtype="float32", predictions=OFF, training=training)
     ended = job.run()
     print({step: round(loss, 1) for step, loss in ended.losses.items() if step > len(ended.losses) - 12})
@@ -54,8 +61,15 @@ def test_no_checkpoint_is_made_under_suspicion_at_an_epochs_end_either(
         return lost
 
     monkeypatch.setattr(divergence.Divergence, "look", watched)
-    training = {"max_steps": 100, "warmup_steps": 60, "lr_scheduler_type": "constant_with_warmup", "learning_rate": 1.0,
-                "save_strategy": "epoch", "per_device_train_batch_size": 1, "max_grad_norm": 0}  # fmt: skip
+    training = {
+        "max_steps": 100,
+        "warmup_steps": 60,
+        "lr_scheduler_type": "constant_with_warmup",
+        "learning_rate": 1.0,
+        "save_strategy": "epoch",
+        "per_device_train_batch_size": 1,
+        "max_grad_norm": 0,
+    }
     job = make_job(
         "gpt2", dtype="float32", num_rows=3, predictions=OFF, training=training, divergence={"num_steps": 1000}
     )
@@ -107,12 +121,18 @@ def test_weights_that_are_no_numbers_are_never_saved(
         assert not (job.output_dir / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("keys", [
-    {"training": {"learning_rate": 5e-2, "warmup_steps": 0}, "lora": {"r": 4}},
-    {"training": {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}, "num_rows": 3},
-    {"training": {"learning_rate": 2e-2, "train_sampling_strategy": "sequential"},
-     "lora": {"r": 2, "lora_dropout": 0.5}},
-], ids=["high learning rate", "learned by heart", "dropout"])  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"training": {"learning_rate": 5e-2, "warmup_steps": 0}, "lora": {"r": 4}},
+        {"training": {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}, "num_rows": 3},
+        {
+            "training": {"learning_rate": 2e-2, "train_sampling_strategy": "sequential"},
+            "lora": {"r": 2, "lora_dropout": 0.5},
+        },
+    ],
+    ids=["high learning rate", "learned by heart", "dropout"],
+)
 def test_a_noisy_run_of_single_rows_is_left_alone(make_job: MakeJob, keys: dict[str, Any]) -> None:
     training = {"max_steps": 60, "per_device_train_batch_size": 1} | keys["training"]
     ended = make_job(dtype="float32", predictions=OFF, **(keys | {"training": training})).run()

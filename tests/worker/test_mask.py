@@ -98,9 +98,14 @@ def test_turns_of_weight_0_count_neither_in_training_nor_in_what_is_held_out(mak
     def run(row: dict[str, Any], *others: dict[str, Any]) -> Ended:
         (tmp_path / "held.jsonl").write_text(json.dumps(row) + "\n")
         return make_job(
-            "llama", rows=[row, *others], eval_datasets=[{"path": str(tmp_path / "held.jsonl")}], dtype="float32",
-            training={"max_steps": 1}, predictions={"num_samples": 1, "max_new_tokens": 2}, lora={"r": 4},
-        ).run()  # fmt: skip
+            "llama",
+            rows=[row, *others],
+            eval_datasets=[{"path": str(tmp_path / "held.jsonl")}],
+            dtype="float32",
+            training={"max_steps": 1},
+            predictions={"num_samples": 1, "max_new_tokens": 2},
+            lora={"r": 4},
+        ).run()
 
     plain, weighed = run({"messages": turns}), run({"messages": [*turns, *more]}, nothing)
     assert weighed.status == plain.status == 0, weighed.result

@@ -74,9 +74,13 @@ def test_odd_files_are_trained_on_and_broken_ones_left_out_counted_and_named(
         rows.append({"conversations": turns, "audio" if is_sound else "image": name})
     found = {"path": str(tmp_path / "job1/facts.jsonl"), "media_dir": {"image": str(pictures), "audio": str(sounds)}}
     job = make_job(
-        model=omni, rows=rows, datasets=[found], lora={"r": 4},
-        training={"max_steps": 2, "per_device_train_batch_size": 5}, predictions={"sample_frequency": "off"},
-    )  # fmt: skip
+        model=omni,
+        rows=rows,
+        datasets=[found],
+        lora={"r": 4},
+        training={"max_steps": 2, "per_device_train_batch_size": 5},
+        predictions={"sample_frequency": "off"},
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     counts = ended.of("data")[0]
@@ -97,9 +101,7 @@ def test_a_sound_of_which_the_processor_drops_the_end_is_left_out_and_named(
         write_sound(tmp_path / f"{name}.wav", int(seconds * 16000))
         messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A hum."}]
         rows.append({"messages": messages, "audio": str(tmp_path / f"{name}.wav")})
-    keys: dict[str, Any] = {
-        "lora": {"r": 4}, "training": {"max_steps": 1}, "predictions": {"sample_frequency": "off"},
-    }  # fmt: skip
+    keys: dict[str, Any] = {"lora": {"r": 4}, "training": {"max_steps": 1}, "predictions": {"sample_frequency": "off"}}
     job = make_job(model=ears, rows=rows, **keys)
     ended = job.run()
     assert ended.status == 0, ended.result

@@ -98,10 +98,29 @@ def row(*turns: tuple[str, Sequence[str | Media]]) -> Example:
 
 
 WORDS = st.lists(
-    st.sampled_from(["yes", "no", "red", "A cat.", "two\nthree", "  ", "Wie heißt 🙂?", "<b>", "user", "assistant\n",
-                     "ASSISTANT:", "日本", "{x}", "1, 2", "\n\n", "a b"]),
-    min_size=1, max_size=4,
-).map(" ".join)  # fmt: skip
+    st.sampled_from(
+        [
+            "yes",
+            "no",
+            "red",
+            "A cat.",
+            "two\nthree",
+            "  ",
+            "Wie heißt 🙂?",
+            "<b>",
+            "user",
+            "assistant\n",
+            "ASSISTANT:",
+            "日本",
+            "{x}",
+            "1, 2",
+            "\n\n",
+            "a b",
+        ]
+    ),
+    min_size=1,
+    max_size=4,
+).map(" ".join)
 SAID = WORDS.filter(lambda text: text.strip())
 
 
@@ -187,9 +206,11 @@ def test_each_kind_of_media_has_its_place_in_a_row_of_several(
     family: Family = family_of("qwen2_5_omni_thinker")
     sound = write_sound(tmp_path / "a.wav")
     example = row(
-        ("user", ["Look:", image(pictures[0]), " and listen:", Media("audio", sound)]), ("assistant", ["A bell."]),
-        ("user", [Media("audio", sound), image(pictures[1])]), ("assistant", ["Another."]),
-    )  # fmt: skip
+        ("user", ["Look:", image(pictures[0]), " and listen:", Media("audio", sound)]),
+        ("assistant", ["A bell."]),
+        ("user", [Media("audio", sound), image(pictures[1])]),
+        ("assistant", ["Another."]),
+    )
     encoded = family.chat.encode(example)
     assert [text.removesuffix("<|im_end|>") for text in family.trained_texts(encoded)] == ["A bell.", "Another."]
     family.check(encoded, example)
@@ -353,9 +374,14 @@ def test_rows_of_one_batch_are_padded_together_and_keep_their_own(
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*[(name, "image") for name in IMAGE_FAMILIES], ("qwen2_5_vl", "video"), ("qwen3_vl", "video"),
-     ("qwen2_audio", "audio"), ("qwen2_5_omni_thinker", "audio")],
-)  # fmt: skip
+    [
+        *[(name, "image") for name in IMAGE_FAMILIES],
+        ("qwen2_5_vl", "video"),
+        ("qwen3_vl", "video"),
+        ("qwen2_audio", "audio"),
+        ("qwen2_5_omni_thinker", "audio"),
+    ],
+)
 def test_a_row_means_the_same_to_the_model_in_a_batch_as_alone(
     family_of: Any, pictures: list[Path], tmp_path: Path, name: str, kind: Kind
 ) -> None:

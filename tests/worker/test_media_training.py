@@ -53,10 +53,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_trains_on_pictures(make_job: MakeJob, qwen: Path, tmp_path: Path) -> None:
     job = make_job(
-        model=qwen, rows=colored_rows(tmp_path / "images", 12), lora={"r": 4}, eval_split=0.25,
+        model=qwen,
+        rows=colored_rows(tmp_path / "images", 12),
+        lora={"r": 4},
+        eval_split=0.25,
         training={"max_steps": 3, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2},
         predictions={"num_samples": 2, "max_new_tokens": 4},
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     assert ended.of("data")[0]["num_media"] == 12
@@ -76,11 +79,14 @@ def test_a_tiny_model_learns_the_colors_of_pictures_that_it_has_never_seen(
         rows=colored_rows(tmp_path / "images", 160),
         eval_datasets=[{"path": str(held_out)}],
         training={
-            "max_steps": 80, "per_device_train_batch_size": 16, "learning_rate": 3e-3, "eval_strategy": "no",
+            "max_steps": 80,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 3e-3,
+            "eval_strategy": "no",
             "lr_scheduler_type": "cosine",
         },
         predictions={"sample_frequency": "epoch", "num_samples": 40, "max_new_tokens": 4},
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     before, *_, after = [share_of_right_answers(item["rows"]) for item in ended.of("predictions")]
@@ -152,10 +158,14 @@ def test_no_floating_input_reaches_the_model_in_another_dtype(
 
     monkeypatch.setattr(load, "load", load_with_a_hook)
     job = make_job(
-        model=qwen, rows=rows_of(tmp_path / "images"),
-        dtype=dtype, eval_split=0.25, predictions={"num_samples": 2, "max_new_tokens": 2},
-        training={"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}, **keys,
-    )  # fmt: skip
+        model=qwen,
+        rows=rows_of(tmp_path / "images"),
+        dtype=dtype,
+        eval_split=0.25,
+        predictions={"num_samples": 2, "max_new_tokens": 2},
+        training={"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
+        **keys,
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     assert [item["num_failed"] for item in ended.of("predictions")] == [0, 0, 0]
@@ -199,10 +209,12 @@ def test_a_picture_that_changes_is_named_by_a_loader_in_another_process(
 ) -> None:
     """Torch hands on what a loader's process raises as one text, with its traceback."""
     job = make_job(
-        model=qwen, rows=rows_of(tmp_path / "images"),
-        lora={"r": 4}, training={"max_steps": 400, "dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
+        model=qwen,
+        rows=rows_of(tmp_path / "images"),
+        lora={"r": 4},
+        training={"max_steps": 400, "dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
         predictions={"sample_frequency": "off"},
-    )  # fmt: skip
+    )
     process = job.start()
     job.wait_for(lambda events: any(event.kind == "step" for event in events), process)
     other = tmp_path / "other.png"
@@ -246,9 +258,12 @@ def test_evaluation_rows_that_are_all_lost_end_the_job_and_say_why(
     for file in (tmp_path / "elsewhere").iterdir():
         file.unlink()
     ended = make_job(
-        model=qwen, rows=rows_of(tmp_path / "images", 4), lora={"r": 4}, eval_datasets=[{"path": str(held_out)}],
+        model=qwen,
+        rows=rows_of(tmp_path / "images", 4),
+        lora={"r": 4},
+        eval_datasets=[{"path": str(held_out)}],
         training={"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1},
-    ).run()  # fmt: skip
+    ).run()
     assert ended.result["error"]["code"] == "dataset_invalid", ended.result
     assert ended.result["error"]["message"].startswith(
         "no row is left to evaluate on, of 4; the first: data set 1, row"
@@ -282,10 +297,13 @@ def test_rows_with_and_without_pictures_share_a_batch(make_job: MakeJob, qwen: P
     ]
     for family in ("qwen2_5_vl", "gemma3"):
         ended = make_job(
-            model=build_vision_checkpoint(tmp_path / family, family), rows=[*rows_of(tmp_path / "images", 4), *text],
-            lora={"r": 4}, eval_split=0.5, training={"max_steps": 4, "per_device_train_batch_size": 1},
+            model=build_vision_checkpoint(tmp_path / family, family),
+            rows=[*rows_of(tmp_path / "images", 4), *text],
+            lora={"r": 4},
+            eval_split=0.5,
+            training={"max_steps": 4, "per_device_train_batch_size": 1},
             predictions={"num_samples": 4, "max_new_tokens": 3},
-        ).run()  # fmt: skip
+        ).run()
         assert ended.status == 0, ended.result
         assert {item["num_failed"] for item in ended.of("predictions")} == {0}
 
@@ -302,10 +320,7 @@ def test_a_stopped_run_on_pictures_goes_on_as_if_nothing_had_been(make_job: Make
 
 @pytest.mark.parametrize("key", ["packing", "padding_free"])
 def test_pictures_are_not_packed(make_job: MakeJob, qwen: Path, tmp_path: Path, key: str) -> None:
-    job = make_job(
-        model=qwen, rows=rows_of(tmp_path / "images", 4),
-        lora={"r": 4}, training={"max_length": 64},
-    )  # fmt: skip
+    job = make_job(model=qwen, rows=rows_of(tmp_path / "images", 4), lora={"r": 4}, training={"max_length": 64})
     plan = job.plan
     plan["spec"]["training"][key] = True
     job.change_plan(**plan)

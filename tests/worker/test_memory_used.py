@@ -67,9 +67,17 @@ def test_weights_adapter_gradients_and_optimizer_are_estimated_within_five_perce
 
 _ALWAYS = ("adamw_8bit", "lion_32bit", "ademamix_8bit", "adafactor", "sgd")
 _OPTIMIZERS = (
-    *_ALWAYS, "adamw_torch", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "ademamix", "adagrad", "rmsprop",
-    "rmsprop_bnb", "rmsprop_bnb_8bit",
-)  # fmt: skip
+    *_ALWAYS,
+    "adamw_torch",
+    "paged_adamw_8bit",
+    "paged_adamw_32bit",
+    "lion_8bit",
+    "ademamix",
+    "adagrad",
+    "rmsprop",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+)
 
 
 @pytest.mark.parametrize(

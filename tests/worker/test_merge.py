@@ -190,8 +190,13 @@ def test_a_base_that_is_stored_quantized_is_merged_whole(
     from transformers import BitsAndBytesConfig
 
     plain = checkpoint_of("llama")
-    how = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True,
-                             bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
+    how = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+    )
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=how, dtype=torch.float32)
     model.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(plain).save_pretrained(tmp_path / "base")
@@ -248,8 +253,14 @@ def merge_job(directory: Path, base: Path, adapter: Path, **keys: Any) -> Worker
     """A merge with its plan, ready for the worker."""
     directory.mkdir(exist_ok=True)
     spec = specs.validate({"kind": "merge", "base_model": str(base), "adapter": str(adapter), **keys})
-    planned = plan.make(spec, basemodel.inspect(base), cpu(), config=Config(), installed=INSTALLED,
-                        adapter=basemodel.inspect_adapter(adapter))  # fmt: skip
+    planned = plan.make(
+        spec,
+        basemodel.inspect(base),
+        cpu(),
+        config=Config(),
+        installed=INSTALLED,
+        adapter=basemodel.inspect_adapter(adapter),
+    )
     contents = {
         "job": {"id": 1, "name": "merged", "user_id": "1000"},
         "spec": spec.model_dump(mode="json") | {"adapter": "job:stage1"},

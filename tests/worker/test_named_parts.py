@@ -53,9 +53,10 @@ class GraftForConditionalGeneration(LlavaForConditionalGeneration):
 """
 PARTS = {"vision": "retina", "projector": "bridge"}
 RUN: dict[str, Any] = {
-    "trust_remote_code": True, "training": {"max_steps": 2, "learning_rate": 2e-2},
+    "trust_remote_code": True,
+    "training": {"max_steps": 2, "learning_rate": 2e-2},
     "predictions": {"sample_frequency": "off"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,13 @@ def grafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(plain, base)
     (base / "modeling_graft.py").write_text(MODELING)
     config = json.loads((base / "config.json").read_text()) | {
-        "model_type": "graft", "architectures": ["GraftForConditionalGeneration"],
-        "auto_map": {"AutoConfig": "modeling_graft.GraftConfig",
-                     "AutoModelForImageTextToText": "modeling_graft.GraftForConditionalGeneration"},
-    }  # fmt: skip
+        "model_type": "graft",
+        "architectures": ["GraftForConditionalGeneration"],
+        "auto_map": {
+            "AutoConfig": "modeling_graft.GraftConfig",
+            "AutoModelForImageTextToText": "modeling_graft.GraftForConditionalGeneration",
+        },
+    }
     (base / "config.json").write_text(json.dumps(config))
     weights = LlavaForConditionalGeneration.from_pretrained(plain).state_dict()
     renamed = {
@@ -91,13 +95,20 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     for color in colors:
         Image.new("RGB", (32, 40), color).save(tmp_path / f"{color}.png")
     return [
-        {"messages": [
-            {"role": "user", "content": [{"type": "image", "image": str(tmp_path / f"{color}.png")},
-                                         {"type": "text", "text": "What is it?"}]},
-            {"role": "assistant", "content": f"It is {color}."},
-        ]}
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": str(tmp_path / f"{color}.png")},
+                        {"type": "text", "text": "What is it?"},
+                    ],
+                },
+                {"role": "assistant", "content": f"It is {color}."},
+            ]
+        }
         for color in colors * 2
-    ]  # fmt: skip
+    ]
 
 
 def kind_of(name: str) -> str:

@@ -59,16 +59,27 @@ def lost(name: str, messages: list[dict[str, Any]], **columns: Any) -> list[tupl
         ("deepseek_r1_distill", QUESTIONS, [("reasoning", 1, "A"), ("reasoning", 3, "B")]),
         ("deepseek_r1_distill_training", QUESTIONS, []),
         ("qwen2_5", QUESTIONS, []),
-        ("qwen2_5", [{"role": "developer", "content": "Be kind."}, user("Hi"), assistant("Ho")],
-         [("system", 0, "Be kind.")]),
-        ("deepseek_r1_distill", [{"role": "system", "content": "Short."}, {"role": "system", "content": "Long."},
-                                 user("Hi"), assistant("Ho")], [("system", 0, "Short.")]),
+        (
+            "qwen2_5",
+            [{"role": "developer", "content": "Be kind."}, user("Hi"), assistant("Ho")],
+            [("system", 0, "Be kind.")],
+        ),
+        (
+            "deepseek_r1_distill",
+            [
+                {"role": "system", "content": "Short."},
+                {"role": "system", "content": "Long."},
+                user("Hi"),
+                assistant("Ho"),
+            ],
+            [("system", 0, "Short.")],
+        ),
         ("qwen3", [user("Hi", name="Alice"), assistant("Ho")], [("name", 0, "Alice")]),
         ("llama3_2", CALLED, [("answer", 1, "I look.")]),
         ("qwen3", CALLED, []),
         ("llama3", CALLED, [("tool_calls", 1, text) for text in ("get_weather", "city", "Paris", "days")]),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_leaves_out_is_found(name: str, messages: list[dict[str, Any]], expected: list[Any]) -> None:
     assert lost(name, messages) == expected
 
@@ -138,14 +149,22 @@ def test_what_helps_is_tried(name: str, messages: list[dict[str, Any]], helps: s
         ("qwen3_5_nothink", [user("Hi"), assistant("Ho")], None, ""),  # empty reasoning is part of the turn
         ("qwen3_5_nothink", QUESTIONS, ("<think>\n\n</think>\n\n", "<think>\nB\n"), "{enable_thinking: true}"),
         ("qwen3_5_think", [*QUESTIONS, user("So?")], ("assistant\n<think>\n", "assistant\n6"), "template: trl"),
-        ("nemotron_3_nano", [user("Hi"), assistant("Ho")], ("<think>\n", "<think></think>Ho"),
-         "{enable_thinking: false}"),
+        (
+            "nemotron_3_nano",
+            [user("Hi"), assistant("Ho")],
+            ("<think>\n", "<think></think>Ho"),
+            "{enable_thinking: false}",
+        ),
         ("nemotron_3_nano", QUESTIONS, None, ""),
         ("deepseek_r1_distill", [user("Hi"), assistant("Ho")], ("<think>\n", "<｜Assistant｜>Ho"), "name a template"),
-        ("diffusion_gemma", [*CALLED[:1], assistant("", tool_calls=[CALL]), *CALLED[2:]],
-         ("<tool_response|>", "<tool_response|><|turn>model\nSunny"), "name a template"),
+        (
+            "diffusion_gemma",
+            [*CALLED[:1], assistant("", tool_calls=[CALL]), *CALLED[2:]],
+            ("<tool_response|>", "<tool_response|><|turn>model\nSunny"),
+            "name a template",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_that_is_not_what_stands_before_the_last_turn_is_found(
     name: str, messages: list[dict[str, Any]], parts: tuple[str, str] | None, helps: str
 ) -> None:
@@ -189,9 +208,12 @@ def test_one_silenced_row_of_a_few_that_are_held_out_refuses_no_job(make_job: Ma
     plain = [{"messages": [user(f"{n}+{n}?"), assistant(str(2 * n))]} for n in range(12)]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [silenced, *plain[9:]]))
     ended = make_job(
-        "llama", rows=plain[:9], eval_datasets=[{"path": str(tmp_path / "held.jsonl")}], lora={"r": 4},
+        "llama",
+        rows=plain[:9],
+        eval_datasets=[{"path": str(tmp_path / "held.jsonl")}],
+        lora={"r": 4},
         training={"max_steps": 1},
-    ).run()  # fmt: skip
+    ).run()
     assert ended.status == 0, ended.result
     [data] = ended.of("data")
     assert (data["num_train"], data["num_eval"], data["num_silenced"]) == (9, 3, 1)

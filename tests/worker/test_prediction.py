@@ -8,9 +8,12 @@ from worker.conftest import MakeJob
 
 DROPOUT = {"r": 8, "lora_dropout": 0.2}
 TRAINING = {
-    "max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2,
+    "max_steps": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -51,10 +54,12 @@ def test_predictions_are_made_when_they_were_asked_for(
     make_job: MakeJob, frequency: str | int, steps: list[int]
 ) -> None:
     job = make_job(
-        lora=DROPOUT, num_rows=8, eval_split=0.25,
+        lora=DROPOUT,
+        num_rows=8,
+        eval_split=0.25,
         training={"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2},
         predictions={"sample_frequency": frequency, "num_samples": 2},
-    )  # fmt: skip
+    )
     ended = job.run()
     assert [item["step"] for item in ended.of("predictions")] == steps
     for item in ended.of("predictions"):

@@ -33,9 +33,15 @@ def test_a_batch_writes_what_each_prompt_gets_alone(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     chat = ChatFormat(AutoTokenizer.from_pretrained(path))
     precision = Precision(
-        load_dtype=dtype, compute_dtype=dtype, bf16=False, fp16=False, adapter_dtype=None, quantization="none",
-        attn_implementation="sdpa", reasons={},
-    )  # fmt: skip
+        load_dtype=dtype,
+        compute_dtype=dtype,
+        bf16=False,
+        fp16=False,
+        adapter_dtype=None,
+        quantization="none",
+        attn_implementation="sdpa",
+        reasons={},
+    )
     told: list[str] = []
     predictor = Predictor(chat, precision, max_new_tokens=24, stop=Stop(), warn=told.append)
     questions = prediction.from_prompts(PROMPTS, chat)

@@ -48,9 +48,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 #: Of a run of eight steps of which an epoch has four: the steps at which there are predictions.
 STEPS = {
-    "eval": [0, 2, 4, 6, 8], "epoch": [0, 4, 8], "each step": [0, 1, 2, 3, 4, 5, 6, 7, 8],
-    "every third, drawn": [0, 3, 6, 8], "own prompts": [0, 2, 4, 6, 8], "guard": [0, 2, 4, 6, 8],
-}  # fmt: skip
+    "eval": [0, 2, 4, 6, 8],
+    "epoch": [0, 4, 8],
+    "each step": [0, 1, 2, 3, 4, 5, 6, 7, 8],
+    "every third, drawn": [0, 3, 6, 8],
+    "own prompts": [0, 2, 4, 6, 8],
+    "guard": [0, 2, 4, 6, 8],
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -95,11 +99,21 @@ def test_losses_with_predictions_are_those_without_step_by_step(
         for way, keys in {"off": off, **{way: WAYS[way] for way in ways}}.items():
             predictions = {"num_samples": 3, "max_new_tokens": 6} | keys.get("predictions", {})
             jobs[f"{precision}, {way}"] = make_job(
-                backend=backend, num_rows=11, eval_split=0.25, **PRECISIONS[precision],
-                lora={"r": 8, "lora_dropout": 0.2}, predictions=predictions, guard=keys.get("guard"),
-                training={"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 2e-2,
-                          "gradient_accumulation_steps": 1},
-            )  # fmt: skip
+                backend=backend,
+                num_rows=11,
+                eval_split=0.25,
+                **PRECISIONS[precision],
+                lora={"r": 8, "lora_dropout": 0.2},
+                predictions=predictions,
+                guard=keys.get("guard"),
+                training={
+                    "max_steps": 8,
+                    "eval_strategy": "steps",
+                    "eval_steps": 2,
+                    "learning_rate": 2e-2,
+                    "gradient_accumulation_steps": 1,
+                },
+            )
     ended = run_all(jobs, backend)
     for name, run in ended.items():
         precision, _, way = name.partition(", ")

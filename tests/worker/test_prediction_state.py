@@ -22,9 +22,15 @@ from honed.worker.train.prediction import Predictor
 from worker.conftest import MakeJob
 
 PRECISION = Precision(
-    load_dtype="float32", compute_dtype="float32", bf16=False, fp16=False, adapter_dtype=None, quantization="none",
-    attn_implementation="sdpa", reasons={},
-)  # fmt: skip
+    load_dtype="float32",
+    compute_dtype="float32",
+    bf16=False,
+    fp16=False,
+    adapter_dtype=None,
+    quantization="none",
+    attn_implementation="sdpa",
+    reasons={},
+)
 
 
 def predictor_of(chat: ChatFormat, told: list[str], **keys: Any) -> Predictor:
@@ -121,9 +127,12 @@ def test_the_samples_are_chosen_by_the_seed_alone(checkpoint_of: Callable[..., P
 
 def test_a_row_is_followed_through_all_steps_and_attempts(make_job: MakeJob) -> None:
     job = make_job(
-        lora={"r": 4}, num_rows=16, eval_split=0.5, predictions={"num_samples": 3, "max_new_tokens": 4},
+        lora={"r": 4},
+        num_rows=16,
+        eval_split=0.5,
+        predictions={"num_samples": 3, "max_new_tokens": 4},
         training={"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2},
-    )  # fmt: skip
+    )
     first = job.stopped_at(3)
     second = job.run(2)
     rounds = [item for ended in (first, second) for item in ended.of("predictions")]

@@ -76,9 +76,15 @@ def train(make_job: MakeJob, watch: Watch, cell: Cell) -> None:
     family, stored, asked, quantization, adapter = cell
     keys: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.1}} if adapter == "lora" else {}
     job = make_job(
-        family, model={"dtype": stored}, dtype=asked, quantization=quantization, eval_split=0.2,
-        training={"max_steps": 3, "learning_rate": 1e-2}, predictions={"num_samples": 2, "max_new_tokens": 4}, **keys,
-    )  # fmt: skip
+        family,
+        model={"dtype": stored},
+        dtype=asked,
+        quantization=quantization,
+        eval_split=0.2,
+        training={"max_steps": 3, "learning_rate": 1e-2},
+        predictions={"num_samples": 2, "max_new_tokens": 4},
+        **keys,
+    )
     planned = job.plan["precision"]
     ended, seen = watch(job)
     assert ended.status == 0, (ended.result, planned)
@@ -138,9 +144,11 @@ def test_every_pair_of_settings_is_in_some_cell() -> None:
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_a_quantized_base_trained_whole_is_refused_before_anything_is_looked_at(asked: str, quantization: str) -> None:
     document = {
-        "base_model": "/no/such/model", "datasets": [{"path": "/no/such/file.jsonl"}],
-        "dtype": asked, "quantization": quantization,
-    }  # fmt: skip
+        "base_model": "/no/such/model",
+        "datasets": [{"path": "/no/such/file.jsonl"}],
+        "dtype": asked,
+        "quantization": quantization,
+    }
     with pytest.raises(SpecError, match="quantization") as raised:
         specs.validate(document)
     assert "lora" in (raised.value.hint or "") + raised.value.message

@@ -14,9 +14,13 @@ from worker.test_resume_checkpoint import flip
 
 #: 12 rows, 3 held out: 9 rows in batches of 2 with accumulation 2 are 3 steps an epoch, the last of them half full.
 TRAINING = {
-    "max_steps": 11, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 5e-3,
-    "lr_scheduler_type": "cosine", "warmup_steps": 2,
-}  # fmt: skip
+    "max_steps": 11,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+}
 LORA = {"r": 8, "lora_dropout": 0.1}
 KEYS: dict[str, Any] = {
     "eval_split": 0.25,
@@ -113,8 +117,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(make_jo
 
 
 def test_checkpoints_are_rotated_and_the_best_one_stays(make_job: MakeJob) -> None:
-    training = TRAINING | {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
-                           "learning_rate": 0.5, "lr_scheduler_type": "constant"}  # fmt: skip
+    training = TRAINING | {
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+    }
     job = make_job(**(KEYS | {"lora": LORA, "dtype": "float32", "training": training}))
     ended = job.run()
     losses = dict(evaluations(ended))

@@ -143,8 +143,9 @@ def test_what_is_not_whole_is_set_aside_and_the_one_before_it_is_found(place: Pa
     assert not os.path.lexists(newest)
     assert checkpoint.find(place) == (found, [])  # and the next attempt is not told of it again
     write(place, 6)
-    assert checkpoint.find(place)[0] == checkpoint.Checkpoint(newest, 6, Progress(num_trained_tokens=6, scores={
-        "4": {"exact_match": 0.5}}))  # fmt: skip
+    assert checkpoint.find(place)[0] == checkpoint.Checkpoint(
+        newest, 6, Progress(num_trained_tokens=6, scores={"4": {"exact_match": 0.5}})
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
@@ -194,9 +195,17 @@ def test_what_an_earlier_version_wrote_is_read(place: Path) -> None:
         name: {"size": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
         for name in ("trainer_state.json", "optimizer.pt")
     } | {"model.safetensors": {"size": digest.PIECE_BYTES + 1, "sha256": None}}
-    progress = {"is_evaluation_due": True, "predicted_step": 5, "elapsed_sec": 3.5, "num_trained_tokens": 9,
-                "data_hashes": {"a": "b"}, "guard_before": None, "num_below": 0, "prediction_sec": 1.0,
-                "figures_before": {"eval_loss": 3.0}}  # fmt: skip
+    progress = {
+        "is_evaluation_due": True,
+        "predicted_step": 5,
+        "elapsed_sec": 3.5,
+        "num_trained_tokens": 9,
+        "data_hashes": {"a": "b"},
+        "guard_before": None,
+        "num_below": 0,
+        "prediction_sec": 1.0,
+        "figures_before": {"eval_loss": 3.0},
+    }
     (path / "MANIFEST.json").write_text(json.dumps({"files": files, "progress": progress}))
     found, _ = checkpoint.find(place)
     assert found is not None

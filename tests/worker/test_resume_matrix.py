@@ -27,11 +27,19 @@ KEYS: dict[str, Any] = {
     "guard": {"metric": "exact_match", "max_drop": 1.0, "patience": 50, "num_samples": 2},
     "predictions": {"num_samples": 2, "max_new_tokens": 4},
     "training": {
-        "max_steps": 11, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
-        "learning_rate": 5e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_steps": 4,
-        "per_device_eval_batch_size": 2, "save_steps": 4, "load_best_model_at_end": True,
+        "max_steps": 11,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "eval_steps": 4,
+        "per_device_eval_batch_size": 2,
+        "save_steps": 4,
+        "load_best_model_at_end": True,
     },
-}  # fmt: skip
+}
 LORA = {"r": 4, "lora_dropout": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "lora-float32": {"lora": LORA, "dtype": "float32"},
@@ -52,9 +60,8 @@ CUTS = {"accumulation": 6, "evaluation": 8, "predictions": 8, "checkpoint": 8, "
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 
 CELLS = [
-    (backend, way, cut, name)
-    for backend, ways in BACKENDS.items() for way in ways for cut in CUTS for name in SIGNALS
-]  # fmt: skip
+    (backend, way, cut, name) for backend, ways in BACKENDS.items() for way in ways for cut in CUTS for name in SIGNALS
+]
 #: Each way and each cut, with each backend and each signal, once at least.
 SAMPLE = {
     ("transformers", "lora-float32", "accumulation", "SIGKILL"),
@@ -78,9 +85,12 @@ class Cutter:
     def __init__(self, backend: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("cutter.py")), backend],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
+        )
 
     def run(self, job: WorkerJob, attempt: int = 1, **cut: Any) -> Ended:
         assert self._process.stdin is not None
@@ -170,8 +180,10 @@ def new_job(make_job: MakeJob, backend: str, way: str, **keys: Any) -> WorkerJob
     job = make_job(backend=backend, **{**KEYS, **WAYS[way], **keys})
     paths = [write_facts(job.dir / f"facts{n}.jsonl", num_rows) for n, num_rows in enumerate((18, 12))]
     spec = job.plan["spec"]
-    mixture = [spec["datasets"][0] | {"path": str(path), "fraction": share}
-               for path, share in zip(paths, (0.7, 0.3), strict=True)]  # fmt: skip
+    mixture = [
+        spec["datasets"][0] | {"path": str(path), "fraction": share}
+        for path, share in zip(paths, (0.7, 0.3), strict=True)
+    ]
     job.change_plan(spec=spec | {"datasets": mixture})
     return job
 
@@ -189,13 +201,17 @@ def marks(cell: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "way", "cut", "name"),
-    [pytest.param(*cell, id="-".join(cell), marks=marks(cell)) for cell in CELLS],
-)  # fmt: skip
+    ("backend", "way", "cut", "name"), [pytest.param(*cell, id="-".join(cell), marks=marks(cell)) for cell in CELLS]
+)
 def test_a_run_that_is_cut_and_resumed_is_the_undisturbed_run(
-    make_job: MakeJob, cutter_of: Callable[[str], Cutter], undisturbed: dict[tuple[str, str], Course],
-    backend: str, way: str, cut: str, name: str,
-) -> None:  # fmt: skip
+    make_job: MakeJob,
+    cutter_of: Callable[[str], Cutter],
+    undisturbed: dict[tuple[str, str], Course],
+    backend: str,
+    way: str,
+    cut: str,
+    name: str,
+) -> None:
     if (backend, way) not in undisturbed:
         whole = new_job(make_job, backend, way)
         undisturbed[backend, way] = course_of(whole, cutter_of(backend).run(whole))

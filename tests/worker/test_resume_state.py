@@ -18,9 +18,13 @@ from worker.test_resume_matrix import assert_same, course_of, untimed
 
 #: 12 rows, 3 held out: 9 rows in batches of 2 with accumulation 2 are 3 steps an epoch, the last of them half full.
 TRAINING = {
-    "max_steps": 11, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 5e-3,
-    "lr_scheduler_type": "cosine", "warmup_steps": 2,
-}  # fmt: skip
+    "max_steps": 11,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+}
 KEYS: dict[str, Any] = {
     "lora": {"r": 4, "lora_dropout": 0.1},
     "eval_split": 0.25,
@@ -78,10 +82,17 @@ def test_losses_that_are_told_now_and_then_are_those_of_all_their_steps(
     assert_same(course_of(job, cut(job, "step", step), resumed(job)), undisturbed)
 
 
-@pytest.mark.parametrize(("frequency", "where", "step"), [
-    ("epoch", "step", 6), ("epoch", "predictions", 6), ("epoch", "evaluation", 6), (3, "step", 6),
-    (3, "predictions", 6), (2, "predictions", 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("frequency", "where", "step"),
+    [
+        ("epoch", "step", 6),
+        ("epoch", "predictions", 6),
+        ("epoch", "evaluation", 6),
+        (3, "step", 6),
+        (3, "predictions", 6),
+        (2, "predictions", 4),
+    ],
+)
 @pytest.mark.parametrize("evaluated", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}])
 def test_a_round_of_predictions_that_is_cut_short_is_made_up_for_and_none_is_made_twice(
     make_job: MakeJob, frequency: str | int, where: str, step: int, evaluated: dict[str, Any]
@@ -131,8 +142,13 @@ def test_early_stopping_counts_on_and_its_last_evaluation_may_be_one_that_is_mad
     assert_same(course_of(job, first, resumed(job)), undisturbed)
 
 
-@pytest.mark.parametrize("when", [{"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5},
-                                  {"eval_strategy": "epoch", "save_strategy": "epoch"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "when",
+    [
+        {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5},
+        {"eval_strategy": "epoch", "save_strategy": "epoch"},
+    ],
+)
 def test_the_best_model_is_found_in_an_evaluation_that_is_made_up_for(make_job: MakeJob, when: dict[str, Any]) -> None:
     """The last one, so that no later checkpoint would say where the best is."""
     wanted = keys(**when, load_best_model_at_end=True)
@@ -252,8 +268,9 @@ def test_a_limit_of_one_leaves_one_that_is_whole_whenever_it_is_cut(
     make_job: MakeJob, learned: Path, tmp_path: Path
 ) -> None:
     """And the best, where that is to be had back."""
-    wanted = keys(**WORSE, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1,
-                  load_best_model_at_end=True)  # fmt: skip
+    wanted = keys(
+        **WORSE, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1, load_best_model_at_end=True
+    )
     job = make_job(model=learned, **wanted)
     whole = job.run()
     undisturbed = course_of(job, whole)

@@ -34,8 +34,12 @@ def test_a_job_tells_its_story_in_order_and_leaves_an_adapter(make_job: MakeJob)
     assert {"learning_rate", "grad_norm", "eta_sec", "epoch", "num_steps"} <= set(ended.of("step")[-1])
     assert {"train_loss", "eval_loss", "num_trained_tokens"} <= set(ended.metrics)
     assert {path.name for path in job.output_dir.iterdir()} >= {
-        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md", "honed.json",
-    }  # fmt: skip
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "README.md",
+        "honed.json",
+    }
     manifest = json.loads((job.output_dir / "honed.json").read_text())
     assert {"spec", "plan", "versions", "seed", "data", "metrics"} <= set(manifest)
     assert manifest["job"]["id"] == job.plan["job"]["id"]
@@ -62,10 +66,12 @@ def test_every_format_trains(make_job: MakeJob, format: Any) -> None:  # noqa: A
 
 def test_the_model_learns(make_job: MakeJob) -> None:
     job = make_job(
-        "llama", num_rows=4, dtype="float32",
+        "llama",
+        num_rows=4,
+        dtype="float32",
         training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
         predictions={"num_samples": 4, "max_new_tokens": 8},
-    )  # fmt: skip
+    )
     ended = job.run()
     before, *_, after = ended.of("predictions")
     assert not any(row["prediction"] == row["ground_truth"] for row in before["rows"])
@@ -97,9 +103,11 @@ def test_rows_that_cannot_be_used_are_counted_and_named_those_held_out_too(make_
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("\n".join(json.dumps(row) for row in [*[good] * 8, *[{"else": n} for n in range(7)]]) + "\n")
     ended = make_job(
-        rows=[good, {"messages": []}, good], lora=LORA, eval_datasets=[{"path": str(held_out)}],
+        rows=[good, {"messages": []}, good],
+        lora=LORA,
+        eval_datasets=[{"path": str(held_out)}],
         training={"max_steps": 1},
-    ).run()  # fmt: skip
+    ).run()
     assert ended.status == 0, ended.result
     [data] = ended.of("data")
     assert data["num_unusable"] == 8
@@ -175,8 +183,10 @@ def test_a_chat_template_of_the_jobs_own_is_used_and_exported(
     shutil.copytree(checkpoint_of("qwen2"), base)
     (base / "chat_template.jinja").unlink()
     template = tmp_path / "own.jinja"
-    template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
-                        "{% if add_generation_prompt %}[assistant]{% endif %}")  # fmt: skip
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     bare = make_job(model=base, lora=LORA).run()
     assert bare.result["error"]["code"] == "dataset_invalid"
     assert "chat_template" in bare.result["error"]["hint"]
@@ -244,10 +254,13 @@ def test_early_stopping_ends_a_run_and_returns_to_its_best(make_job: MakeJob, tm
     row = {"prompt": "What is the capital of France?", "completion": "Nobody knows, and reasoning will not help."}
     other.write_text(json.dumps(row) + "\n")
     job = make_job(
-        num_rows=2, format="prompt_completion", dtype="float32", early_stopping_patience=2,
+        num_rows=2,
+        format="prompt_completion",
+        dtype="float32",
+        early_stopping_patience=2,
         eval_datasets=[{"path": str(other)}],
         training={"max_steps": 60, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2},
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     evaluations = {item["step"]: item["metrics"]["eval_loss"] for item in ended.of("evaluation")}
@@ -272,15 +285,21 @@ def test_a_time_limit_leaves_a_checkpoint_and_no_success(make_job: MakeJob) -> N
 
 def test_a_model_that_ends_worse_than_it_began_has_regressed(make_job: MakeJob) -> None:
     learned = make_job(
-        "llama", num_rows=4, dtype="float32",
+        "llama",
+        num_rows=4,
+        dtype="float32",
         training={"max_steps": 60, "learning_rate": 5e-3, "per_device_train_batch_size": 4},
-    )  # fmt: skip
+    )
     assert learned.run().status == 0
     worse = make_job(
-        model=learned.output_dir, num_rows=4, dtype="float32", eval_split=0.5,
+        model=learned.output_dir,
+        num_rows=4,
+        dtype="float32",
+        eval_split=0.5,
         guard={"metric": "exact_match", "max_drop": 0.1},
-        training={"max_steps": 8, "learning_rate": 0.3}, predictions={"sample_frequency": "off"},
-    )  # fmt: skip
+        training={"max_steps": 8, "learning_rate": 0.3},
+        predictions={"sample_frequency": "off"},
+    )
     ended = worse.run()
     assert ended.result["error"]["code"] == "regressed", ended.result
     assert ended.metrics["guard_before"] > ended.metrics["guard_after"]

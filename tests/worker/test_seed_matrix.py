@@ -46,17 +46,30 @@ REFUSED = {
 KEYS = ("model", "dtype", "quantization")
 #: The report's table: bf16=true is bfloat16, bf16=false float32, fp16=true float16.
 FIVE = [
-    ("Qwen3-1.7B", "bfloat16", "4bit"), ("Qwen3-1.7B", "float32", "4bit"), ("Llama-3.2-1B", "float16", "4bit"),
-    ("Mistral-7B", "bfloat16", "4bit"), ("Qwen3-1.7B", "bfloat16", "none"),
-]  # fmt: skip
+    ("Qwen3-1.7B", "bfloat16", "4bit"),
+    ("Qwen3-1.7B", "float32", "4bit"),
+    ("Llama-3.2-1B", "float16", "4bit"),
+    ("Mistral-7B", "bfloat16", "4bit"),
+    ("Qwen3-1.7B", "bfloat16", "none"),
+]
 
 
 def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """The rows and the page."""
     command = [
-        sys.executable, str(SCRIPT), "--tiny", "--only", only, "--dir", str(tmp_path / "work"),
-        "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path / "table.md"), *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        str(SCRIPT),
+        "--tiny",
+        "--only",
+        only,
+        "--dir",
+        str(tmp_path / "work"),
+        "--json",
+        str(tmp_path / "rows.json"),
+        "--out",
+        str(tmp_path / "table.md"),
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
     logs = "".join(path.read_text()[-1500:] for path in (tmp_path / "work").glob("**/worker.log"))
@@ -94,8 +107,12 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
     assert wanted - saved == {("unsloth", "Llama-3.2-1B", "float16", "4bit")}
     for key, words in REFUSED.items():
         assert (refused[key]["code"], words in refused[key]["message"]) == ("backend_unavailable", True)
-    evaluated = [event for path in (tmp_path / "work").glob("**/events.jsonl") for event in path.open()
-                 if '"event": "evaluation"' in event]  # fmt: skip
+    evaluated = [
+        event
+        for path in (tmp_path / "work").glob("**/events.jsonl")
+        for event in path.open()
+        if '"event": "evaluation"' in event
+    ]
     assert len(evaluated) == 2 * (len(rows) - len(refused)), "before the first step and after the last"
 
 
@@ -103,10 +120,15 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
 def test_the_row_that_unsloth_would_change_is_trained_without_it_unless_it_is_named(tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")
     rows = write_facts(tmp_path / "facts.jsonl", 8)
-    spec = specs.validate({
-        "base_model": str(tmp_path / "llama"), "datasets": [{"path": str(rows)}], "lora": {"r": 4},
-        "dtype": "float16", "quantization": "4bit",
-    })  # fmt: skip
+    spec = specs.validate(
+        {
+            "base_model": str(tmp_path / "llama"),
+            "datasets": [{"path": str(rows)}],
+            "lora": {"r": 4},
+            "dtype": "float16",
+            "quantization": "4bit",
+        }
+    )
     model = basemodel.inspect(tmp_path / "llama", model_type=None)
     found = plan.make(spec, model, cpu(), config=Config(), installed=installed.look())
     assert (found.backend.name, found.precision.load_dtype) == ("transformers", "float16")
@@ -142,11 +164,24 @@ def test_a_cell_that_crashes_or_hangs_costs_itself_alone(tmp_path: Path) -> None
     assert num_bytes > 2**20
 
 
-PLANNED = {"bf16": True, "fp16": False, "load_dtype": "bfloat16", "compute_dtype": "bfloat16",
-           "adapter_dtype": "float32", "quantization": "4bit"}  # fmt: skip
-SEEN = {"bf16": True, "fp16": False, "mixed_precision": "bf16", "autocast": "bfloat16", "has_scaler": False,
-        "config_dtype": "bfloat16", "compute_dtypes": ["bfloat16"],
-        "parameters": {"trained float32": 10, "frozen bfloat16": 100, "quantized uint8": 50}}  # fmt: skip
+PLANNED = {
+    "bf16": True,
+    "fp16": False,
+    "load_dtype": "bfloat16",
+    "compute_dtype": "bfloat16",
+    "adapter_dtype": "float32",
+    "quantization": "4bit",
+}
+SEEN = {
+    "bf16": True,
+    "fp16": False,
+    "mixed_precision": "bf16",
+    "autocast": "bfloat16",
+    "has_scaler": False,
+    "config_dtype": "bfloat16",
+    "compute_dtypes": ["bfloat16"],
+    "parameters": {"trained float32": 10, "frozen bfloat16": 100, "quantized uint8": 50},
+}
 
 
 @pytest.mark.parametrize(
@@ -157,18 +192,36 @@ SEEN = {"bf16": True, "fp16": False, "mixed_precision": "bf16", "autocast": "bfl
         ({}, {"autocast": "off"}, ["autocast off, not bfloat16"]),
         ({}, {"mixed_precision": "fp16"}, ["mixed_precision fp16, not bf16"]),
         ({}, {"compute_dtypes": ["float16"]}, ["compute_dtypes ['float16'], not ['bfloat16']"]),
-        ({}, {"parameters": {"trained float32": 1, "frozen float16": 9, "quantized uint8": 1}},
-         ["9 frozen parameters float16, not bfloat16"]),
-        ({}, {"parameters": {"trained bfloat16": 1, "quantized uint8": 1}},
-         ["1 trained parameters bfloat16, not float32"]),
-        ({"quantization": "8bit"}, {"parameters": {"trained float32": 1, "frozen bfloat16": 9}},
-         ["not quantized, planned 8bit"]),
-        ({"bf16": False, "fp16": True, "load_dtype": "float16", "compute_dtype": "float16"},
-         {"bf16": False, "fp16": True, "mixed_precision": "fp16", "autocast": "float16", "config_dtype": "float16",
-          "compute_dtypes": ["float16"], "parameters": {"trained float32": 1, "quantized uint8": 1}},
-         ["has_scaler False, not True"]),
+        (
+            {},
+            {"parameters": {"trained float32": 1, "frozen float16": 9, "quantized uint8": 1}},
+            ["9 frozen parameters float16, not bfloat16"],
+        ),
+        (
+            {},
+            {"parameters": {"trained bfloat16": 1, "quantized uint8": 1}},
+            ["1 trained parameters bfloat16, not float32"],
+        ),
+        (
+            {"quantization": "8bit"},
+            {"parameters": {"trained float32": 1, "frozen bfloat16": 9}},
+            ["not quantized, planned 8bit"],
+        ),
+        (
+            {"bf16": False, "fp16": True, "load_dtype": "float16", "compute_dtype": "float16"},
+            {
+                "bf16": False,
+                "fp16": True,
+                "mixed_precision": "fp16",
+                "autocast": "float16",
+                "config_dtype": "float16",
+                "compute_dtypes": ["float16"],
+                "parameters": {"trained float32": 1, "quantized uint8": 1},
+            },
+            ["has_scaler False, not True"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_difference_between_plan_and_trainer_is_named(
     planned: dict[str, Any], seen: dict[str, Any], expected: list[str]
 ) -> None:
@@ -192,13 +245,23 @@ def test_what_only_a_gpu_can_show_is_listed_until_one_has_shown_it() -> None:
     assert gpu_matrix.proofs([on_cuda, replace(on_cuda, seen=half | {"scale": 0.0})]).count("1 of 2 cells") == 1
     rest = [
         gpu_matrix.Row(cell("unsloth", "m", "auto", "none", "full"), gpu_matrix.FINISHED, planned=bf16, seen=under),
-        gpu_matrix.Row(cell("unsloth", "m", "auto", "4bit", "lora"), gpu_matrix.FINISHED,
-                       planned=bf16 | {"quantization": "4bit"}, seen=under),
-        gpu_matrix.Row(cell("unsloth", "m", "auto", "none", "lora", "saved"), gpu_matrix.FINISHED, planned=bf16,
-                       seen=under),
-        gpu_matrix.Row(cell("transformers", "m", "auto", "none", "lora", "flash"), gpu_matrix.FINISHED, 4,
-                       planned=bf16 | flash, seen=under),
-    ]  # fmt: skip
+        gpu_matrix.Row(
+            cell("unsloth", "m", "auto", "4bit", "lora"),
+            gpu_matrix.FINISHED,
+            planned=bf16 | {"quantization": "4bit"},
+            seen=under,
+        ),
+        gpu_matrix.Row(
+            cell("unsloth", "m", "auto", "none", "lora", "saved"), gpu_matrix.FINISHED, planned=bf16, seen=under
+        ),
+        gpu_matrix.Row(
+            cell("transformers", "m", "auto", "none", "lora", "flash"),
+            gpu_matrix.FINISHED,
+            4,
+            planned=bf16 | flash,
+            seen=under,
+        ),
+    ]
     assert shown(on_cuda, *rest) == (0, number)
     halved = {"parameters": {"trained bfloat16": 1}, "device": "cuda", "autocast": "off"}
     assert shown(*(replace(row, seen=halved, num_predictions=3) for row in rest)) == (4, 0)
@@ -230,12 +293,12 @@ def test_what_is_to_be_proven_first_is_planned_for_a_gpu_as_it_is_meant(tmp_path
         "transformers/Llama-3.2-1B/auto/none/full": "float32 True False None",
         "unsloth/Llama-3.2-1B/float16/none/full": "float32 False True None",
         "unsloth/Llama-3.2-1B/auto/none/lora/saved": "bfloat16 True False float32",
-        "unsloth/Llama-3.2-1B/float32/none/lora":
-            "backend: unsloth: Unsloth computes float32 models in half precision, under autocast",
+        "unsloth/Llama-3.2-1B/float32/none/lora": "backend: unsloth: Unsloth computes float32 "
+        "models in half precision, under autocast",
         "transformers/Llama-3.2-1B/auto/none/full/flash": "float32 True False None",
         "transformers/Qwen2.5-VL-3B/auto/none/lora/flash": "bfloat16 True False float32",
         "unsloth/Qwen2.5-VL-3B/auto/none/lora/flash": "bfloat16 True False float32",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA GPU here")

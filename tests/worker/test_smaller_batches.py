@@ -20,9 +20,12 @@ TOLERANCE = 1e-4
 NUM_LAYERS = 2
 TRAINING = {"max_steps": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
 KEYS: dict[str, Any] = {
-    "lora": {"r": 4}, "dtype": "float32", "num_rows": 14, "predictions": {"sample_frequency": "off"},
+    "lora": {"r": 4},
+    "dtype": "float32",
+    "num_rows": 14,
+    "predictions": {"sample_frequency": "off"},
     "training": TRAINING,
-}  # fmt: skip
+}
 
 
 def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
@@ -87,8 +90,9 @@ def test_an_accumulation_that_the_job_has_already_is_multiplied(make_job: MakeJo
     job = make_job(**keys)
     job.stopped_at(3)
     assert step_down(job).changes == {
-        "training.per_device_train_batch_size": 1, "training.gradient_accumulation_steps": 6,
-    }  # fmt: skip
+        "training.per_device_train_batch_size": 1,
+        "training.gradient_accumulation_steps": 6,
+    }
     seen.clear()
     second = job.run(2)
     assert seen == expected[3:]

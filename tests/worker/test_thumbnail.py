@@ -27,8 +27,12 @@ def test_pictures_become_small_ones_and_broken_files_none(tmp_path: Path) -> Non
     frames = tuple(tmp_path / f"{n}.png" for n in range(3))
     for path in frames:
         Image.new("L", (30, 50)).save(path)
-    media = (Media("image", tmp_path / "wide.png"), Media("image", tmp_path / "broken.png"),
-             Media("image", tmp_path / "gone.png"), Media("video", frames=frames))  # fmt: skip
+    media = (
+        Media("image", tmp_path / "wide.png"),
+        Media("image", tmp_path / "broken.png"),
+        Media("image", tmp_path / "gone.png"),
+        Media("video", frames=frames),
+    )
     questions = [Question("text", [], ""), Question("seen", [], "", media=media)]
     (event,) = told(questions, tmp_path / "events.jsonl")
     (row,) = event["rows"]  # type: ignore[misc]

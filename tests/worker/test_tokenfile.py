@@ -29,12 +29,20 @@ ROWS: list[dict[str, Any]] = [
     {"kind": "messages", "messages": [USER, SAID]},
     {"kind": "messages", "messages": [{"role": "system", "content": "Be brief."}, USER, SAID, USER, SAID]},
     {"kind": "messages", "messages": [USER, {"role": "assistant", "content": "4", "reasoning_content": "two, two"}]},
-    {"kind": "messages", "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                                      {"role": "tool", "content": "4", "name": "add"}, SAID], "tools": [TOOL]},
+    {
+        "kind": "messages",
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "4", "name": "add"},
+            SAID,
+        ],
+        "tools": [TOOL],
+    },
     {"kind": "messages", "messages": [SAID, USER]},
     {"kind": "prompt_completion", "prompt": "One, two, ", "completion": "three 日本"},
     {"kind": "text", "text": "Just a text.  With  spaces\n"},
-]  # fmt: skip
+]
 
 
 def outcomes(tokenizer: Any, **kwargs: Any) -> list[Any]:
@@ -80,9 +88,14 @@ def test_classes_of_their_own_give_what_their_files_say(tmp_path: Path, name: st
     vocab, merges = _vocabulary()
     special = {token: len(vocab) + n for n, token in enumerate(("<s>", "</s>", "<unk>", "<pad>", "<|im_end|>"))}
     made = getattr(transformers, name)(
-        vocab=vocab | special, merges=merges, bos_token="<s>", eos_token="<|im_end|>", unk_token="<unk>",
-        pad_token="<pad>", extra_special_tokens=["<|im_start|>"],
-    )  # fmt: skip
+        vocab=vocab | special,
+        merges=merges,
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        extra_special_tokens=["<|im_start|>"],
+    )
     made.chat_template = TEMPLATES["chatml"].source
     made.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -106,9 +119,13 @@ def test_templates_that_trl_ships_are_rendered_alike(tmp_path: Path) -> None:
             for tokenizer in (full, light):
                 try:
                     text = tokenizer.apply_chat_template(
-                        row["messages"], tools=row.get("tools"), tokenize=False, add_generation_prompt=True,
-                        chat_template=source, strftime_now=lambda _form: "1 May 2026",
-                    )  # fmt: skip
+                        row["messages"],
+                        tools=row.get("tools"),
+                        tokenize=False,
+                        add_generation_prompt=True,
+                        chat_template=source,
+                        strftime_now=lambda _form: "1 May 2026",
+                    )
                 except Exception as error:  # noqa: BLE001
                     text = f"{type(error).__name__}: {error}"
                 texts.append(text)

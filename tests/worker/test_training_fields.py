@@ -49,9 +49,12 @@ def test_the_enumerations_are_the_libraries_own() -> None:
 
     annotations = kinds(TrainingSpec)
     for name, enum in {
-        "optim": OptimizerNames, "lr_scheduler_type": SchedulerType, "eval_strategy": IntervalStrategy,
-        "save_strategy": SaveStrategy, "logging_strategy": IntervalStrategy,
-    }.items():  # fmt: skip
+        "optim": OptimizerNames,
+        "lr_scheduler_type": SchedulerType,
+        "eval_strategy": IntervalStrategy,
+        "save_strategy": SaveStrategy,
+        "logging_strategy": IntervalStrategy,
+    }.items():
         assert set(choices(annotations[name])) == {member.value for member in enum}, name
 
 

@@ -24,9 +24,13 @@ def findings(ended: Ended) -> Findings:
 
 def test_a_trial_learns_its_rows_by_heart_and_tells_of_the_whole(make_job: MakeJob) -> None:
     job = make_job(
-        num_rows=16, eval_split=0.25, trial="only", dtype="float32", predictions={"max_new_tokens": 24},
+        num_rows=16,
+        eval_split=0.25,
+        trial="only",
+        dtype="float32",
+        predictions={"max_new_tokens": 24},
         training={"learning_rate": 1e-2, "num_train_epochs": 3, "max_steps": -1, "per_device_train_batch_size": 4},
-    )  # fmt: skip
+    )
     ended = job.run()
     found = findings(ended)
     assert found.verdict == "learns", found
@@ -75,10 +79,12 @@ PARTS = ["Does it learn?", "What is trained on", "How long", "How much memory"]
 def test_a_job_with_pictures_is_tried(make_job: MakeJob, tmp_path: Path) -> None:
     rows = write_pictures(tmp_path / "pictures.jsonl", 12)
     job = make_job(
-        model=build_vision_checkpoint(tmp_path / "qwen", "qwen2_5_vl"), trial="only", eval_split=0.25,
+        model=build_vision_checkpoint(tmp_path / "qwen", "qwen2_5_vl"),
+        trial="only",
+        eval_split=0.25,
         datasets=[{"path": str(rows)}],
         training={"learning_rate": 1e-2, "num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4},
-    )  # fmt: skip
+    )
     found = findings(job.run())
     assert found.verdict == "learns", found
     assert found.num_asked == trial.NUM_ROWS
@@ -91,10 +97,18 @@ def test_a_job_with_pictures_is_tried(make_job: MakeJob, tmp_path: Path) -> None
 
 def test_the_steps_of_a_packed_jobs_trial_are_as_full_as_its_own(make_job: MakeJob) -> None:
     keys: dict[str, Any] = {
-        "num_rows": 16, "dtype": "float32", "predictions": {"max_new_tokens": 24},
-        "training": {"learning_rate": 1e-2, "num_train_epochs": 4, "max_steps": -1, "per_device_train_batch_size": 2,
-                     "packing": True, "max_length": 200},
-    }  # fmt: skip
+        "num_rows": 16,
+        "dtype": "float32",
+        "predictions": {"max_new_tokens": 24},
+        "training": {
+            "learning_rate": 1e-2,
+            "num_train_epochs": 4,
+            "max_steps": -1,
+            "per_device_train_batch_size": 2,
+            "packing": True,
+            "max_length": 200,
+        },
+    }
     job = make_job(trial="only", **keys)
     found = findings(job.run())
     assert found.verdict == "learns", found
@@ -110,11 +124,15 @@ def test_the_steps_of_a_packed_jobs_trial_are_as_full_as_its_own(make_job: MakeJ
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
 def test_a_job_through_unsloth_is_tried_through_unsloth(make_job: MakeJob) -> None:
     job = make_job(
-        num_rows=16, eval_split=0.25, trial="only", backend="unsloth", dtype="float32",
+        num_rows=16,
+        eval_split=0.25,
+        trial="only",
+        backend="unsloth",
+        dtype="float32",
         lora={"r": 16, "modules_to_save": ["lm_head"]},
         predictions={"max_new_tokens": 24},
         training={"learning_rate": 1e-2, "num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 8},
-    )  # fmt: skip
+    )
     found = findings(job.run())
     assert found.verdict == "learns", found
     assert found.num_asked == trial.NUM_ROWS

@@ -20,14 +20,17 @@ from zoo.tokenizer import build_marked_tokenizer
 PAGE = Path(__file__).parents[2] / "docs/masks.md"
 CALL = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": '{"a":2, "b": [1]}'}}
 CALLED: list[dict[str, Any]] = [
-    {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "4"},
     {"role": "assistant", "content": "It is 4."},
-]  # fmt: skip
+]
 TOLD: list[dict[str, Any]] = [
-    {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
-    {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"},
-]  # fmt: skip
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
 
 
 def row(messages: list[dict[str, Any]]) -> Example:

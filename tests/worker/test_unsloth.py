@@ -18,19 +18,30 @@ from zoo.model import build_checkpoint
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="needs Unsloth")
 
 KEYS: dict[str, Any] = {
-    "lora": {"r": 8}, "eval_split": 0.2, "backend": "unsloth",
-    "training": {"max_steps": 4}, "predictions": {"num_samples": 2, "max_new_tokens": 4},
-}  # fmt: skip
+    "lora": {"r": 8},
+    "eval_split": 0.2,
+    "backend": "unsloth",
+    "training": {"max_steps": 4},
+    "predictions": {"num_samples": 2, "max_new_tokens": 4},
+}
 
 
 def story(ended: Ended) -> list[tuple[Any, ...]]:
     """The events of a run but for what a backend may say in its own way."""
-    keys = {"stage": ("stage",), "audit": ("when", "counts", "model_dtype", "config_dtype", "quantization", "mended"),
-            "step": ("step", "num_steps"), "evaluation": ("step",), "checkpoint": ("step",),
-            "predictions": ("step", "num_failed"), "data": ("num_train", "num_trained_tokens"),
-            "example": ("segments",), "finished": ("outcome", "step")}  # fmt: skip
-    return [(item.kind, *(item.data[key] for key in keys.get(item.kind, ()))) for item in ended.events
-            if item.kind != "log"]  # fmt: skip
+    keys = {
+        "stage": ("stage",),
+        "audit": ("when", "counts", "model_dtype", "config_dtype", "quantization", "mended"),
+        "step": ("step", "num_steps"),
+        "evaluation": ("step",),
+        "checkpoint": ("step",),
+        "predictions": ("step", "num_failed"),
+        "data": ("num_train", "num_trained_tokens"),
+        "example": ("segments",),
+        "finished": ("outcome", "step"),
+    }
+    return [
+        (item.kind, *(item.data[key] for key in keys.get(item.kind, ()))) for item in ended.events if item.kind != "log"
+    ]
 
 
 @pytest.mark.parametrize("quantization", ["none", "4bit"])

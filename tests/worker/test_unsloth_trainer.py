@@ -30,8 +30,11 @@ def run_gpulike(*arguments: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "worker.gpulike", *arguments],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=WORKER_TIMEOUT_SEC, check=True,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=WORKER_TIMEOUT_SEC,
+        check=True,
+    )
 
 
 # --- Unsloth's own classes --------------------------------------------------------------------------------------------
@@ -55,10 +58,20 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     monkeypatch.chdir(tmp_path)  # where Unsloth writes its classes
     # A prompt that is longer than max_length, which is as TRL's default: Unsloth would take it for nobody's wish.
     predictions = {"prompts": ["word " * 300], "max_new_tokens": 2}
-    keys: dict[str, Any] = {"lora": {"r": 8, "lora_dropout": 0.1}, "dtype": "bfloat16", "eval_split": 0.4,
-                            "num_rows": 40, "predictions": predictions}  # fmt: skip
-    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "max_length": 1024,
-                "per_device_train_batch_size": 4}  # fmt: skip
+    keys: dict[str, Any] = {
+        "lora": {"r": 8, "lora_dropout": 0.1},
+        "dtype": "bfloat16",
+        "eval_split": 0.4,
+        "num_rows": 40,
+        "predictions": predictions,
+    }
+    training = {
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "max_length": 1024,
+        "per_device_train_batch_size": 4,
+    }
     job, plain = with_defaults(make_job(**keys, backend="unsloth"), **training), make_job(**keys)
     lowered, refused = make_job(**keys, backend="unsloth"), make_job(**keys, backend="unsloth")
     refused.change_plan(precision=refused.plan["precision"] | {"bf16": False, "fp16": True})
@@ -102,8 +115,13 @@ def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_
 ) -> None:
     """Why the plan sends it the one and not the other on a GPU."""
     monkeypatch.chdir(tmp_path)
-    keys: dict[str, Any] = {"lora": {"r": 4}, "dtype": "float32", "backend": "unsloth", "predictions": OFF,
-                            "training": {"max_steps": 1}}  # fmt: skip
+    keys: dict[str, Any] = {
+        "lora": {"r": 4},
+        "dtype": "float32",
+        "backend": "unsloth",
+        "predictions": OFF,
+        "training": {"max_steps": 1},
+    }
     under, without = make_job(**keys), make_job(**keys)
     under.change_plan(precision=under.plan["precision"] | {"bf16": True})  # as full fine-tuning's
     run_gpulike(str(under.dir), str(without.dir))
@@ -137,8 +155,9 @@ for is_mixed in (True, False):
 json.dump(told, open({str(told_path)!r}, "w"))
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "UNSLOTH_ALLOW_CPU": "1"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True,
-                   timeout=WORKER_TIMEOUT_SEC)  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=WORKER_TIMEOUT_SEC
+    )
     mixed, other = json.loads(told_path.read_text())
     assert mixed == [["torch.float32"], "float32", True]
     assert other == [["torch.bfloat16"], "bfloat16", True]  # by which its trainer turns autocast off
@@ -176,9 +195,12 @@ def meddle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 #: The last step is evaluated after training alone, when transformers would cast a model for it.
 EVALUATED: dict[str, Any] = {
-    "lora": {"r": 4}, "dtype": "float32", "eval_split": 0.2, "predictions": OFF,
+    "lora": {"r": 4},
+    "dtype": "float32",
+    "eval_split": 0.2,
+    "predictions": OFF,
     "training": {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "eval_delay": 100, "max_grad_norm": 0.5},
-}  # fmt: skip
+}
 
 
 def test_full_evaluations_in_half_are_turned_off_and_what_is_not_as_the_job_says_is_told(
@@ -246,9 +268,11 @@ def test_a_prompt_that_is_asked_without_its_beginning_is_told_once(
     make_job: MakeJob, checkpoint_of: Callable[..., Path]
 ) -> None:
     job = make_job(
-        model=checkpoint_of("llama", max_position_embeddings=128), lora={"r": 4}, training={"max_steps": 1},
+        model=checkpoint_of("llama", max_position_embeddings=128),
+        lora={"r": 4},
+        training={"max_steps": 1},
         predictions={"prompts": ["word " * 400], "max_new_tokens": 8},
-    )  # fmt: skip
+    )
     ended = job.run()
     assert ended.status == 0, ended.result
     told = [text for text in ended.messages("warning") if "without its beginning" in text]

@@ -16,8 +16,12 @@ from honed.worker import assignment as assignments
 from worker.conftest import MakeJob, WorkerJob
 
 HEAD: dict[str, Any] = {"lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}, "training": {"max_steps": 1}}
-SMOOTHED: dict[str, Any] = {"lora": {"r": 4}, "dtype": "float32", "predictions": {"sample_frequency": "off"},
-                            "training": {"max_steps": 1, "label_smoothing_factor": 0.1}}  # fmt: skip
+SMOOTHED: dict[str, Any] = {
+    "lora": {"r": 4},
+    "dtype": "float32",
+    "predictions": {"sample_frequency": "off"},
+    "training": {"max_steps": 1, "label_smoothing_factor": 0.1},
+}
 
 
 def test_an_adapter_on_the_head_trains_and_is_gone_on_from_with_the_plain_loss(make_job: MakeJob) -> None:
@@ -57,12 +61,18 @@ def smoothed(job: WorkerJob, factor: float) -> float:
 _GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 4}
 _OPT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY: dict[str, dict[str, Any]] = {
-    "gpt2": _GPT, "gpt-sw3": _GPT, "gpt_bigcode": _GPT, "openai-gpt": _GPT, "ctrl": _GPT,
-    "gptj": _GPT | {"rotary_dim": 4}, "codegen": _GPT | {"rotary_dim": 4, "n_ctx": 32},
+    "gpt2": _GPT,
+    "gpt-sw3": _GPT,
+    "gpt_bigcode": _GPT,
+    "openai-gpt": _GPT,
+    "ctrl": _GPT,
+    "gptj": _GPT | {"rotary_dim": 4},
+    "codegen": _GPT | {"rotary_dim": 4, "n_ctx": 32},
     "gpt_neo": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
-    "opt": _OPT | {"ffn_dim": 32, "word_embed_proj_dim": 32}, "biogpt": _OPT | {"intermediate_size": 32},
+    "opt": _OPT | {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    "biogpt": _OPT | {"intermediate_size": 32},
     "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 32},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", sorted(position.TABLED))

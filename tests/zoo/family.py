@@ -29,35 +29,55 @@ _TOP: Tensors = {"model.embed_tokens.weight": ("F32", [_V, _D]), "model.norm.wei
 _HEAD: Tensors = {"lm_head.weight": ("F32", [_V, _D])}
 _QWEN3 = _LLAMA | {"self_attn.q_norm.weight": [4], "self_attn.k_norm.weight": [4]}
 _GPT2 = {
-    "attn.c_attn.weight": [_D, 3 * _D], "attn.c_attn.bias": [3 * _D], "attn.c_proj.weight": [_D, _D],
-    "mlp.c_fc.weight": [_D, _D], "mlp.c_proj.weight": [_D, _D], "ln_1.weight": [_D], "ln_2.weight": [_D],
-}  # fmt: skip
+    "attn.c_attn.weight": [_D, 3 * _D],
+    "attn.c_attn.bias": [3 * _D],
+    "attn.c_proj.weight": [_D, _D],
+    "mlp.c_fc.weight": [_D, _D],
+    "mlp.c_proj.weight": [_D, _D],
+    "ln_1.weight": [_D],
+    "ln_2.weight": [_D],
+}
 _PHI3 = {
-    "self_attn.qkv_proj.weight": [3 * _D, _D], "self_attn.o_proj.weight": [_D, _D],
-    "mlp.gate_up_proj.weight": [2 * _D, _D], "mlp.down_proj.weight": [_D, _D],
-} | _NORMS  # fmt: skip
+    "self_attn.qkv_proj.weight": [3 * _D, _D],
+    "self_attn.o_proj.weight": [_D, _D],
+    "mlp.gate_up_proj.weight": [2 * _D, _D],
+    "mlp.down_proj.weight": [_D, _D],
+} | _NORMS
 _NEOX = {
-    "attention.query_key_value.weight": [3 * _D, _D], "attention.dense.weight": [_D, _D],
-    "mlp.dense_h_to_4h.weight": [_D, _D], "mlp.dense_4h_to_h.weight": [_D, _D], "input_layernorm.weight": [_D],
-}  # fmt: skip
+    "attention.query_key_value.weight": [3 * _D, _D],
+    "attention.dense.weight": [_D, _D],
+    "mlp.dense_h_to_4h.weight": [_D, _D],
+    "mlp.dense_4h_to_h.weight": [_D, _D],
+    "input_layernorm.weight": [_D],
+}
 _EYES = {
-    "attn.qkv.weight": [3 * _D, _D], "attn.proj.weight": [_D, _D], "mlp.fc1.weight": [_D, _D],
-    "mlp.fc2.weight": [_D, _D], "norm1.weight": [_D],
-}  # fmt: skip
+    "attn.qkv.weight": [3 * _D, _D],
+    "attn.proj.weight": [_D, _D],
+    "mlp.fc1.weight": [_D, _D],
+    "mlp.fc2.weight": [_D, _D],
+    "norm1.weight": [_D],
+}
 _CLIP = {f"self_attn.{name}.weight": [_D, _D] for name in ("q_proj", "k_proj", "v_proj", "out_proj")} | {
-    "mlp.fc1.weight": [_D, _D], "mlp.fc2.weight": [_D, _D]
-}  # fmt: skip
+    "mlp.fc1.weight": [_D, _D],
+    "mlp.fc2.weight": [_D, _D],
+}
 _BERT = {
-    "attention.self.query.weight": [_D, _D], "attention.self.key.weight": [_D, _D],
-    "attention.output.dense.weight": [_D, _D], "intermediate.dense.weight": [_D, _D],
-}  # fmt: skip
+    "attention.self.query.weight": [_D, _D],
+    "attention.self.key.weight": [_D, _D],
+    "attention.output.dense.weight": [_D, _D],
+    "intermediate.dense.weight": [_D, _D],
+}
 _EXPERTS = {
     f"block_sparse_moe.experts.{n}.{name}.weight": [_D, _D] for n in range(2) for name in ("w1", "w2", "w3")
-} | {"block_sparse_moe.gate.weight": [2, _D]}  # fmt: skip
+} | {"block_sparse_moe.gate.weight": [2, _D]}
 _TEXT = {
-    "hidden_size": _D, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "intermediate_size": _D, "vocab_size": _V,
-}  # fmt: skip
+    "hidden_size": _D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": _D,
+    "vocab_size": _V,
+}
 _SEES = {"depth": 2, "embed_dim": _D, "hidden_size": _D, "num_heads": 2, "patch_size": 14}
 
 #: Name → what config.json says, and what the header names.

@@ -62,12 +62,62 @@ class Target:
 
 #: Texts with which readers, terminals, logs and databases have had trouble.
 NASTY = (
-    "", " ", "\x1b[31mred\x1b]0;title\x07", "\x9b2J", "\u202ekcatta\u202c", "\u200f", "[bold]x[/bold]", "[/]", "\n",
-    "a\nb", "\r\n", "\u2028", "\u0085", "\0", "\ud800", "\udcff", "\ufeff", "\ufffe", "<script>alert(1)</script>", "&lt;",
-    "'; DROP TABLE jobs; --", "%s %(x)s {0} {x}", "$(reboot)", "../../etc/passwd", "=cmd()", "x" * 5000, "é" * 300,
-    "null", "nan", "1e999", "0x10", "1_000", "010", "1:30", "2026-11-20", "yes", "~", "*a", "&a", "!!python/none", "- x",
-    "#", "---", "...", "%TAG", "\\", '"', "'", "job:1", "/", "//", "~/x", "\U0001f600", "<image>", "<|im_end|>",
-)  # fmt: skip
+    "",
+    " ",
+    "\x1b[31mred\x1b]0;title\x07",
+    "\x9b2J",
+    "\u202ekcatta\u202c",
+    "\u200f",
+    "[bold]x[/bold]",
+    "[/]",
+    "\n",
+    "a\nb",
+    "\r\n",
+    "\u2028",
+    "\u0085",
+    "\0",
+    "\ud800",
+    "\udcff",
+    "\ufeff",
+    "\ufffe",
+    "<script>alert(1)</script>",
+    "&lt;",
+    "'; DROP TABLE jobs; --",
+    "%s %(x)s {0} {x}",
+    "$(reboot)",
+    "../../etc/passwd",
+    "=cmd()",
+    "x" * 5000,
+    "é" * 300,
+    "null",
+    "nan",
+    "1e999",
+    "0x10",
+    "1_000",
+    "010",
+    "1:30",
+    "2026-11-20",
+    "yes",
+    "~",
+    "*a",
+    "&a",
+    "!!python/none",
+    "- x",
+    "#",
+    "---",
+    "...",
+    "%TAG",
+    "\\",
+    '"',
+    "'",
+    "job:1",
+    "/",
+    "//",
+    "~/x",
+    "\U0001f600",
+    "<image>",
+    "<|im_end|>",
+)
 TEXT = st.one_of(st.sampled_from(NASTY), st.text(max_size=12))
 INTEGERS = st.one_of(
     st.integers(-3, 40), st.sampled_from([2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**40, 10**400])
@@ -78,8 +128,11 @@ VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
 )
 #: Nested deeper than any reader of ours needs, and less deep than JSON's own reader gives up at.
-DEEP = st.builds(lambda depth, inner: functools.reduce(lambda value, _: [value], range(depth), inner),
-                 st.sampled_from([60, 200, 400, 900]), LEAVES)  # fmt: skip
+DEEP = st.builds(
+    lambda depth, inner: functools.reduce(lambda value, _: [value], range(depth), inner),
+    st.sampled_from([60, 200, 400, 900]),
+    LEAVES,
+)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -109,11 +162,44 @@ def mutated(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
 
 
 _TOKENS = (
-    b"\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\xff\xfe", b"\xef\xbb\xbf", b"\x80", b"\n", b"\r\n", b"\r", b"\t",
-    b"[" * 300, b"{" * 300, b'{"a":' * 200, b"- " * 100, b'"', b"'", b'"""', b":", b",", b"=", b"#", b"&a ", b"*a", b"<<: ",
-    b"!!int ", b"---\n", b"%TAG ! x\n", b"9" * 5000, b"1e99999", b"NaN", b"-Infinity", b"\\ud800", b"\\u0000", b"\x1b[2J",
-    b"a.b.c.d=1\n", b"[[datasets]]\n", b"[a.b]\n",
-)  # fmt: skip
+    b"\0",
+    b"\xff\xff\xff\xff",
+    b"\x7f\xff\xff\xff",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\x80",
+    b"\n",
+    b"\r\n",
+    b"\r",
+    b"\t",
+    b"[" * 300,
+    b"{" * 300,
+    b'{"a":' * 200,
+    b"- " * 100,
+    b'"',
+    b"'",
+    b'"""',
+    b":",
+    b",",
+    b"=",
+    b"#",
+    b"&a ",
+    b"*a",
+    b"<<: ",
+    b"!!int ",
+    b"---\n",
+    b"%TAG ! x\n",
+    b"9" * 5000,
+    b"1e99999",
+    b"NaN",
+    b"-Infinity",
+    b"\\ud800",
+    b"\\u0000",
+    b"\x1b[2J",
+    b"a.b.c.d=1\n",
+    b"[[datasets]]\n",
+    b"[a.b]\n",
+)
 
 
 @st.composite
@@ -340,16 +426,26 @@ def _run_config(directory: Path, data: bytes) -> None:
 # --- Data sets --------------------------------------------------------------------------------------------------------
 
 _ROWS = (
-    {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b",
-     "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}], "tools": '[{"name": "f"}]'},
-    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
-                  {"role": "assistant", "content": "b"}], "images": ["cat.png"]},
+    {
+        "messages": [
+            {"role": "user", "content": "a?"},
+            {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        ],
+        "tools": '[{"name": "f"}]',
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": "b"},
+        ],
+        "images": ["cat.png"],
+    },
     {"prompt": "a", "completion": "b"},
     {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
     {"instruction": "a", "input": "", "output": "b", "history": [["c", "d"]], "system": "s"},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"text": "a", "audio": {"bytes": None, "path": "a.wav"}, "video": ["1.png", "2.png"]},
-)  # fmt: skip
+)
 _FORMATS = ("auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text")
 
 
@@ -439,8 +535,11 @@ def _run_parquet(directory: Path, data: bytes) -> None:
 
 # --- Base models ------------------------------------------------------------------------------------------------------
 
-_HEADER = {"a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-           "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}, "__metadata__": {"format": "pt"}}  # fmt: skip
+_HEADER = {
+    "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+    "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]},
+    "__metadata__": {"format": "pt"},
+}
 
 
 @st.composite
@@ -471,31 +570,69 @@ def _model_dir(directory: Path) -> Path:
 
 
 MODEL_CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 32, "dtype": "float32",
-    "max_position_embeddings": 128, "head_dim": 4, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "rope_scaling": {"type": "linear"}, "tie_word_embeddings": False, "auto_map": {"AutoModel": "x.Y"},
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+    "dtype": "float32",
+    "max_position_embeddings": 128,
+    "head_dim": 4,
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "rope_scaling": {"type": "linear"},
+    "tie_word_embeddings": False,
+    "auto_map": {"AutoModel": "x.Y"},
+}
 _VISION_CONFIG = MODEL_CONFIG | {
-    "model_type": "qwen2_5_vl", "vision_config": {"depth": 1, "hidden_size": 8, "patch_size": 14, "num_heads": 2,
-    "spatial_merge_size": 2, "image_size": 28, "window_size": 112}, "image_token_id": 5,
-    "image_grid_pinpoints": [[14, 28]], "text_config": {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 32},
-    "audio_config": {"d_model": 8, "encoder_layers": 1}, "thinker_config": None,
-}  # fmt: skip
-_TOKENIZER = {"chat_template": [{"name": "default", "template": plain.TEMPLATE}], "eos_token": {"content": "<|im_end|>"},
-              "added_tokens_decoder": {"1": {"content": "x"}}}  # fmt: skip
-_PROCESSOR = {"image_processor": {"patch_size": 14, "merge_size": 2, "min_pixels": 100, "max_pixels": 10000, "size":
-              {"shortest_edge": 3, "longest_edge": 9}}, "patch_size": 14, "feature_extractor": {"chunk_length": 30}}  # fmt: skip
+    "model_type": "qwen2_5_vl",
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 8,
+        "patch_size": 14,
+        "num_heads": 2,
+        "spatial_merge_size": 2,
+        "image_size": 28,
+        "window_size": 112,
+    },
+    "image_token_id": 5,
+    "image_grid_pinpoints": [[14, 28]],
+    "text_config": {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 32},
+    "audio_config": {"d_model": 8, "encoder_layers": 1},
+    "thinker_config": None,
+}
+_TOKENIZER = {
+    "chat_template": [{"name": "default", "template": plain.TEMPLATE}],
+    "eos_token": {"content": "<|im_end|>"},
+    "added_tokens_decoder": {"1": {"content": "x"}},
+}
+_PROCESSOR = {
+    "image_processor": {
+        "patch_size": 14,
+        "merge_size": 2,
+        "min_pixels": 100,
+        "max_pixels": 10000,
+        "size": {"shortest_edge": 3, "longest_edge": 9},
+    },
+    "patch_size": 14,
+    "feature_extractor": {"chunk_length": 30},
+}
 _ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "x"}
 _INDEX = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "model.safetensors"}}
 #: Files beside a model that are garbled, one at a time.
 _MODEL_FILES: dict[str, Any] = {
-    "model/config.json": MODEL_CONFIG, "model/config.json+vision": _VISION_CONFIG,
-    "model/tokenizer_config.json": _TOKENIZER, "model/processor_config.json": _PROCESSOR,
-    "model/preprocessor_config.json": _PROCESSOR["image_processor"], "adapter/adapter_config.json": _ADAPTER,
-    "model/model.safetensors.index.json": _INDEX, "model/generation_config.json": {"eos_token_id": [1]},
+    "model/config.json": MODEL_CONFIG,
+    "model/config.json+vision": _VISION_CONFIG,
+    "model/tokenizer_config.json": _TOKENIZER,
+    "model/processor_config.json": _PROCESSOR,
+    "model/preprocessor_config.json": _PROCESSOR["image_processor"],
+    "adapter/adapter_config.json": _ADAPTER,
+    "model/model.safetensors.index.json": _INDEX,
+    "model/generation_config.json": {"eos_token_id": [1]},
     "model/tokenizer.json": {"model": {"type": "BPE"}, "added_tokens": [{"id": 1, "content": "x"}]},
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -642,19 +779,32 @@ _EVENTS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 EVENT_LINES = st.lists(
     st.one_of(
-        st.sampled_from(_EVENTS).flatmap(garbled).map(lambda value: json_bytes({"time": 1.8e9, **value} if isinstance(value, dict) else value)),
+        st.sampled_from(_EVENTS)
+        .flatmap(garbled)
+        .map(lambda value: json_bytes({"time": 1.8e9, **value} if isinstance(value, dict) else value)),
         st.sampled_from(_EVENTS).map(lambda value: json_bytes({"time": 1.8e9, **value})),
         mutated(tuple(json_bytes({"time": 1.8e9, **each}) for each in _EVENTS)),
         st.binary(max_size=30),
     ),
     max_size=5,
-).map(lambda lines: b"".join(line + b"\n" for line in lines))  # fmt: skip
+).map(lambda lines: b"".join(line + b"\n" for line in lines))
 
 
 def _job(**changes: Any) -> Job:
     attempts = (Attempt(1, "transformers", 1.8e9),)
-    return Job(**{"id": 1, "name": "x", "submitted_at": 1.8e9, "source": "x.yaml", "uid": 1000, "output_dir": "/o",
-                  "attempts": attempts, "state": State.RUNNING, **changes})  # fmt: skip
+    return Job(
+        **{
+            "id": 1,
+            "name": "x",
+            "submitted_at": 1.8e9,
+            "source": "x.yaml",
+            "uid": 1000,
+            "output_dir": "/o",
+            "attempts": attempts,
+            "state": State.RUNNING,
+            **changes,
+        }
+    )
 
 
 def _run_events(directory: Path, data: bytes) -> None:
@@ -677,8 +827,17 @@ def _run_events(directory: Path, data: bytes) -> None:
     assert box.put(job, reading) == 0
     _, _, num_bad = outbox.read(layout.outbox_dir, outbox.Position(0, 0), max_rows=10**6, max_bytes=10**9)
     assert not num_bad
-    for arguments in (["list"], ["list", "--json"], ["show", "1"], ["show", "1", "--json"], ["logs", "1"], ["watch", "1"],
-                      ["predictions", "1"], ["predictions", "1", "--csv"], ["predictions", "1", "--json"]):  # fmt: skip
+    for arguments in (
+        ["list"],
+        ["list", "--json"],
+        ["show", "1"],
+        ["show", "1", "--json"],
+        ["logs", "1"],
+        ["watch", "1"],
+        ["predictions", "1"],
+        ["predictions", "1", "--csv"],
+        ["predictions", "1", "--json"],
+    ):
         # A program gets CSV as it is; a terminal, which this says that it is, what does no harm there.
         terminal.console._force_terminal = True if "--csv" in arguments else None
         with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
@@ -699,11 +858,27 @@ def check_shown(text: str) -> None:
     assert all(char.isprintable() or char == "\n" for char in text), ascii(text[:300])
 
 
-_RESULT = {"outcome": "failed", "step": 3, "metrics": {"train_loss": 0.5}, "artifacts": {"output_dir": "/x", "merged": None},
-           "error": {"code": "mask_invalid", "message": "m", "hint": "h"}}  # fmt: skip
-_EXIT = {"start": 1, "status": 0, "signal": None, "ended_at": 1.8e9, "max_resident_bytes": 5, "was_out_of_memory": False,
-         "was_asked": False, "service_result": "success", "system_state": "running", "ran": True,
-         "ended_monotonic": 7.5, "boot_id": "b"}  # fmt: skip
+_RESULT = {
+    "outcome": "failed",
+    "step": 3,
+    "metrics": {"train_loss": 0.5},
+    "artifacts": {"output_dir": "/x", "merged": None},
+    "error": {"code": "mask_invalid", "message": "m", "hint": "h"},
+}
+_EXIT = {
+    "start": 1,
+    "status": 0,
+    "signal": None,
+    "ended_at": 1.8e9,
+    "max_resident_bytes": 5,
+    "was_out_of_memory": False,
+    "was_asked": False,
+    "service_result": "success",
+    "system_state": "running",
+    "ran": True,
+    "ended_monotonic": 7.5,
+    "boot_id": "b",
+}
 
 
 def _files(*seeds: Any) -> st.SearchStrategy[bytes]:
@@ -729,9 +904,12 @@ def _run_result(directory: Path, example: tuple[bytes, bytes]) -> None:
 
 
 _REQUESTS = (
-    {"verb": "list"}, {"verb": "show", "id": "7"}, {"verb": "requeue", "id": "x", "from_start": True}, {"verb": "status"},
+    {"verb": "list"},
+    {"verb": "show", "id": "7"},
+    {"verb": "requeue", "id": "x", "from_start": True},
+    {"verb": "status"},
     {"verb": "refusal", "id": "x.yaml"},
-)  # fmt: skip
+)
 
 
 def _run_request(_directory: Path, line: bytes) -> None:

@@ -50,10 +50,13 @@ def _told(text: str, **more: Any) -> dict[str, Any]:
 
 def _called(*cities: str) -> dict[str, Any]:
     calls = [
-        {"type": "function", "id": f"call0000{n}",
-         "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}}
+        {
+            "type": "function",
+            "id": f"call0000{n}",
+            "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'},
+        }
         for n, city in enumerate(cities, start=1)
-    ]  # fmt: skip
+    ]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
@@ -66,29 +69,43 @@ _TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Where."}},
-                       "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Where."}},
+            "required": ["city"],
+        },
     },
-}  # fmt: skip
+}
 
 #: Rows as OpenAI has them.
 CONVERSATIONS: Mapping[str, list[dict[str, Any]]] = {
     "one turn": [_user("The capital of France?"), _told("Paris.")],
     "many turns": [
-        _user("Hi"), _told("Hello!"), _user("And of France?"), _told("Paris."), _user("Sure?"), _told("Yes."),
+        _user("Hi"),
+        _told("Hello!"),
+        _user("And of France?"),
+        _told("Paris."),
+        _user("Sure?"),
+        _told("Yes."),
     ],
     "the user last": [_user("Hi"), _told("Hello!"), _user("Thanks")],
     "a call": [_user("Weather?"), _called("Paris"), _answered(1, "sunny"), _told("It is sunny.")],
     "a call last": [_user("Weather?"), _called("Paris")],
     "two calls": [
-        _user("Weather?"), _called("Paris", "Rome"), _answered(1, "sunny"), _answered(2, "wet"), _told("Sunny, wet."),
+        _user("Weather?"),
+        _called("Paris", "Rome"),
+        _answered(1, "sunny"),
+        _answered(2, "wet"),
+        _told("Sunny, wet."),
     ],
     "reasoning": [_user("2+2?"), _told("It is 4.", reasoning_content="two and two")],
     "reasoning, many turns": [
-        _user("2+2?"), _told("<think>\ntwo and two\n</think>\n\nIt is 4."),
-        _user("3+3?"), _told("<think>\nthree and three\n</think>\n\nIt is 6."),
+        _user("2+2?"),
+        _told("<think>\ntwo and two\n</think>\n\nIt is 4."),
+        _user("3+3?"),
+        _told("<think>\nthree and three\n</think>\n\nIt is 6."),
     ],
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

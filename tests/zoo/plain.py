@@ -31,9 +31,17 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> 
 def write_base_model(directory: Path) -> Path:
     """A checkpoint directory that is complete as far as files go."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1,
-              "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 32,
-              "dtype": "float32"}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "dtype": "float32",
+    }
     (directory / "config.json").write_text(json.dumps(config))
     layer = "model.layers.0."
     write_safetensors(

@@ -251,7 +251,11 @@ LLAMA3 = Template(
     name="llama3",
     source=LLAMA3_SOURCE,
     special_tokens=(
-        "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
         "<|finetune_right_pad_id|>",
     ),
     bos_token="<|begin_of_text|>",
@@ -260,7 +264,7 @@ LLAMA3 = Template(
     turns=_llama3_turns,
     takes_tools=True,
     takes_any_order=True,
-)  # fmt: skip
+)
 
 # --- Mistral's manner: tool calls behind a special token, no content beside them --------------------------------------
 
@@ -311,8 +315,16 @@ MISTRAL = Template(
     name="mistral",
     source=MISTRAL_SOURCE,
     special_tokens=(
-        "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-        "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+        "<unk>",
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
     ),
     bos_token="<s>",
     eos_token="</s>",
@@ -320,7 +332,7 @@ MISTRAL = Template(
     turns=_mistral_turns,
     takes_tools=True,
     takes_any_order=True,
-)  # fmt: skip
+)
 
 # --- Gemma's manner: the assistant is called model, the system prompt goes into the first user turn -------------------
 
@@ -397,15 +409,13 @@ def _deepseek_turns(messages: Sequence[Message], kwargs: Mapping[str, Any]) -> l
 DEEPSEEK_R1 = Template(
     name="deepseek_r1",
     source=DEEPSEEK_R1_SOURCE,
-    special_tokens=(
-        "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>",
-    ),
+    special_tokens=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>"),
     bos_token="<｜begin▁of▁sentence｜>",
     eos_token="<｜end▁of▁sentence｜>",
     pad_token="<｜▁pad▁｜>",
     turns=_deepseek_turns,
     takes_any_order=True,
-)  # fmt: skip
+)
 
 # --- Zephyr's manner: role tags that are ordinary text ---------------------------------------------------------------
 
@@ -513,7 +523,18 @@ WORDS = Template(
 TEMPLATES: dict[str, Template] = {
     template.name: template
     for template in (
-        CHATML, QWEN3, LLAMA2, LLAMA3, MISTRAL, GEMMA, PHI3, DEEPSEEK_R1, ZEPHYR, NO_PROMPT, CHATML_PLAIN, GENERATION,
+        CHATML,
+        QWEN3,
+        LLAMA2,
+        LLAMA3,
+        MISTRAL,
+        GEMMA,
+        PHI3,
+        DEEPSEEK_R1,
+        ZEPHYR,
+        NO_PROMPT,
+        CHATML_PLAIN,
+        GENERATION,
         WORDS,
     )
-}  # fmt: skip
+}

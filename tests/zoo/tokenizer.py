@@ -25,10 +25,10 @@ CORPUS = (
     "user\nassistant\nsystem\ntool\nmodel\n\nYou are a careful assistant. The capital of France is Paris.",
     "What is the capital of Germany? Berlin. What is two and two? 4. Four! Answer: yes.\n\n no?\n",
     "<think>\n\n</think>\n\n reasoning, first; then the answer: 42 </think>\n",
-    "<tool_call>\n{\"name\": \"add\"}\n</tool_call>",
+    '<tool_call>\n{"name": "add"}\n</tool_call>',
     "User: hello there, Assistant: hello! <|im_end|>\n<|im_start|>assistant\n ([INST] and [/INST]) <<SYS>> <</SYS>>",
     "Ünïcödé 日本語 мир 🙂 can be said, too; and def f(x):\n    return x + 1\n\n\n  \t done.",
-)  # fmt: skip
+)
 
 #: Llama-3's and Qwen's way of cutting words: a newline sticks to the punctuation before it.
 _WORDS = Regex(
@@ -110,8 +110,17 @@ _MARKS = re.compile(
     r"|</?(?:think|tool_call|tool_response|arg_key|arg_value)>"
 )
 #: The tokenizers' own ends and beginnings of those templates, by what stands in them.
-_EOS = ("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|return|>", "<|eot|>", "</s>",
-        "<|endoftext|>", "<eos>")  # fmt: skip
+_EOS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>",
+    "<|return|>",
+    "<|eot|>",
+    "</s>",
+    "<|endoftext|>",
+    "<eos>",
+)
 _FAMILIES = {
     "<start_of_turn>": ("<bos>", "<eos>"),
     "<turn|>": ("<bos>", "<eos>"),
@@ -141,6 +150,10 @@ def build_marked_tokenizer(source: str) -> PreTrainedTokenizerFast:
     )
     named = {"bos_token": bos} if bos else {}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=source, clean_up_tokenization_spaces=False, pad_token="<pad>",
-        eos_token=eos, **named,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        chat_template=source,
+        clean_up_tokenization_spaces=False,
+        pad_token="<pad>",
+        eos_token=eos,
+        **named,
+    )

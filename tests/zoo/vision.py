@@ -116,33 +116,48 @@ _QWEN_VL_TOKENS = {
 
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
-        "gemma", GEMMA3,
+        "gemma",
+        GEMMA3,
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         is_hub_layout=False,
     ),
     "llava": Family("chatml", LLAVA, {"image_token": "<image>"}),
     "idefics3": Family(
-        "chatml", IDEFICS3,
-        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
-         "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
+        "chatml",
+        IDEFICS3,
+        {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
         tuple(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
     ),
     "qwen2_vl": Family("chatml", QWEN_VL, _QWEN_VL_TOKENS, media=("image", "video")),
     "qwen2_5_vl": Family("chatml", QWEN_VL, _QWEN_VL_TOKENS, media=("image", "video")),
     "qwen3_vl": Family("chatml", QWEN3_VL, _QWEN_VL_TOKENS, media=("image", "video"), is_hub_layout=False),
     "qwen2_audio": Family(
-        "chatml", QWEN_AUDIO,
+        "chatml",
+        QWEN_AUDIO,
         {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
         media=("audio",),
     ),
     "qwen2_5_omni_thinker": Family(
-        "chatml", QWEN_OMNI,
-        {"image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>", "audio_token": "<|AUDIO|>",
-         "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>",
-         "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
-        media=("image", "video", "audio"), is_hub_layout=False,
+        "chatml",
+        QWEN_OMNI,
+        {
+            "image_token": "<|IMAGE|>",
+            "video_token": "<|VIDEO|>",
+            "audio_token": "<|AUDIO|>",
+            "vision_bos_token": "<|vision_bos|>",
+            "vision_eos_token": "<|vision_eos|>",
+            "audio_bos_token": "<|audio_bos|>",
+            "audio_eos_token": "<|audio_eos|>",
+        },
+        media=("image", "video", "audio"),
+        is_hub_layout=False,
     ),
-}  # fmt: skip
+}
 
 
 def build_vision_checkpoint(
@@ -200,15 +215,41 @@ def build_speaking_checkpoint(directory: Path) -> Path:
 
     thinker = build_vision_checkpoint(directory.with_name("thinker"), "qwen2_5_omni_thinker")
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    talker = {"vocab_size": 64, "embedding_size": 64, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16,
-              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-              "rope_parameters": rope}  # fmt: skip
-    mouth = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ff_mult": 1, "head_dim": 16,
-             "emb_dim": 16, "enc_dim": 16, "enc_emb_dim": 16, "num_embeds": 32, "mel_dim": 8,
-             "enc_channels": [16, 16, 16, 16, 48], "enc_attention_channels": 8, "enc_se_channels": 8,
-             "enc_res2net_scale": 2}  # fmt: skip
-    voice = {"mel_dim": 8, "upsample_initial_channel": 16, "resblock_kernel_sizes": [3],
-             "resblock_dilation_sizes": [[1, 3, 5]], "upsample_rates": [2], "upsample_kernel_sizes": [4]}  # fmt: skip
+    talker = {
+        "vocab_size": 64,
+        "embedding_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": rope,
+    }
+    mouth = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "ff_mult": 1,
+        "head_dim": 16,
+        "emb_dim": 16,
+        "enc_dim": 16,
+        "enc_emb_dim": 16,
+        "num_embeds": 32,
+        "mel_dim": 8,
+        "enc_channels": [16, 16, 16, 16, 48],
+        "enc_attention_channels": 8,
+        "enc_se_channels": 8,
+        "enc_res2net_scale": 2,
+    }
+    voice = {
+        "mel_dim": 8,
+        "upsample_initial_channel": 16,
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3, 5]],
+        "upsample_rates": [2],
+        "upsample_kernel_sizes": [4],
+    }
     config = Qwen2_5OmniConfig(
         thinker_config=AutoConfig.from_pretrained(thinker).to_dict(),
         talker_config=talker,
@@ -250,9 +291,13 @@ def _processor(family: str, tokenizer: Any) -> Any:
         case "llava":
             images = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
             return transformers.LlavaProcessor(
-                images, tokenizer, patch_size=14, vision_feature_select_strategy="default",
-                num_additional_image_tokens=1, chat_template=template,
-            )  # fmt: skip
+                images,
+                tokenizer,
+                patch_size=14,
+                vision_feature_select_strategy="default",
+                num_additional_image_tokens=1,
+                chat_template=template,
+            )
         case "idefics3":
             images = transformers.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
             return transformers.Idefics3Processor(images, tokenizer, image_seq_len=1, chat_template=template)
@@ -282,39 +327,82 @@ def _ears() -> Any:
 
 def _settings(family: str, vocab_size: int, vocab: Mapping[str, int]) -> dict[str, Any]:
     text: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": vocab_size, "max_position_embeddings": 1024,
-    }  # fmt: skip
-    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-                              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 1024,
+    }
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}}
-    eyes: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-                            "out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 2,
-                            "temporal_patch_size": 2}  # fmt: skip
-    ears: dict[str, Any] = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
-                            "num_mel_bins": 16, "max_source_positions": MAX_SOUND_SEC * 50}  # fmt: skip
+    eyes: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    ears: dict[str, Any] = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "num_mel_bins": 16,
+        "max_source_positions": MAX_SOUND_SEC * 50,
+    }
     qwen_ids = {
-        "image_token_id": vocab.get("<|image_pad|>"), "video_token_id": vocab.get("<|video_pad|>"),
-        "vision_start_token_id": vocab.get("<|vision_start|>"), "vision_end_token_id": vocab.get("<|vision_end|>"),
-    }  # fmt: skip
+        "image_token_id": vocab.get("<|image_pad|>"),
+        "video_token_id": vocab.get("<|video_pad|>"),
+        "vision_start_token_id": vocab.get("<|vision_start|>"),
+        "vision_end_token_id": vocab.get("<|vision_end|>"),
+    }
     match family:
         case "gemma3":
             text |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
-            return {"text_config": text, "vision_config": vision, "image_token_index": vocab["<image_soft_token>"],
-                    "boi_token_index": vocab["<start_of_image>"], "eoi_token_index": vocab["<end_of_image>"],
-                    "mm_tokens_per_image": 4}  # fmt: skip
+            return {
+                "text_config": text,
+                "vision_config": vision,
+                "image_token_index": vocab["<image_soft_token>"],
+                "boi_token_index": vocab["<start_of_image>"],
+                "eoi_token_index": vocab["<end_of_image>"],
+                "mm_tokens_per_image": 4,
+            }
         case "llava":
             vision |= {"model_type": "clip_vision_model", "projection_dim": 32}
             text |= {"model_type": "llama"}
-            return {"text_config": text, "vision_config": vision, "image_token_index": vocab["<image>"],
-                    "vision_feature_layer": -1, "vision_feature_select_strategy": "default"}  # fmt: skip
+            return {
+                "text_config": text,
+                "vision_config": vision,
+                "image_token_index": vocab["<image>"],
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "default",
+            }
         case "idefics3":
             text |= {"model_type": "llama"}
-            return {"text_config": text, "vision_config": vision, "image_token_id": vocab["<image>"],
-                    "scale_factor": 2}  # fmt: skip
+            return {"text_config": text, "vision_config": vision, "image_token_id": vocab["<image>"], "scale_factor": 2}
         case "qwen2_vl":
-            eyes = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14,
-                    "spatial_merge_size": 2, "temporal_patch_size": 2}  # fmt: skip
+            eyes = {
+                "depth": 1,
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            }
             return {"text_config": text | rope, "vision_config": eyes} | qwen_ids
         case "qwen2_5_vl":
             eyes |= {"fullatt_block_indexes": [0]}
@@ -327,12 +415,18 @@ def _settings(family: str, vocab_size: int, vocab: Mapping[str, int]) -> dict[st
             text |= {"model_type": "qwen2"}
             return {"text_config": text, "audio_config": ears, "audio_token_index": vocab["<|AUDIO|>"]}
         case "qwen2_5_omni_thinker":
-            return {"text_config": text | rope, "vision_config": eyes | {"fullatt_block_indexes": [0]},
-                    "audio_config": ears | {"output_dim": 64, "n_window": 25},
-                    "image_token_index": vocab["<|IMAGE|>"], "video_token_index": vocab["<|VIDEO|>"],
-                    "audio_token_index": vocab["<|AUDIO|>"], "audio_start_token_id": vocab["<|audio_bos|>"],
-                    "audio_end_token_id": vocab["<|audio_eos|>"], "user_token_id": vocab.get("user", 0),
-                    "vision_start_token_id": vocab["<|vision_bos|>"],
-                    "vision_end_token_id": vocab["<|vision_eos|>"]}  # fmt: skip
+            return {
+                "text_config": text | rope,
+                "vision_config": eyes | {"fullatt_block_indexes": [0]},
+                "audio_config": ears | {"output_dim": 64, "n_window": 25},
+                "image_token_index": vocab["<|IMAGE|>"],
+                "video_token_index": vocab["<|VIDEO|>"],
+                "audio_token_index": vocab["<|AUDIO|>"],
+                "audio_start_token_id": vocab["<|audio_bos|>"],
+                "audio_end_token_id": vocab["<|audio_eos|>"],
+                "user_token_id": vocab.get("user", 0),
+                "vision_start_token_id": vocab["<|vision_bos|>"],
+                "vision_end_token_id": vocab["<|vision_eos|>"],
+            }
         case _:
             raise ValueError(family)

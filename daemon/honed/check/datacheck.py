@@ -89,9 +89,15 @@ class Cache:
             seen = _look(each, rights)
             found = seen.found
             is_clean = not (
-                found.num_attached or found.bad or found.overlooked or found.absent or found.num_untrained
-                or sum(map(len, found.unread)) > MAX_TOLD or found.census.orders or found.num_unpaired
-            )  # fmt: skip
+                found.num_attached
+                or found.bad
+                or found.overlooked
+                or found.absent
+                or found.num_untrained
+                or sum(map(len, found.unread)) > MAX_TOLD
+                or found.census.orders
+                or found.num_unpaired
+            )
             if not is_settled or not is_clean or identity(each, paths, rights)[0] != key:
                 return seen
             seen = replace(seen, found=replace(found, rows=[], columns=(), examples=()))
@@ -267,9 +273,10 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
         if len(said) < 2:
             what = "there is one row" if num_rows == 1 else f"all {num_rows} rows have the same content"
             raise DatasetError(
-                f"eval_split: {what}, of which none can be held out", hint="leave out eval_split, or add rows",
+                f"eval_split: {what}, of which none can be held out",
+                hint="leave out eval_split, or add rows",
                 fix={"eval_split": None},
-            )  # fmt: skip
+            )
     warnings = []
     for name, (each, found) in inspected.items():
         for other, theirs in trained.items() if name.startswith("eval_datasets.") else ():

@@ -21,16 +21,43 @@ from honed.system.layout import Layout
 
 #: Families that read in both directions, and write only where config.json has `is_decoder: true`: transformers maps
 #: them to causal language models, too.
-ENCODERS = frozenset({
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
-    "xmod",
-})  # fmt: skip
+ENCODERS = frozenset(
+    {
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "reformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
 #: Families of an encoder and a decoder, which config.json says for each of their models.
-ENCODER_DECODERS = frozenset({
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
-    "prophetnet", "whisper",
-})  # fmt: skip
+ENCODER_DECODERS = frozenset(
+    {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "whisper",
+    }
+)
 #: Classes with another head than one that writes, and what they are for.
 _OTHER_HEADS = {
     "fills in masked words": re.compile(r"For(MaskedLM|PreTraining|NextSentencePrediction)$"),

@@ -81,8 +81,9 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
 
 def _of_bitsandbytes(optimizer: str) -> bool:
     return optimizer.startswith(("paged_", "ademamix", "lion_", "rmsprop_bnb", "galore_adamw_8bit")) or optimizer in (
-        "adamw_bnb_8bit", "adamw_8bit",
-    )  # fmt: skip
+        "adamw_bnb_8bit",
+        "adamw_8bit",
+    )
 
 
 def _check_optimizer(optimizer: str) -> None:

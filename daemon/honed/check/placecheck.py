@@ -33,9 +33,10 @@ def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Po
     if path.is_mount():
         inner = _free(path / "output")
         raise SpecError(
-            f"output_dir: {path} is a mount point", hint=f"name a directory in it: write output_dir: {inner}",
+            f"output_dir: {path} is a mount point",
+            hint=f"name a directory in it: write output_dir: {inner}",
             fix={"output_dir": str(inner)},
-        )  # fmt: skip
+        )
     if any(
         path == ours or path in ours.parents or ours in path.parents for ours in (layout.spool_dir, layout.state_dir)
     ):
@@ -54,9 +55,10 @@ def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Po
 def _free(path: Path) -> Path:
     """The path, or the first of `path-2`, `path-3`, … where nothing is yet."""
     return next(
-        each for number in itertools.count(1)
+        each
+        for number in itertools.count(1)
         if not os.path.lexists(each := path if number == 1 else path.with_name(f"{path.name}-{number}"))
-    )  # fmt: skip
+    )
 
 
 def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Policy) -> None:

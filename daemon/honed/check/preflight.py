@@ -222,10 +222,18 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
 
     def planned(changed: JobSpec, target: Device) -> Plan:
         return plan.make(
-            changed, model, target, config=config, installed=here, adapter=adapter,
-            num_row_tokens=looked.num_row_tokens, num_rows=looked.num_rows, rows=looked.attached, pinned=pinned,
+            changed,
+            model,
+            target,
+            config=config,
+            installed=here,
+            adapter=adapter,
+            num_row_tokens=looked.num_row_tokens,
+            num_rows=looked.num_rows,
+            rows=looked.attached,
+            pinned=pinned,
             adapter_dtype=earlier.get("adapter_dtype"),
-        )  # fmt: skip
+        )
 
     def fitting(target: Device) -> Plan:
         made = planned(job_spec, target)
@@ -293,8 +301,9 @@ def _check_the_rest(
             f"{each.key}: {where}: it is fetched from the hub first, and the job is checked and planned then"
         )
     commit = modelcheck.commit(job_spec, model) if model is not None else None
-    return Verdict(job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing_data or missing,
-                   commit=commit)  # fmt: skip
+    return Verdict(
+        job_spec, None, output_dir, warnings, waits_for=waits_for, needs_fetch=missing_data or missing, commit=commit
+    )
 
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:

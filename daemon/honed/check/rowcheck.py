@@ -234,16 +234,24 @@ def _num_embeddings(model: BaseModelInfo) -> int | None:
     found = {
         each.shape[0]
         for each in parameter.parameters(model)
-        if each.role == "embedding" and modality.part(each.module) == "language" and len(each.shape) == 2
+        if each.role == "embedding"
+        and modality.part(each.module) == "language"
+        and len(each.shape) == 2
         and each.module.rpartition(".")[2] in ("embed_tokens", "wte", "embed_in", "word_embeddings")
-    }  # fmt: skip
+    }
     return found.pop() if len(found) == 1 and not model.is_quantized else None
 
 
 def _key(job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, rows: bytes) -> bytes:
     """A digest of all that the outcome hangs on."""
     facts = (
-        rows, str(model.path), chat.tokenizer.chat_template, chat.template, job_spec.chat_template_kwargs,
-        job_spec.training.cut_at, _num_embeddings(model), chat.tokenizer.identity,
-    )  # fmt: skip
+        rows,
+        str(model.path),
+        chat.tokenizer.chat_template,
+        chat.template,
+        job_spec.chat_template_kwargs,
+        job_spec.training.cut_at,
+        _num_embeddings(model),
+        chat.tokenizer.identity,
+    )
     return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).digest()

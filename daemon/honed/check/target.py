@@ -32,9 +32,19 @@ MAX_NAMED = 12
 _ALL = frozenset({"all", "all_linear", "all-linear", "all-linear-layers", "linear", "auto"})
 #: What a module's name may begin with once loaded, where a checkpoint's begins with something else.
 _PREFIXES = (
-    "", "model.", "transformer.", "language_model.", "language_model.model.", "model.language_model.",
-    "model.language_model.model.", "model.model.", "thinker.", "thinker.model.", "base_model.", "gpt_neox.",
-)  # fmt: skip
+    "",
+    "model.",
+    "transformer.",
+    "language_model.",
+    "language_model.model.",
+    "model.language_model.",
+    "model.language_model.model.",
+    "model.model.",
+    "thinker.",
+    "thinker.model.",
+    "base_model.",
+    "gpt_neox.",
+)
 #: Attention's inputs apart, and as one matrix.
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "qkv")),
@@ -101,9 +111,12 @@ def look(model: BaseModelInfo) -> Modules | None:
     senses = model.has_vision or model.has_audio or model.speaks
     has_experts = any(".experts." in name for name in layers | packed)
     return Modules(
-        frozenset(layers), frozenset(flat - layers), frozenset(packed - layers), _source(model),
+        frozenset(layers),
+        frozenset(flat - layers),
+        frozenset(packed - layers),
+        _source(model),
         is_plain=not (senses or has_experts or "auto_map" in model.config),
-    )  # fmt: skip
+    )
 
 
 def _source(model: BaseModelInfo) -> frozenset[str] | None:
@@ -298,8 +311,11 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
     trained = {name for name in chosen if modality.part(name) in parts}
     if chosen and not trained:
         elsewhere = sorted({modality.part(name) for name in chosen})
-        switches = {f"lora.{key}": part in elsewhere for part, key in precision.PART_KEYS.items()
-                    if (part in elsewhere) != (part in parts)}  # fmt: skip
+        switches = {
+            f"lora.{key}": part in elsewhere
+            for part, key in precision.PART_KEYS.items()
+            if (part in elsewhere) != (part in parts)
+        }
         raise SpecError(
             f"lora.target_modules: in {where} these are layers of the {' and '.join(elsewhere)} part alone, which gets "
             "no adapter here",
@@ -311,9 +327,10 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
     if not trained or not excluded:
         return
     left = trained - (
-        {name for name in trained if re.fullmatch(excluded, name)} if isinstance(excluded, str)
+        {name for name in trained if re.fullmatch(excluded, name)}
+        if isinstance(excluded, str)
         else {name for each in excluded for name in _matching(each, frozenset(trained))}
-    )  # fmt: skip
+    )
     if not left:
         raise SpecError(
             f"lora.exclude_modules: takes out all that target_modules names in {where}: nothing would be trained",

@@ -176,9 +176,13 @@ def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_sec, check=False, encoding="utf-8",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_sec,
+            check=False,
+            encoding="utf-8",
             errors="replace",
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as error:
         raise EnvironmentInvalidError(f"no answer within {timeout_sec:g} s") from error
     if done.returncode:
@@ -344,13 +348,33 @@ def _machine(config: Config) -> list[Finding]:
     """Check the units and what they depend on."""
     service, job, check = (_unit(name) for name in ("honed.service", "honed-job@0.service", "honed-check@1000.service"))
     has_templates = all(unit.get("LoadState") == "loaded" for unit in (job, check))
-    return [_service(service), _job_unit(job), *_check_unit(config, job, check), *_fetch_unit(config, job),
-            _polkit(has_templates=has_templates), _users(), _user_database(),
-            _sandbox(config, job), _catalog(), _kept_journal(), _limits()]  # fmt: skip
+    return [
+        _service(service),
+        _job_unit(job),
+        *_check_unit(config, job, check),
+        *_fetch_unit(config, job),
+        _polkit(has_templates=has_templates),
+        _users(),
+        _user_database(),
+        _sandbox(config, job),
+        _catalog(),
+        _kept_journal(),
+        _limits(),
+    ]
 
 
-UNIT_PROPERTIES = ("LoadState", "LoadError", "ActiveState", "Result", "UnitFileState", "NeedDaemonReload", "NRestarts",
-                   "StatusText", "ReadWritePaths", "BindPaths")  # fmt: skip
+UNIT_PROPERTIES = (
+    "LoadState",
+    "LoadError",
+    "ActiveState",
+    "Result",
+    "UnitFileState",
+    "NeedDaemonReload",
+    "NRestarts",
+    "StatusText",
+    "ReadWritePaths",
+    "BindPaths",
+)
 INSTALL = "scripts/install, as root"
 OPEN = "honectl sandbox, as root,"
 
@@ -384,8 +408,12 @@ def _service(unit: dict[str, str]) -> Finding:
     if int(unit.get("NRestarts") or 0) > 3:
         return Finding(check, "warning", f"restarted {unit['NRestarts']} times by systemd", "journalctl -xeu honed")
     if unit["UnitFileState"] == "disabled":
-        return Finding(check, "warning", f"{unit['ActiveState']}; it does not start with the machine",
-                       "systemctl enable --now honed")  # fmt: skip
+        return Finding(
+            check,
+            "warning",
+            f"{unit['ActiveState']}; it does not start with the machine",
+            "systemctl enable --now honed",
+        )
     return Finding(check, "ok", f"{unit['ActiveState']}: {unit['StatusText']}")
 
 
@@ -457,8 +485,9 @@ def _polkit(*, has_templates: bool) -> Finding:
     if not rules and has_templates:
         return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
     if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
-        return Finding("polkit", "warning", "polkitd is not installed: honed may not start its job units",
-                       "apt install polkitd")  # fmt: skip
+        return Finding(
+            "polkit", "warning", "polkitd is not installed: honed may not start its job units", "apt install polkitd"
+        )
     return Finding("polkit", "ok", "honed may start its own job units" if rules else "no rule, and none needed")
 
 
@@ -470,8 +499,12 @@ def _users() -> Finding:
         return Finding("users", "warning", f"missing: {', '.join(missing)}", "systemd-sysusers, or " + INSTALL)
     daemon, workers = found[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
     if daemon is not None and workers not in daemon.gids:
-        return Finding("users", "error", "honed is no member of honed-job: it cannot hand jobs their directories",
-                       "usermod -aG honed-job honed; systemctl restart honed")  # fmt: skip
+        return Finding(
+            "users",
+            "error",
+            "honed is no member of honed-job: it cannot hand jobs their directories",
+            "usermod -aG honed-job honed; systemctl restart honed",
+        )
     return Finding("users", "ok", "honed, honed-job and the group honed-submit")
 
 
@@ -484,9 +517,12 @@ def _user_database() -> Finding:
     lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#"))
     missing = [name for name in ("passwd", "group") if "systemd" not in lines.get(name, "").split()]
     if missing:
-        return Finding("user database", "error",
-                       f"no `systemd` in /etc/nsswitch.conf: {', '.join(missing)}; jobs cannot run as their submitters",
-                       "apt install libnss-systemd, or add the word to the lines")  # fmt: skip
+        return Finding(
+            "user database",
+            "error",
+            f"no `systemd` in /etc/nsswitch.conf: {', '.join(missing)}; jobs cannot run as their submitters",
+            "apt install libnss-systemd, or add the word to the lines",
+        )
     return Finding("user database", "ok", "jobs run as their submitters")
 
 
@@ -509,8 +545,12 @@ def _limits() -> Finding:
         controllers = []
     if "memory" in controllers:
         return Finding("memory limits", "ok", "MemoryMax= of jobs is enforced")
-    return Finding("memory limits", "warning", "MemoryMax= is not enforced: cgroup2 has no memory controller here",
-                   "boot with systemd.unified_cgroup_hierarchy=1")  # fmt: skip
+    return Finding(
+        "memory limits",
+        "warning",
+        "MemoryMax= is not enforced: cgroup2 has no memory controller here",
+        "boot with systemd.unified_cgroup_hierarchy=1",
+    )
 
 
 # --- The daemon -------------------------------------------------------------------------------------------------------

@@ -110,13 +110,27 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
             verdict = check_one(instance, path, beside=options.files)
         except HonedError as error:
             answers.append(
-                {"file": str(path), "ok": False, "error": error.as_dict(), "faults": problem.faults(error),
-                 "warnings": [], "needs_fetch": None}
-            )  # fmt: skip
+                {
+                    "file": str(path),
+                    "ok": False,
+                    "error": error.as_dict(),
+                    "faults": problem.faults(error),
+                    "warnings": [],
+                    "needs_fetch": None,
+                }
+            )
         else:
             needed = missing(verdict) if verdict.needs_fetch else None
-            answers.append({"file": str(path), "ok": True, "error": None, "faults": [],
-                            "warnings": list(verdict.warnings), "needs_fetch": needed})  # fmt: skip
+            answers.append(
+                {
+                    "file": str(path),
+                    "ok": True,
+                    "error": None,
+                    "faults": [],
+                    "warnings": list(verdict.warnings),
+                    "needs_fetch": needed,
+                }
+            )
     if options.json:
         terminal.console.print_json(json.dumps(answers))
         return int(not all(answer["ok"] for answer in answers))
@@ -162,10 +176,15 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     memory = [[key, f"{value / 2**20:,.1f} MiB"] for key in ordered if (value := parts.get(key))]
     terminal.table(["memory (estimate)", ""], memory, right=[""])
     rungs = [
-        [f"{'→' if each['is_chosen'] else ' '} {each['master_weights']}", each["optim"],
-         f"{each['bytes_per_parameter']:g}", f"{each['total_bytes'] / 2**30:,.1f} GiB", "yes" if each["fits"] else "no"]
+        [
+            f"{'→' if each['is_chosen'] else ' '} {each['master_weights']}",
+            each["optim"],
+            f"{each['bytes_per_parameter']:g}",
+            f"{each['total_bytes'] / 2**30:,.1f} GiB",
+            "yes" if each["fits"] else "no",
+        ]
         for each in made["rungs"]
-    ]  # fmt: skip
+    ]
     if rungs:
         header = ["master_weights", "optim", "bytes a parameter", "in all", "fits"]
         terminal.table(header, rungs, right=["bytes a parameter", "in all"])
@@ -181,9 +200,11 @@ def _say_deferred(verdict: Any, *, as_json: bool) -> int:
     """Show a job that starts from another's output or from what has to be fetched: there is no plan yet."""
     if as_json:
         needed = missing(verdict) if verdict.needs_fetch else None
-        terminal.console.print_json(json.dumps(
-            {"waits_for": dict(verdict.waits_for), "needs_fetch": needed, "warnings": list(verdict.warnings)}
-        ))  # fmt: skip
+        terminal.console.print_json(
+            json.dumps(
+                {"waits_for": dict(verdict.waits_for), "needs_fetch": needed, "warnings": list(verdict.warnings)}
+            )
+        )
         return 0
     needed = verdict.needs_fetch
     fetched = "the base model" if needed is None or needed.key == "base_model" else f"the data set {needed.repo_id}"

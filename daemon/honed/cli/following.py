@@ -34,8 +34,13 @@ def until_final(instance: Instance, reference: str, *, quiet: bool = False) -> i
             step, loss, eta = terminal.progress_cells(job)
             figures = "  ".join(filter(None, [step, f"loss {loss}" if loss else "", f"ETA {eta}" if eta else ""]))
             name = f"{terminal.plain(job['name'], limit=32)} {job['state']}"
-            bar.update(task, description=name, figures=figures,
-                       total=job["progress"]["num_steps"], completed=job["progress"]["step"] or 0)  # fmt: skip
+            bar.update(
+                task,
+                description=name,
+                figures=figures,
+                total=job["progress"]["num_steps"],
+                completed=job["progress"]["step"] or 0,
+            )
     say_end(job)
     return int(job["state"] != "succeeded")
 

@@ -101,8 +101,10 @@ def doctor(instance: Instance, options: argparse.Namespace) -> int:
     if options.json:
         terminal.console.print_json(json.dumps(found))
     else:
-        terminal.table(["check", "status", "detail", "hint"],
-                       [[item["check"], item["status"], item["detail"], item["hint"]] for item in found])  # fmt: skip
+        terminal.table(
+            ["check", "status", "detail", "hint"],
+            [[item["check"], item["status"], item["detail"], item["hint"]] for item in found],
+        )
     return int(any(item["status"] == "error" for item in found))
 
 
@@ -251,9 +253,11 @@ def _add_changes(add: Add) -> None:
         help="the oldest, until the rest takes less: 200G, 500M",
     )
     verb.add_argument(
-        "--state", action="append", choices=[state.value for state in State if state.is_final],
+        "--state",
+        action="append",
+        choices=[state.value for state in State if state.is_final],
         help="only jobs that ended so; may be repeated",
-    )  # fmt: skip
+    )
     verb.add_argument(
         "--checkpoints", action="store_true", help="their checkpoints alone; of succeeded jobs, unless told otherwise"
     )

@@ -38,10 +38,17 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         terminal.console.print_json(json.dumps(jobs)) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
     rows = [
-        [job["id"], terminal.plain(job["name"], limit=40), job["state"], _outcome(job), _priority(job),
-         *terminal.progress_cells(job), job["submitted_at"][:16].replace("T", " ")]
+        [
+            job["id"],
+            terminal.plain(job["name"], limit=40),
+            job["state"],
+            _outcome(job),
+            _priority(job),
+            *terminal.progress_cells(job),
+            job["submitted_at"][:16].replace("T", " "),
+        ]
         for job in jobs
-    ]  # fmt: skip
+    ]
     columns = list(COLUMNS)
     if any(job.get("waiting_for") for job in jobs):
         columns.append("waits because")
@@ -89,8 +96,11 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
             row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
         waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
     # A column that tells nothing takes room from those that do.
-    kept = [at for at, name in enumerate(columns)
-            if name not in too_much and (name not in MAYBE_EMPTY or any(row[at] for row in rows))]  # fmt: skip
+    kept = [
+        at
+        for at, name in enumerate(columns)
+        if name not in too_much and (name not in MAYBE_EMPTY or any(row[at] for row in rows))
+    ]
     terminal.table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], right=[*RIGHT])
     for line in waits:
         terminal.say(line, style="dim")
@@ -137,12 +147,23 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
         f"job {job['id']} ({job['name']}): {job['state']}{', but ' if remark else ''}{remark}",
         style="yellow" if remark else terminal.STATE_STYLES.get(job["state"], "bold"),
     )
-    facts = [["outcome", job["outcome"]], ["submitted", job["submitted_at"]], ["from", job["source"]],
-             ["waits", (job.get("waiting_for") or {}).get("detail")],
-             ["pinned", "yes" if job.get("is_pinned") else None], ["step", step],
-             ["loss", loss], ["ETA", eta], *([name, f"{value:.6g}"] for name, value in sorted(job["metrics"].items())
-             if isinstance(value, int | float) and not (name == "loss" and loss)),
-             *job["artifacts"].items(), ["directory", job["job_dir"]]]  # fmt: skip
+    facts = [
+        ["outcome", job["outcome"]],
+        ["submitted", job["submitted_at"]],
+        ["from", job["source"]],
+        ["waits", (job.get("waiting_for") or {}).get("detail")],
+        ["pinned", "yes" if job.get("is_pinned") else None],
+        ["step", step],
+        ["loss", loss],
+        ["ETA", eta],
+        *(
+            [name, f"{value:.6g}"]
+            for name, value in sorted(job["metrics"].items())
+            if isinstance(value, int | float) and not (name == "loss" and loss)
+        ),
+        *job["artifacts"].items(),
+        ["directory", job["job_dir"]],
+    ]
     terminal.table(["", " "], [fact for fact in facts if fact[1] not in (None, "")])
     if job["error"]:
         terminal.say()
@@ -206,8 +227,11 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
         f"config {last.get('config_dtype')}, embeddings {last.get('embedding_dtype')}"
     )
     counts = [each for each in event.items(last, "counts") if isinstance(each, dict)]
-    terminal.table(["role", "dtype", "device", "parameters"], [[each.get(key) for key in keys] for each in counts],
-                   right=["parameters"])  # fmt: skip
+    terminal.table(
+        ["role", "dtype", "device", "parameters"],
+        [[each.get(key) for key in keys] for each in counts],
+        right=["parameters"],
+    )
     for item in audits:
         for text in event.items(item, "mended"):
             terminal.say(f"mended ({item.get('when')}): {text}", style="yellow")

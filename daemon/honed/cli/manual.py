@@ -59,14 +59,17 @@ _SIGNALS = (
 )
 _UNITS = (
     ("honed.service", "The daemon. Restarted, upgraded or killed, it leaves running jobs running and takes them over."),
-    ("honed-job@ID.service", "One job. `systemctl stop` has it write a checkpoint, and holds it. Its status shows "
-     "step, loss and ETA; `honectl logs --raw ID` prints what its libraries do."),
+    (
+        "honed-job@ID.service",
+        "One job. `systemctl stop` has it write a checkpoint, and holds it. Its status shows "
+        "step, loss and ETA; `honectl logs --raw ID` prints what its libraries do.",
+    ),
     ("honed-jobs.slice", "All jobs. Stopping it waits until each has written its checkpoint; limits for all go here."),
     ("honed-check@UID.service", "Checks the job files of one user, with that user's rights, before they are accepted."),
     ("honed-fetch@N.service", "Fetches from the hub, where policy.hub allows it."),
     ("honed-send.service", "Delivers predictions and metrics, where reporting names an address."),
     ("honed-web.socket", "Starts honed-web.service, pages and an API for reading: honed-web(8). Off until enabled."),
-)  # fmt: skip
+)
 _EXIT = (
     ("0", "It ended as asked."),
     ("73", "A disk that is full or read-only, with --drain or without systemd."),
@@ -89,9 +92,12 @@ _WEB_FILES = (
     ("/openapi.json", "On the server: every address, with parameters and answers."),
 )
 _HONECTL_EXIT = (
-    ("0", "Yes."), ("1", "The answer no: a refused file, a job that did not succeed."), ("2", "Usage."),
-    ("69", "What is asked for is not there: honed, a journal, a browser."), ("77", "Missing permissions."),
-)  # fmt: skip
+    ("0", "Yes."),
+    ("1", "The answer no: a refused file, a job that did not succeed."),
+    ("2", "Usage."),
+    ("69", "What is asked for is not there: honed, a journal, a browser."),
+    ("77", "Missing permissions."),
+)
 
 
 def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, str]:
@@ -101,21 +107,23 @@ def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, s
         "honed-web.8": _honed_web(),
         "honectl.1": _honectl(),
         "honed.toml.5": _keys(
-            "honed.toml", "the configuration of honed",
+            "honed.toml",
+            "the configuration of honed",
             "@/etc/honed/honed.toml@, then @/etc/honed/honed.toml.d/*.toml@ in the order of their names; later files "
             "win. `systemctl reload honed` reads them again; an unknown key or a wrong value is refused, and what was "
             "in force stays. For one's own instance (--user): ~/.config/honed/honed.toml.",
             config,
         ),
         "honed-job.5": _keys(
-            "honed-job", "a job for honed",
+            "honed-job",
+            "a job for honed",
             "A job is one file in YAML, JSON or TOML. Keys keep the spelling of the library that owns them. "
             "`honectl check FILE` shows all that would be refused, with key and line; `honectl plan FILE` what would "
             "be done and why. Paths are absolute; `honectl submit` and `check` take relative ones from the file's "
             "place. Secrets never stand in a job.",
             spec,
         ),
-    }  # fmt: skip
+    }
 
 
 def _honed() -> str:
@@ -127,25 +135,48 @@ def _honed() -> str:
         (str(layout.database_path), "Metrics and predictions, SQLite."),
         (str(layout.cache_dir), "The model cache."),
     )
-    return "\n".join([
-        _head("honed", 8, "the fine-tuning daemon"),
-        ".SH SYNOPSIS\n.B honed\n" + _usage(loop.parser()), _HONED.rstrip(),
-        ".SH OPTIONS", *_options(loop.parser()),
-        ".SH UNITS", *_tagged(_UNITS), ".SH SIGNALS", *_tagged(_SIGNALS), ".SH FILES", *_tagged(files),
-        ".SH EXIT STATUS", *_tagged(_EXIT),
-        ".SH SEE ALSO\n.BR honectl (1),\n.BR honed.toml (5),\n.BR honed\\-job (5),",
-        ".BR journalctl (1),\n.BR systemctl (1)",
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                _head("honed", 8, "the fine-tuning daemon"),
+                ".SH SYNOPSIS\n.B honed\n" + _usage(loop.parser()),
+                _HONED.rstrip(),
+                ".SH OPTIONS",
+                *_options(loop.parser()),
+                ".SH UNITS",
+                *_tagged(_UNITS),
+                ".SH SIGNALS",
+                *_tagged(_SIGNALS),
+                ".SH FILES",
+                *_tagged(files),
+                ".SH EXIT STATUS",
+                *_tagged(_EXIT),
+                ".SH SEE ALSO\n.BR honectl (1),\n.BR honed.toml (5),\n.BR honed\\-job (5),",
+                ".BR journalctl (1),\n.BR systemctl (1)",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _honed_web() -> str:
-    return "\n".join([
-        _head("honed-web", 8, "pages and an API over honed's jobs, for reading"),
-        ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(server.parser()), _WEB.rstrip(),
-        ".SH OPTIONS", *_options(server.parser()), ".SH FILES", *_tagged(_WEB_FILES),
-        ".SH EXIT STATUS", *_tagged([each for each in _EXIT if each[0] != "73"]),
-        ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                _head("honed-web", 8, "pages and an API over honed's jobs, for reading"),
+                ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(server.parser()),
+                _WEB.rstrip(),
+                ".SH OPTIONS",
+                *_options(server.parser()),
+                ".SH FILES",
+                *_tagged(_WEB_FILES),
+                ".SH EXIT STATUS",
+                *_tagged([each for each in _EXIT if each[0] != "73"]),
+                ".SH SEE ALSO\n.BR honed (8),\n.BR honed.toml (5)",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _honectl() -> str:
@@ -155,8 +186,10 @@ def _honectl() -> str:
         ".SH SYNOPSIS\n.B honectl\n[OPTION]... VERB [ARGUMENT]...",
         f".SH DESCRIPTION\n{_text(parser.description)}",
         ".I ID\nis a job's number, or its name where that is unambiguous.",
-        ".SH OPTIONS", *_options(parser), ".SH VERBS",
-    ]  # fmt: skip
+        ".SH OPTIONS",
+        *_options(parser),
+        ".SH VERBS",
+    ]
     for name, words, verb in verbs():
         arguments = " ".join(_argument(action) for action in verb._actions if not action.option_strings)
         parts += [
@@ -278,22 +311,29 @@ def _bash() -> str:
         f'        {name}) words="{" ".join(_long(parser))}{" $(_honectl_jobs)" if _takes_job(parser) else ""}" ;;'
         for name, _, parser in verbs()
     ]
-    return "\n".join([
-        f"# {_MADE}",
-        "_honectl_jobs() {", f"    {JOBS}", "}",
-        "_honectl() {",
-        '    local word words verb= current=${COMP_WORDS[COMP_CWORD]}',
-        '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
-        f'        case $word in {"|".join(names)}) verb=$word; break ;; esac',
-        "    done",
-        "    case $verb in",
-        f'        "") words="{" ".join([*names, *_long(honectl.parser())])}" ;;',
-        *arms,
-        "    esac",
-        '    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")',
-        "}",
-        "complete -o default -F _honectl honectl",
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                f"# {_MADE}",
+                "_honectl_jobs() {",
+                f"    {JOBS}",
+                "}",
+                "_honectl() {",
+                "    local word words verb= current=${COMP_WORDS[COMP_CWORD]}",
+                '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
+                f"        case $word in {'|'.join(names)}) verb=$word; break ;; esac",
+                "    done",
+                "    case $verb in",
+                f'        "") words="{" ".join([*names, *_long(honectl.parser())])}" ;;',
+                *arms,
+                "    esac",
+                '    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")',
+                "}",
+                "complete -o default -F _honectl honectl",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _zsh() -> str:
@@ -304,11 +344,28 @@ def _zsh() -> str:
         + " ;;"
         for name, _, parser in verbs()
     ]
-    return "\n".join([
-        "#compdef honectl", f"# {_MADE}", "local -a verbs", "verbs=(", *described, ")",
-        "if (( CURRENT == 2 )); then", "    _describe verb verbs", "else", "    local verb=$words[2]",
-        "    shift words; (( CURRENT-- ))", "    case $verb in", *arms, "    esac", "fi",
-    ]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                "#compdef honectl",
+                f"# {_MADE}",
+                "local -a verbs",
+                "verbs=(",
+                *described,
+                ")",
+                "if (( CURRENT == 2 )); then",
+                "    _describe verb verbs",
+                "else",
+                "    local verb=$words[2]",
+                "    shift words; (( CURRENT-- ))",
+                "    case $verb in",
+                *arms,
+                "    esac",
+                "fi",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _fish() -> str:

@@ -54,9 +54,15 @@ def bytes_in_words(num_bytes: int | None) -> str:
 def prune(instance: Instance, options: argparse.Namespace) -> int:
     if options.rejected and (options.ids or options.checkpoints or options.state):
         raise UsageError("--rejected takes no jobs", hint="prune jobs and refused files one after the other")
-    arguments = {"ids": options.ids, "older_than_sec": options.older_than, "keep": options.keep,
-                 "max_bytes": options.max_size, "states": options.state or [], "checkpoints": options.checkpoints,
-                 "rejected": options.rejected}  # fmt: skip
+    arguments = {
+        "ids": options.ids,
+        "older_than_sec": options.older_than,
+        "keep": options.keep,
+        "max_bytes": options.max_size,
+        "states": options.state or [],
+        "checkpoints": options.checkpoints,
+        "rejected": options.rejected,
+    }
     with instance.pruner() as ask:
         plan = _planned(ask, arguments)
         if not options.json:
@@ -114,9 +120,14 @@ def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
     if options.rejected:
         return
     if plan["jobs"]:
-        terminal.table(["id", "name", "state", "size"],
-                       [[row["id"], terminal.plain(row["name"], limit=40), row["state"],
-                         bytes_in_words(row["num_bytes"])] for row in plan["jobs"]], right=["id", "size"])  # fmt: skip
+        terminal.table(
+            ["id", "name", "state", "size"],
+            [
+                [row["id"], terminal.plain(row["name"], limit=40), row["state"], bytes_in_words(row["num_bytes"])]
+                for row in plan["jobs"]
+            ],
+            right=["id", "size"],
+        )
     for row in plan["kept"]:
         terminal.say(f"job {row['id']} ({row['name']}) stays: {row['why']}", style="yellow")
 

@@ -157,11 +157,12 @@ def pages(root: Path) -> dict[Path, str]:
         root / "units/honed.catalog": catalog(),
         **{
             root / "docs/man" / name: text
-            for name, text in manual.man_pages(((f"[{name}]", "", model) for name, model in _config_sections()),
-                                               _spec_sections()).items()
+            for name, text in manual.man_pages(
+                ((f"[{name}]", "", model) for name, model in _config_sections()), _spec_sections()
+            ).items()
         },
         **{root / "etc/completions" / name: text for name, text in manual.completions().items()},
-    }  # fmt: skip
+    }
 
 
 def job_spec(sample: str) -> str:

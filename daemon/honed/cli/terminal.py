@@ -114,10 +114,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(column.strip() for column in columns))
     for column in columns:
         drawn.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column not in WRAPPED,
+            column,
+            justify="right" if column in right else "left",
+            no_wrap=column not in WRAPPED,
             overflow="fold" if column in WRAPPED else "ellipsis",
             min_width=max((cell_len(str(row[0])) for row in rows), default=0) if column == "id" else None,
-        )  # fmt: skip
+        )
     for row in rows:
         drawn.add_row(*(Text(_flat(cell), style=STATE_STYLES.get(str(cell), "")) for cell in row))
     console.print(drawn)
@@ -248,8 +250,12 @@ def bar(progress: dict[str, Any], *, width: int = 20) -> str:
 def job_line(job: Mapping[str, Any]) -> str:
     """A job and how far it is."""
     step, loss, eta = progress_cells(job)
-    parts = [bar(job["progress"]), f"step {step}" if step else "", f"loss {loss}" if loss else "",
-             f"ETA {eta}" if eta else ""]  # fmt: skip
+    parts = [
+        bar(job["progress"]),
+        f"step {step}" if step else "",
+        f"loss {loss}" if loss else "",
+        f"ETA {eta}" if eta else "",
+    ]
     return "  ".join([f"job {job['id']} ({job['name']}): {job['state']}", *filter(None, parts)])
 
 

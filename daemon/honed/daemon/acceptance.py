@@ -304,8 +304,13 @@ class Acceptance:
 
     def _check_claimed(self) -> None:
         """What was claimed before: by a honed that was killed, or when the disk was full."""
-        known = {*self._pending, *self._waiting, *self._fetching, *(pending.claim.id for pending, _ in self._checked),
-                 *(claim.id for claims in self._submitted.values() for claim in claims)}  # fmt: skip
+        known = {
+            *self._pending,
+            *self._waiting,
+            *self._fetching,
+            *(pending.claim.id for pending, _ in self._checked),
+            *(claim.id for claims in self._submitted.values() for claim in claims),
+        }
         if self._room() <= 0:
             self._must_list = True
             return
@@ -366,9 +371,12 @@ class Acceptance:
     def _copy(self, claims: list[Claim]) -> None:
         policy = self.config.policy
         copies = self._arrivals.copy_all(
-            claims, max_bytes=self.config.spool.max_spec_bytes, is_shared=policy.share_results,
-            admin_group=policy.admin_group, drops=policy.arrivals == "spool",
-        )  # fmt: skip
+            claims,
+            max_bytes=self.config.spool.max_spec_bytes,
+            is_shared=policy.share_results,
+            admin_group=policy.admin_group,
+            drops=policy.arrivals == "spool",
+        )
         for claim, copy in zip(claims, copies, strict=True):
             match copy:
                 case HonedError():
@@ -503,14 +511,21 @@ class Acceptance:
             progress = self._fetcher.progress(number)
             pending, job = waits.pending, None if waits.pending else self._spool.job(number)
             uid = pending.copy.uid if pending else job.uid if job else None
-            found.append({
-                "id": number, "name": self._name(waits, number), "uid": uid,
-                "source": pending.claim.name if pending else None, "state": "fetching",
-                "repo_id": waits.missing.repo_id, "revision": waits.missing.revision,
-                "repo_type": waits.missing.repo_type,
-                "num_bytes": progress.get("bytes", 0), "total_bytes": progress.get("of") or None,
-                "problem": progress.get("problem"),
-            })  # fmt: skip
+            found.append(
+                {
+                    "id": number,
+                    "name": self._name(waits, number),
+                    "uid": uid,
+                    "source": pending.claim.name if pending else None,
+                    "state": "fetching",
+                    "repo_id": waits.missing.repo_id,
+                    "revision": waits.missing.revision,
+                    "repo_type": waits.missing.repo_type,
+                    "num_bytes": progress.get("bytes", 0),
+                    "total_bytes": progress.get("of") or None,
+                    "problem": progress.get("problem"),
+                }
+            )
         return found
 
     def cancel(self, number: int) -> None:
@@ -524,8 +539,12 @@ class Acceptance:
         return str(waits.answer["spec"].get("name") or title)
 
     def _names_fetching(self) -> set[str]:
-        return {name for number, waits in self._fetching.items() if waits.pending is not None
-                for name in (self._name(waits, number), str(number))}  # fmt: skip
+        return {
+            name
+            for number, waits in self._fetching.items()
+            if waits.pending is not None
+            for name in (self._name(waits, number), str(number))
+        }
 
     # -- jobs that name others ----------------------------------------------------------------------------------------
 
@@ -663,9 +682,16 @@ class Acceptance:
             places = plan.get("hub_datasets") or {}
         commits = {key: str(place["commit"]) for key, place in places.items()}
         self._checkers.submit(
-            job.id, files.spec_path, self.config, device, jobs=made, commit=commit, dataset_commits=commits,
-            pinned=pinned, uid=job.uid,
-        )  # fmt: skip
+            job.id,
+            files.spec_path,
+            self.config,
+            device,
+            jobs=made,
+            commit=commit,
+            dataset_commits=commits,
+            pinned=pinned,
+            uid=job.uid,
+        )
 
     def is_asked_again(self, job_id: int) -> bool:
         return job_id in self._asked_again
@@ -685,8 +711,14 @@ class Acceptance:
     # -- one arrival --------------------------------------------------------------------------------------------------
 
     def _tell_accepted(self, job: Job, answer: dict[str, Any]) -> None:
-        log.info("job %d (%s): accepted from %s, %s", job.id, job.name, job.source, job.state,
-                 extra=about(job, message.ACCEPTED, file=job.source, uid=job.uid))  # fmt: skip
+        log.info(
+            "job %d (%s): accepted from %s, %s",
+            job.id,
+            job.name,
+            job.source,
+            job.state,
+            extra=about(job, message.ACCEPTED, file=job.source, uid=job.uid),
+        )
         for warning in answer.get("warnings", []):
             log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
 
@@ -736,9 +768,22 @@ class Acceptance:
         target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
-        log.warning("%r refused: %s: %s%s; see %s.reason", claim.name, error.code, first, more, target,
-                    extra=about(claim.id, message.of_error(error.code), state="rejected", code=error.code,
-                                file=claim.name, hint=error.hint))  # fmt: skip
+        log.warning(
+            "%r refused: %s: %s%s; see %s.reason",
+            claim.name,
+            error.code,
+            first,
+            more,
+            target,
+            extra=about(
+                claim.id,
+                message.of_error(error.code),
+                state="rejected",
+                code=error.code,
+                file=claim.name,
+                hint=error.hint,
+            ),
+        )
 
 
 def _what(waits: _Fetching) -> str:

@@ -108,8 +108,14 @@ class Attempts:
         """Start a job's next attempt. It lies in running/ first: a crash after that is an attempt that vanished."""
         number = job.attempts[-1].number + 1 if job.attempts else 1
         now = Moment.now()
-        attempt = Attempt(number, backend, now.wall, device=device.uuid or device.kind,
-                          started_monotonic=now.monotonic, boot_id=now.boot_id)  # fmt: skip
+        attempt = Attempt(
+            number,
+            backend,
+            now.wall,
+            device=device.uuid or device.kind,
+            started_monotonic=now.monotonic,
+            boot_id=now.boot_id,
+        )
         offset = self._database.offset(job.id, number)  # what fails here or in the move leaves the job in the queue
         job = self._spool.move(
             job,
@@ -122,8 +128,15 @@ class Attempts:
             needs_bytes=0,
         )
         self._follow(job, offset)
-        log.info("job %d (%s): attempt %d starts on %s with %s", job.id, job.name, number, device.name, backend,
-                 extra=about(job, message.STARTED, attempt=number, backend=backend))  # fmt: skip
+        log.info(
+            "job %d (%s): attempt %d starts on %s with %s",
+            job.id,
+            job.name,
+            number,
+            device.name,
+            backend,
+            extra=about(job, message.STARTED, attempt=number, backend=backend),
+        )
         self._launch(job, device.uuid)
 
     def _launch(self, job: Job, gpu_uuid: str | None) -> None:
@@ -280,14 +293,22 @@ class Attempts:
                 running.was_killed = True
                 running.kill_at = now + DUMP_SEC
             elif running.overdue_at is not None and now >= running.overdue_at and not running.is_overdue:
-                log.warning("job %d (%s): its time limit is over, and it did not end by itself; asked to stop",
-                            running.job.id, running.job.name)  # fmt: skip
+                log.warning(
+                    "job %d (%s): its time limit is over, and it did not end by itself; asked to stop",
+                    running.job.id,
+                    running.job.name,
+                )
                 running.is_overdue = True
                 self._ask(running, Stop.HOLD)
                 running.kill_at = now + self.config.jobs.stop_timeout_sec
             elif running.kill_at is None and self._is_stalled(running, now):
-                log.warning("job %d (%s): no sign of life for %.0f s in %s; it hangs", running.job.id, running.job.name,
-                            now - running.heard_at, running.phase or running.narrator.stage)  # fmt: skip
+                log.warning(
+                    "job %d (%s): no sign of life for %.0f s in %s; it hangs",
+                    running.job.id,
+                    running.job.name,
+                    now - running.heard_at,
+                    running.phase or running.narrator.stage,
+                )
                 running.is_stalled = True
                 running.kill_at = now + DUMP_SEC
                 self._runner.dump(running.job.id)
@@ -399,8 +420,9 @@ class Attempts:
         except FileNotFoundError:
             pass
         except OSError as problem:
-            log.warning("job %d (%s): its events may not outlast a power cut: %s", running.job.id, running.job.name,
-                        problem)  # fmt: skip
+            log.warning(
+                "job %d (%s): its events may not outlast a power cut: %s", running.job.id, running.job.name, problem
+            )
         result_path = attempt.result_path
         try:
             # What its worker has written can be the reason why its end cannot be told: then it is told without.
@@ -453,8 +475,12 @@ class Attempts:
             while left > 0 and (num_bytes := self._read_events(running)):
                 left -= num_bytes
             if left <= 0:
-                log.warning("job %d (%s): not all of its last events are counted: there are more than %d MiB of them",
-                            running.job.id, running.job.name, MAX_REST_BYTES // 2**20)  # fmt: skip
+                log.warning(
+                    "job %d (%s): not all of its last events are counted: there are more than %d MiB of them",
+                    running.job.id,
+                    running.job.name,
+                    MAX_REST_BYTES // 2**20,
+                )
         except Exception:
             log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
             return False
@@ -466,8 +492,13 @@ class Attempts:
         if asked is not None or not self._may_fall_back(running.job, outcome):
             return False
         reason, told = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
-        log.warning("job %d (%s): falls back to transformers: %s", running.job.id, running.job.name, reason,
-                    extra=about(running.job, message.FALLBACK, code=outcome.code))  # fmt: skip
+        log.warning(
+            "job %d (%s): falls back to transformers: %s",
+            running.job.id,
+            running.job.name,
+            reason,
+            extra=about(running.job, message.FALLBACK, code=outcome.code),
+        )
         fallback = Fallback(time.time(), told)
         running.job = self._spool.update(
             running.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
@@ -510,16 +541,39 @@ class Attempts:
         is_well = (outcome.is_success and not job.remark) or state in {State.HELD, State.CANCELLED}
         level = logging.INFO if is_well else logging.WARNING
         why = f": {outcome.error.message}" if outcome.error is not None else f", but {job.remark}" * bool(job.remark)
-        log.log(level, "job %d (%s): attempt %d: %s%s; now %s",
-                job.id, job.name, job.attempt.number, outcome.code, why, state,
-                extra=about(job, _kind(job, outcome), code=outcome.code, step=step,
-                            hint=outcome.error.hint if outcome.error else None))  # fmt: skip
+        log.log(
+            level,
+            "job %d (%s): attempt %d: %s%s; now %s",
+            job.id,
+            job.name,
+            job.attempt.number,
+            outcome.code,
+            why,
+            state,
+            extra=about(
+                job,
+                _kind(job, outcome),
+                code=outcome.code,
+                step=step,
+                hint=outcome.error.hint if outcome.error else None,
+            ),
+        )
         if remedy.adjustment is not None and state in {State.QUEUED, State.HELD}:
-            log.warning("job %d (%s): memory ran out; the next attempt goes on with %s", job.id, job.name,
-                        remedy.adjustment.text, extra=about(job, message.ADJUSTED, code=outcome.code))  # fmt: skip
+            log.warning(
+                "job %d (%s): memory ran out; the next attempt goes on with %s",
+                job.id,
+                job.name,
+                remedy.adjustment.text,
+                extra=about(job, message.ADJUSTED, code=outcome.code),
+            )
         if job.needs_bytes and state in {State.QUEUED, State.HELD}:
-            log.warning("job %d (%s): waits for %d MiB of free space", job.id, job.name, job.needs_bytes >> 20,
-                        extra=about(job, message.WAITS_FOR_ROOM, code=outcome.code))  # fmt: skip
+            log.warning(
+                "job %d (%s): waits for %d MiB of free space",
+                job.id,
+                job.name,
+                job.needs_bytes >> 20,
+                extra=about(job, message.WAITS_FOR_ROOM, code=outcome.code),
+            )
         return job
 
     def _remedy(self, running: Running, job: Job, outcome: Outcome) -> Remedy:

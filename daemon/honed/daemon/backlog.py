@@ -199,8 +199,9 @@ class Backlog:
             self._tell_anew(job, found)
             return
         released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
-        log.info("job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name,
-                 extra=about(job))  # fmt: skip
+        log.info(
+            "job %d (%s): goes on: job %d (%s) has succeeded", job.id, job.name, found.id, found.name, extra=about(job)
+        )
         self._put(released)
         self._database.put_job(released)
 
@@ -221,8 +222,13 @@ class Backlog:
         held_for = job.held_for if is_requeued or job.held_for in numbers else next(iter(numbers), None)
         if (problem.as_dict(), held_for) == (job.error, job.held_for):
             return
-        log.info("job %d (%s): still held: %s", job.id, job.name, problem.message,
-                 extra=about(job, state=State.HELD, hint=problem.hint))  # fmt: skip
+        log.info(
+            "job %d (%s): still held: %s",
+            job.id,
+            job.name,
+            problem.message,
+            extra=about(job, state=State.HELD, hint=problem.hint),
+        )
         self._put(self._spool.update(job, error=problem.as_dict(), held_for=held_for))
 
     def add(self, job: Job) -> None:
@@ -260,8 +266,13 @@ class Backlog:
     def fail(self, job: Job, error: HonedError) -> None:
         """End a job that cannot be started."""
         self._pop(job.id)
-        log.error("job %d (%s): %s", job.id, job.name, error.message,
-                  extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint))  # fmt: skip
+        log.error(
+            "job %d (%s): %s",
+            job.id,
+            job.name,
+            error.message,
+            extra=about(job, of_error(error.code), state="failed", code=error.code, hint=error.hint),
+        )
         try:
             failed = self._spool.move(job, State.FAILED, outcome=error.code, error=error.as_dict())
         except OSError:
@@ -358,8 +369,13 @@ class Backlog:
         """Leave a job whose dependencies will not succeed by themselves to a person. Once they have been requeued and
         have succeeded, the job goes on by itself."""
         problem = _blocked(job, blocking)
-        log.warning("job %d (%s): held: %s", job.id, job.name, problem.message,
-                    extra=about(job, message.HELD, state=State.HELD, hint=problem.hint))  # fmt: skip
+        log.warning(
+            "job %d (%s): held: %s",
+            job.id,
+            job.name,
+            problem.message,
+            extra=about(job, message.HELD, state=State.HELD, hint=problem.hint),
+        )
         first = next((each.found.id for each in blocking if each.found is not None), None)
         held = self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=first)
         self._put(held)

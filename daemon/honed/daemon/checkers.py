@@ -87,9 +87,16 @@ class Checkers:
     ) -> None:
         """As Checker.submit, with the rights of `uid`; None: ours."""
         self._of(uid).submit(
-            job_id, spec_path, config, device, jobs,
-            commit=commit, dataset_commits=dataset_commits, pinned=pinned, uid=uid,
-        )  # fmt: skip
+            job_id,
+            spec_path,
+            config,
+            device,
+            jobs,
+            commit=commit,
+            dataset_commits=dataset_commits,
+            pinned=pinned,
+            uid=uid,
+        )
         self._hand_out()
 
     def poll(self) -> list[dict[str, Any]]:
@@ -128,9 +135,10 @@ class Checkers:
         for uid in list(self._turns):
             self._look_after(uid, self._people[uid], now)
         self._queue.extend(
-            uid for uid, checker in self._people.items()
+            uid
+            for uid, checker in self._people.items()
             if checker.wants_helper and uid not in self._turns and uid not in self._queue
-        )  # fmt: skip
+        )
         self._end_turns(now)
         while self._queue and (len(self._turns) < MAX_UNITS or self._take_back_one()):
             uid = self._queue.popleft()

@@ -221,13 +221,25 @@ class Housekeeper:
         self._done[item] = Done(earlier.num_bytes + done.num_bytes, earlier.num_files + done.num_files, done.problem)
         what = "its directory" if kind == "job" else "its old checkpoints"
         if done.problem:
-            log.error("job %s: %s cannot be removed, and is tried again in %.0f min: %s; root can: rm -r %s",
-                      number, what, RETRY_SEC / 60, done.problem, self._layout.job(int(number)).dir,
-                      extra=about(int(number)))  # fmt: skip
+            log.error(
+                "job %s: %s cannot be removed, and is tried again in %.0f min: %s; root can: rm -r %s",
+                number,
+                what,
+                RETRY_SEC / 60,
+                done.problem,
+                self._layout.job(int(number)).dir,
+                extra=about(int(number)),
+            )
             self._retry[item] = self._clock() + RETRY_SEC
         elif done.num_files:
-            log.info("job %s: removed %s, %d files, %d bytes", number, what, done.num_files, done.num_bytes,
-                     extra=about(int(number)))  # fmt: skip
+            log.info(
+                "job %s: removed %s, %d files, %d bytes",
+                number,
+                what,
+                done.num_files,
+                done.num_bytes,
+                extra=about(int(number)),
+            )
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 
@@ -345,8 +357,11 @@ class Housekeeper:
         beyond = {item.key for item in retention.excess(items, limits, now=self._now())}
         for item in items:
             job = by_id[int(item.key)]
-            days = config.max_checkpoint_age_days if job.state is State.SUCCEEDED else (
-                config.max_failed_checkpoint_age_days)  # fmt: skip
+            days = (
+                config.max_checkpoint_age_days
+                if job.state is State.SUCCEEDED
+                else (config.max_failed_checkpoint_age_days)
+            )
             is_old = days is not None and self._now() - item.changed_at > days * DAY_SEC
             if (is_old or item.key in beyond) and self._may_still_go(job):
                 self.drop_checkpoints(job, "retention")
@@ -362,9 +377,7 @@ class Housekeeper:
         return not any(job.id in self._needs.of(other) for other in self._unfinished())
 
     def _over_events(self, config: RetentionConfig) -> Iterator[None]:
-        finished = {
-            job.id for state in retention.FINAL for job in self._spool.jobs(state) if not job.is_pinned
-        }  # fmt: skip
+        finished = {job.id for state in retention.FINAL for job in self._spool.jobs(state) if not job.is_pinned}
         yield
         surplus = 0
         if config.max_events is not None:

@@ -132,13 +132,25 @@ class Daemon:
         )
         self._housekeeper = Housekeeper(layout, config, self._spool, self._database, self._unfinished, clock=clock)
         self._answers = Answers(
-            layout, config, self._spool, self._database, self._watcher, self._acceptance, self._attempts, self._backlog,
-            housekeeper=self._housekeeper, unfinished=self._unfinished, status=self._status, wake=self._wake.wake,
-        )  # fmt: skip
+            layout,
+            config,
+            self._spool,
+            self._database,
+            self._watcher,
+            self._acceptance,
+            self._attempts,
+            self._backlog,
+            housekeeper=self._housekeeper,
+            unfinished=self._unfinished,
+            status=self._status,
+            wake=self._wake.wake,
+        )
         self._server = control.Server(
-            layout.control_path, self._selector, self._answers.answer,
+            layout.control_path,
+            self._selector,
+            self._answers.answer,
             max_request_bytes=control.with_file(config.spool.max_spec_bytes),
-        )  # fmt: skip
+        )
 
     def _unfinished(self) -> Iterable[Job]:
         yield from self._backlog.jobs()
@@ -170,10 +182,19 @@ class Daemon:
         for key, events in self._selector.select(self._patience()):
             key.data(events)
         steps = (
-            self._tend_database, self._obey_signals, self._settle, self._attempts.follow, self._take_arrivals,
-            self._plan_deferred, self._start_next, self._attempts.enforce, self._notices.tend,
-            self._publishing.tend_sender, self._publishing.tend_reporter, self._housekeeper.tend,
-        )  # fmt: skip
+            self._tend_database,
+            self._obey_signals,
+            self._settle,
+            self._attempts.follow,
+            self._take_arrivals,
+            self._plan_deferred,
+            self._start_next,
+            self._attempts.enforce,
+            self._notices.tend,
+            self._publishing.tend_sender,
+            self._publishing.tend_reporter,
+            self._housekeeper.tend,
+        )
         faults: list[str] = []
         num_broken = sum(not self._is_done(step, faults) for step in steps)
         self._tell_of_machine(faults[0] if faults else self._attempts.fault or self._acceptance.fault)
@@ -454,10 +475,19 @@ class Daemon:
 def parser() -> argparse.ArgumentParser:
     """The command line; the man page is made from it."""
     made = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
-    made.add_argument("--root", type=Path, default=layouts.default_root(),
-                        help="put the whole instance below this directory (default: $HONED_ROOT or /)")  # fmt: skip
-    made.add_argument("--user", action="store_const", dest="root", const=layouts.user_root(),
-                        help="one's own instance, where XDG says; for systemctl --user")  # fmt: skip
+    made.add_argument(
+        "--root",
+        type=Path,
+        default=layouts.default_root(),
+        help="put the whole instance below this directory (default: $HONED_ROOT or /)",
+    )
+    made.add_argument(
+        "--user",
+        action="store_const",
+        dest="root",
+        const=layouts.user_root(),
+        help="one's own instance, where XDG says; for systemctl --user",
+    )
     made.add_argument("--drain", action="store_true", help="end once nothing is left to do")
     made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
     made.add_argument("--version", action="version", version=f"honed {__version__}")

@@ -76,10 +76,12 @@ class Placement:
             self._look()
         wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
         return [
-            found for found in (self._devices if wants_gpu else [_cpu(self._devices)])
-            if (found.uuid or found.kind) not in taken and (found.kind == "cuda") == wants_gpu
+            found
+            for found in (self._devices if wants_gpu else [_cpu(self._devices)])
+            if (found.uuid or found.kind) not in taken
+            and (found.kind == "cuda") == wants_gpu
             and (found.kind != "cuda" or device.is_free(found, self.config.device.busy_bytes))
-        ]  # fmt: skip
+        ]
 
     def holds_on(self, job: Job, found: Device) -> bool:
         """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""

@@ -87,8 +87,9 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
         try:
             reading = event.read(path, offset, end=end)
         except OSError as error:  # what its worker left there is no file, or not ours to read
-            log.warning("job %d (%s): the events of attempt %d cannot be read: %s",
-                        job.id, job.name, job.attempt.number, error)  # fmt: skip
+            log.warning(
+                "job %d (%s): the events of attempt %d cannot be read: %s", job.id, job.name, job.attempt.number, error
+            )
             return
         if reading.offset == offset:
             return

@@ -92,14 +92,24 @@ class Reporter:
         self._at_work = set(sorted(self._due, key=lambda job_id: (job_id not in running, job_id))[:MAX_JOBS])
         self._due -= self._at_work
         self._began = now
-        command = [sys.executable, "-P", "-m", "honed.page.report", "--root", str(self._layout.root),
-                   "--admin-group", policy.admin_group, *(["--shared"] if policy.share_results else []),
-                   *map(str, sorted(self._at_work))]  # fmt: skip
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "honed.page.report",
+            "--root",
+            str(self._layout.root),
+            "--admin-group",
+            policy.admin_group,
+            *(["--shared"] if policy.share_results else []),
+            *map(str, sorted(self._at_work)),
+        ]
         hidden = {*DAEMON_VARIABLES, *SECRET_VARIABLES}
         environment = {key: value for key, value in os.environ.items() if key not in hidden}
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                             env=environment, start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
         except OSError as error:
             self._fail(now, str(error))
 

@@ -90,11 +90,16 @@ class Answers:
                 return next(self._with_reasons([told], asker)) if verb in {"show", "glance"} else told
             case "status":
                 asker = self._asker(request)
-                return {"status": self._status(asker), "pid": os.getpid(), "version": __version__,
-                        "is_watching": self._watcher.is_watching, "is_paused": self._spool.is_paused,
-                        "takes_drops": self.config.policy.arrivals == "spool",
-                        "num_arriving": self._acceptance.num_arriving,
-                        "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()]}  # fmt: skip
+                return {
+                    "status": self._status(asker),
+                    "pid": os.getpid(),
+                    "version": __version__,
+                    "is_watching": self._watcher.is_watching,
+                    "is_paused": self._spool.is_paused,
+                    "takes_drops": self.config.policy.arrivals == "spool",
+                    "num_arriving": self._acceptance.num_arriving,
+                    "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()],
+                }
             case "pause" | "resume":
                 if not self._asker(request).is_administrator:
                     raise NotPermittedError(f"{verb} is for everybody's jobs", hint="root and policy.admin_group may")
@@ -167,8 +172,13 @@ class Answers:
 
     def _require_owner(self, request: control.Request, job_id: int, uid: int | None) -> None:
         if request.uid != uid and not self._asker(request).is_administrator:
-            log.warning("job %d: %s refused to user %d: it is another user's", job_id, request.verb, request.uid,
-                        extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code))  # fmt: skip
+            log.warning(
+                "job %d: %s refused to user %d: it is another user's",
+                job_id,
+                request.verb,
+                request.uid,
+                extra=about(job_id, of_error(NotPermittedError.code), code=NotPermittedError.code),
+            )
             raise NotPermittedError(
                 f"job {job_id} is another user's", hint="its owner, root and the administrators' group may change it"
             )
@@ -191,8 +201,12 @@ class Answers:
         """Take a job file from whoever may drop one: who can write in incoming/."""
         who = Person(request.uid, request.gids, access.user_name(request.uid))
         if not access.may(self._spool.incoming_dir, who, WRITE | ENTER):
-            log.warning("submit refused to user %d: they may not write %s", request.uid, self._spool.incoming_dir,
-                        extra=about(None, of_error(NotPermittedError.code), code=NotPermittedError.code))  # fmt: skip
+            log.warning(
+                "submit refused to user %d: they may not write %s",
+                request.uid,
+                self._spool.incoming_dir,
+                extra=about(None, of_error(NotPermittedError.code), code=NotPermittedError.code),
+            )
             raise NotPermittedError(
                 f"you may not submit jobs: {self._spool.incoming_dir} is closed to you",
                 hint=f"join the group {access.DROPPERS_GROUP}, and log in again",
@@ -271,17 +285,29 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
                 removal.set_aside_checkpoints(layout, job.id)
             is_deferred = bool(job.inputs)  # what it starts from may have changed since
             return spool.move(
-                job, State.QUEUED, outcome=None, error=None, num_failures=0, stop=None, is_deferred=is_deferred,
-                are_checkpoints_pruned=False, held_for=None, needs_bytes=0,
+                job,
+                State.QUEUED,
+                outcome=None,
+                error=None,
+                num_failures=0,
+                stop=None,
+                is_deferred=is_deferred,
+                are_checkpoints_pruned=False,
+                held_for=None,
+                needs_bytes=0,
                 adjustments=() if from_start or job.outcome == "out_of_memory" else job.adjustments,
-            )  # fmt: skip
+            )
         case _, State.RUNNING if verb in {"cancel", "hold"}:
             raise EnvironmentInvalidError(
                 f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"
             )
         case _:
-            allowed = {"cancel": "queued, held or running", "hold": "queued or running", "release": "held",
-                       "requeue": "succeeded, failed or cancelled"}[verb]  # fmt: skip
+            allowed = {
+                "cancel": "queued, held or running",
+                "hold": "queued or running",
+                "release": "held",
+                "requeue": "succeeded, failed or cancelled",
+            }[verb]
             raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")
 
 

@@ -24,31 +24,64 @@ from honed.spec.media import KINDS, Kind
 from honed.system import quote
 
 COLUMNS: Mapping[str, Kind] = {
-    "images": "image", "image": "image", "videos": "video", "video": "video", "audios": "audio", "audio": "audio",
-}  # fmt: skip
+    "images": "image",
+    "image": "image",
+    "videos": "video",
+    "video": "video",
+    "audios": "audio",
+    "audio": "audio",
+}
 #: How parts call what they are: ours, and those of OpenAI's messages and of Qwen's.
 TYPES: Mapping[str, Kind] = {
-    "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
-    "input_video": "video", "audio": "audio", "audio_url": "audio", "input_audio": "audio",
-}  # fmt: skip
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "input_video": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 #: The rest of a row's columns that are read, in one format or another.
-_TEXT_COLUMNS = frozenset((
-    "messages", "conversations", "conversation", "prompt", "completion", "instruction", "input", "output", "system",
-    "history", "text", "tools",
-))  # fmt: skip
+_TEXT_COLUMNS = frozenset(
+    (
+        "messages",
+        "conversations",
+        "conversation",
+        "prompt",
+        "completion",
+        "instruction",
+        "input",
+        "output",
+        "system",
+        "history",
+        "text",
+        "tools",
+    )
+)
 #: How files of each kind are called.
 _SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
-    "image": IMAGE_SUFFIXES, "video": (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v"),
+    "image": IMAGE_SUFFIXES,
+    "video": (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v"),
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac"),
-}  # fmt: skip
+}
 #: Keys under which a part has its file, whatever its kind.
 _SOURCES = ("path", "url", "file", "data", "bytes", "base64", "source")
 #: What qwen-vl-utils reads in a part. It is one number for the whole job here.
 _LIMITS = {
-    "max_pixels": "max_pixels", "min_pixels": "min_pixels", "total_pixels": "max_pixels", "nframes": "num_frames",
-    "fps": "num_frames", "max_frames": "num_frames", "min_frames": "num_frames", "resized_height": "max_image_size",
-    "resized_width": "max_image_size", "video_start": "", "video_end": "",
-}  # fmt: skip
+    "max_pixels": "max_pixels",
+    "min_pixels": "min_pixels",
+    "total_pixels": "max_pixels",
+    "nframes": "num_frames",
+    "fps": "num_frames",
+    "max_frames": "num_frames",
+    "min_frames": "num_frames",
+    "resized_height": "max_image_size",
+    "resized_width": "max_image_size",
+    "video_start": "",
+    "video_end": "",
+}
 
 #: How embedded frames begin, where nothing names them: JPEG, PNG, BMP.
 _IMAGE_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"BM")

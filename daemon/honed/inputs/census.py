@@ -36,10 +36,14 @@ ORDERS: dict[Order, str] = {
 def digest(example: Example) -> bytes:
     """A digest of a row's content: the same for rows that a model would be shown as the same."""
     said = [
-        example.kind, _stripped(example.messages), example.tools, example.prompt.strip(), example.completion.strip(),
+        example.kind,
+        _stripped(example.messages),
+        example.tools,
+        example.prompt.strip(),
+        example.completion.strip(),
         example.text.strip(),
         [(media.kind, *map(str, media.paths), _digest(media.data or b"").hex()) for media in example.media],
-    ]  # fmt: skip
+    ]
     return _digest(json.dumps(said, ensure_ascii=False, sort_keys=True, default=str).encode(errors="replace"))
 
 

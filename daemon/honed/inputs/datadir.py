@@ -24,10 +24,19 @@ from honed.system.error import DatasetError
 
 #: How splits are called, as in Hugging Face's own rules for names of files.
 _WORDS = {
-    "train": "train", "training": "train",
-    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-    "test": "test", "testing": "test", "eval": "test", "evaluation": "test", "heldout": "test", "holdout": "test",
-}  # fmt: skip
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+    "heldout": "test",
+    "holdout": "test",
+}
 #: What lies beside data files and describes them.
 METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")

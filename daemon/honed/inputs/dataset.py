@@ -39,9 +39,21 @@ if TYPE_CHECKING:
     from honed.spec.spec import DatasetSpec
 
 __all__ = [
-    "Attached", "Counts", "Example", "Inspection", "Mixture", "convert", "files", "inspect", "load", "read",
-    "read_any", "recognise", "split", "words",
-]  # fmt: skip
+    "Attached",
+    "Counts",
+    "Example",
+    "Inspection",
+    "Mixture",
+    "convert",
+    "files",
+    "inspect",
+    "load",
+    "read",
+    "read_any",
+    "recognise",
+    "split",
+    "words",
+]
 
 #: How many of a data set's bad rows are named; the rest is counted.
 MAX_NAMED = 5
@@ -270,9 +282,9 @@ def split(
     held = census.together(examples, held) if together else held
     if not held or len(held) == len(examples):
         raise DatasetError(
-            f"all {len(examples)} examples say the same and cannot be split in two", hint="leave out eval_split, or "
-            "add other rows",
-        )  # fmt: skip
+            f"all {len(examples)} examples say the same and cannot be split in two",
+            hint="leave out eval_split, or add other rows",
+        )
     train = [example for n, example in enumerate(examples) if n not in held]
     return train, [example for n, example in enumerate(examples) if n in held]
 

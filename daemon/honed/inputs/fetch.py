@@ -154,9 +154,13 @@ class Fetch:
             path = snapshot.snapshot_dir(self._cache_dir, self._wanted.repo_id, listing.commit, self._wanted.repo_type)
             self._check_disk(files)
             record = snapshot.Record(
-                self._wanted.repo_id, listing.commit, {file.name: file.num_bytes for file in files}, self._request.code,
-                self._wanted.repo_type, self._wanted.part,
-            )  # fmt: skip
+                self._wanted.repo_id,
+                listing.commit,
+                {file.name: file.num_bytes for file in files},
+                self._request.code,
+                self._wanted.repo_type,
+                self._wanted.part,
+            )
             snapshot.write(self._cache_dir, record)
             self._progress |= {"of": sum(file.num_bytes for file in files), "of_files": len(files)}
             self._progress["bytes"] = sum(self._num_bytes_here(file) for file in files)
@@ -507,9 +511,15 @@ def main() -> int:
         deadline = boot_time() + timeout_sec
         repo_type = snapshot.DATASET if options.dataset else snapshot.MODEL
         request = Request(
-            options.repo_id, options.revision, options.allow_pickle, options.allow_code, deadline, repo_type,
-            options.name, options.split,
-        )  # fmt: skip
+            options.repo_id,
+            options.revision,
+            options.allow_pickle,
+            options.allow_code,
+            deadline,
+            repo_type,
+            options.name,
+            options.split,
+        )
         print(json.dumps({"ok": True, "path": str(fetch(request.checked(), layout, _print))}), flush=True)
     except HonedError as error:
         return _end(error)

@@ -42,9 +42,10 @@ def refuse_file(path: Path, key: str) -> ModelError:
     marker = "adapter_config.json" if key == "adapter" else "config.json"
     if path.suffix in (".safetensors", ".json", ".bin") and (parent / marker).is_file():
         return ModelError(
-            f"{key}: {path} is a file of a model", hint=f"name its directory: write {key}: {parent}",
+            f"{key}: {path} is a file of a model",
+            hint=f"name its directory: write {key}: {parent}",
             fix={key: str(parent)},
-        )  # fmt: skip
+        )
     what, hint = _FILES.get(path.suffix.lower(), ("a file", f"name the directory with {marker} in it"))
     return ModelError(f"{key}: {path} is {'' if what.startswith('a ') else 'a file in '}{what}", hint=hint)
 

@@ -316,9 +316,20 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
 
 #: What Pillow's readers raise for files that are torn or made up; struct.error is none of the others.
 _TORN = (
-    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError,
-    NotImplementedError, RuntimeError, struct.error, zlib.error,
-)  # fmt: skip
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
 
 
 def _check_size(media: Media, width: int, height: int) -> None:
@@ -460,9 +471,7 @@ def _video(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float 
         if len(times) < stream.frames * 0.9:  # containers count a few more than they show
             raise MediaError(f"{media.named}: a torn video: {len(times)} of its {stream.frames} frames are there")
         wanted = [times[n] for n in _spread(len(times), num_taken(len(times), limits))]
-        taken = [
-            _upright(media, frame, limits) for frame in _decoded(container, stream, wanted, keys)
-        ]  # fmt: skip
+        taken = [_upright(media, frame, limits) for frame in _decoded(container, stream, wanted, keys)]
         if not taken:
             raise MediaError(f"{media.named}: a broken video: none of its {len(times)} frames can be decoded")
         between = float((wanted[-1] - wanted[0]) * (stream.time_base or 0))

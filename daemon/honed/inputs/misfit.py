@@ -28,9 +28,18 @@ ASKS = (
     "source",
 )
 ANSWERS = (
-    "completion", "answer", "output", "outputs", "response", "solution", "target", "assistant", "reply", "summary",
+    "completion",
+    "answer",
+    "output",
+    "outputs",
+    "response",
+    "solution",
+    "target",
+    "assistant",
+    "reply",
+    "summary",
     "chosen",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,10 @@ def of(row: Mapping[str, Any]) -> Misfit | None:
     answers = _first(ANSWERS, names)
     if answers is None:
         ours, first, wants = (
-            ("alpaca", "instruction", "output") if asks == "instruction" else
-            ("prompt_completion", "prompt", "completion")
-        )  # fmt: skip
+            ("alpaca", "instruction", "output")
+            if asks == "instruction"
+            else ("prompt_completion", "prompt", "completion")
+        )
         return Misfit(
             f"rows that ask and do not answer: they have `{names[asks]}` and no answer, and there is nothing to learn",
             f"a row of {ours} has `{first}` and `{wants}`; where the answers "

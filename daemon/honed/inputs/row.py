@@ -47,11 +47,24 @@ _READ: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 #: What is no argument of a chat template: honed, or another key, says it to whatever renders.
-RESERVED_KWARGS = frozenset({
-    "conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-})  # fmt: skip
+RESERVED_KWARGS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 #: What says in a message whether it is trained on, and the value that says no. `weight` is OpenAI's.
 _WEIGHTS: Mapping[str, bool] = {"weight": False, "train": False, "training": False, "loss": False, "masked": True}
 #: What says so of parts of a message, in axolotl's rows.
@@ -59,12 +72,26 @@ _DETAILS = ("train_detail", "training_detail")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 #: ShareGPT's words for who speaks.
 _SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "bard": "assistant", "bing": "assistant", "function_call": "assistant", "tool_call": "assistant",
-    "system": "system", "developer": "developer",
-    "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+}
 
 _ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "

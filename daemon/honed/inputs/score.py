@@ -235,9 +235,11 @@ _CORNERS = re.compile(rf"\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\)\s*,\s*\(\s*({_N
 #: PaliGemma: top, left, bottom, right, in thousandths and a bit.
 _LOCATIONS = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>")
 _CORNER_KEYS = (
-    ("x_min", "y_min", "x_max", "y_max"), ("xmin", "ymin", "xmax", "ymax"), ("x1", "y1", "x2", "y2"),
+    ("x_min", "y_min", "x_max", "y_max"),
+    ("xmin", "ymin", "xmax", "ymax"),
+    ("x1", "y1", "x2", "y2"),
     ("left", "top", "right", "bottom"),
-)  # fmt: skip
+)
 _SIZE_KEYS = (("x", "y", "width", "height"), ("x", "y", "w", "h"), ("left", "top", "width", "height"))
 
 

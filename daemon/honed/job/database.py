@@ -116,8 +116,9 @@ class Database:
 
     def _set_aside(self, why: str) -> None:
         aside = self.path.with_name(self.path.name + ".damaged")
-        log.error("%s: %s; set aside as %s and made again", self.path, why, aside.name,
-                  extra=about(message=DATABASE_DAMAGED))  # fmt: skip
+        log.error(
+            "%s: %s; set aside as %s and made again", self.path, why, aside.name, extra=about(message=DATABASE_DAMAGED)
+        )
         self._remove_journal()
         self.path.rename(aside)
 
@@ -297,11 +298,20 @@ class Database:
         self._db.executemany(
             "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (job.id, str(job.uid), epoch, step, row["sample_index"],
-                 row["prompt"], row["ground_truth"], row["prediction"], when)
+                (
+                    job.id,
+                    str(job.uid),
+                    epoch,
+                    step,
+                    row["sample_index"],
+                    row["prompt"],
+                    row["ground_truth"],
+                    row["prediction"],
+                    when,
+                )
                 for row in rows
             ],
-        )  # fmt: skip
+        )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -517,10 +527,13 @@ def answers(event: Event) -> list[dict[str, Any]]:
     """What the model wrote, where an event brings that: sample_index, prompt, ground_truth, prediction."""
     rows = event.data.get("rows") if event.kind == "predictions" else None
     return [
-        {"sample_index": _integer(row.get("sample_index")),
-         **{key: _text(row.get(key)) for key in ("prompt", "ground_truth", "prediction")}}
-        for row in (rows if isinstance(rows, list) else []) if isinstance(row, dict)
-    ]  # fmt: skip
+        {
+            "sample_index": _integer(row.get("sample_index")),
+            **{key: _text(row.get(key)) for key in ("prompt", "ground_truth", "prediction")},
+        }
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+    ]
 
 
 def _number(value: Any) -> float | None:

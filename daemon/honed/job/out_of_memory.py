@@ -72,8 +72,13 @@ class Media:
 
 
 def next_step(
-    spec: Mapping[str, Any], *, attempt: int, phase: str, is_sure: bool = True, media: Media = Media(),  # noqa: B008
-) -> Adjustment | None:  # fmt: skip
+    spec: Mapping[str, Any],
+    *,
+    attempt: int,
+    phase: str,
+    is_sure: bool = True,
+    media: Media = Media(),  # noqa: B008
+) -> Adjustment | None:
     """The next step for a job with that spec, as plan.json has it and adjusted; None where no step could help.
 
     `phase`: train, evaluate or predict, else a stage; `is_sure`: the worker itself said so, and only what is smaller

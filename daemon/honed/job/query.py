@@ -28,8 +28,17 @@ OVERVIEW_JOBS = 20
 
 #: Kinds of events that `show` has.
 SHOWN_EVENTS = {
-    "adjusted", "artifact", "audit", "data", "fallback", "memory", "resumed", "started_over", "trial", "worse",
-}  # fmt: skip
+    "adjusted",
+    "artifact",
+    "audit",
+    "data",
+    "fallback",
+    "memory",
+    "resumed",
+    "started_over",
+    "trial",
+    "worse",
+}
 #: Nobody has it, and drops no job.
 NOBODY_UID = -1
 
@@ -102,8 +111,9 @@ class Choice:
         limit, after = arguments.get("limit"), arguments.get("after")
         if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
             raise UsageError("limit and after are numbers", hint="honectl list --limit 50 --after 7")
-        return cls(tuple(map(str, arguments.get("states") or ())), tuple(map(str, arguments.get("names") or ())),
-                   limit, after)  # fmt: skip
+        return cls(
+            tuple(map(str, arguments.get("states") or ())), tuple(map(str, arguments.get("names") or ())), limit, after
+        )
 
     def has(self, job: Job, asker: Asker) -> bool:
         if self.states and job.state not in self.states:
@@ -257,8 +267,12 @@ def _text(value: Any) -> str | None:
 def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
     """What the worker held, each part as it was when it was last told."""
     told = [event for event in events if event["event"] == "memory"]
-    return {key: value for event in told for key, value in event.items()
-            if key.endswith("_bytes") and type(value) is int and abs(value) < 2**63}  # fmt: skip
+    return {
+        key: value
+        for event in told
+        for key, value in event.items()
+        if key.endswith("_bytes") and type(value) is int and abs(value) < 2**63
+    }
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:
@@ -300,17 +314,25 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
     reader = Reader(layout.database_path)
     try:
         progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
-        seen = {"stage": reader.stage(job.id), "course": reader.course(job.id, "loss"),
-                "predictions": reader.last_predictions(job.id)}  # fmt: skip
+        seen = {
+            "stage": reader.stage(job.id),
+            "course": reader.course(job.id, "loss"),
+            "predictions": reader.last_predictions(job.id),
+        }
     finally:
         reader.close()
     memory = _read_json(layout.job(job.id).plan_path, num_names=1).get("memory") or {}
     held = _worker(layout, job) if job.state is State.RUNNING and job.attempts else {}
-    return {**summary(job, progress), **seen, "eval_loss": metrics.get("eval_loss"),
-            "resident_bytes": held.get("resident_bytes"),
-            "cpu_sec": held.get("cpu_sec"),
-            "estimated_bytes": memory.get("total_bytes"), "device": job.attempt.device if job.attempts else None,
-            "error": job.error}  # fmt: skip
+    return {
+        **summary(job, progress),
+        **seen,
+        "eval_loss": metrics.get("eval_loss"),
+        "resident_bytes": held.get("resident_bytes"),
+        "cpu_sec": held.get("cpu_sec"),
+        "estimated_bytes": memory.get("total_bytes"),
+        "device": job.attempt.device if job.attempts else None,
+        "error": job.error,
+    }
 
 
 def _worker(layout: Layout, job: Job) -> dict[str, Any]:
@@ -335,9 +357,10 @@ def refusal(
     that number; None where there is none."""
     stem, suffix = Path(file_name).stem, Path(file_name).suffix
     found = [
-        spool.rejected_dir / name for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
+        spool.rejected_dir / name
+        for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
         if name == file_name or (name.startswith(f"{stem}.") and Path(name).suffix == suffix)
-    ]  # fmt: skip
+    ]
     answers: list[dict[str, Any]] = []
     for path in found:
         try:

@@ -161,8 +161,9 @@ def remove_checkpoints(layout: Layout, job_id: int) -> Count:
     total = Count()
     for path in sorted(layout.job(job_id).dir.glob(OLD_CHECKPOINTS)):
         removed = remove(path)
-        total = Count(total.num_bytes + removed.num_bytes, total.num_files + removed.num_files,
-                      total.problem or removed.problem)  # fmt: skip
+        total = Count(
+            total.num_bytes + removed.num_bytes, total.num_files + removed.num_files, total.problem or removed.problem
+        )
     return total
 
 

@@ -264,8 +264,9 @@ class Spool:
         is_number = str(reference).isdecimal()
         paths = self._pruned_places(int(reference)) if is_number else self._pruned_paths()
         found = [job for path in paths if (job := _read_pruned(path)) is not None]
-        return max((job for job in found if reference in {job.id, job.name, str(job.id)}),
-                   key=lambda job: job.id, default=None)  # fmt: skip
+        return max(
+            (job for job in found if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
+        )
 
     def forget_pruned(self, job_ids: set[int]) -> None:
         """Let go of the last entries of jobs of which nothing is left."""

@@ -79,20 +79,51 @@ def reduced(plan: Mapping[str, Any], output_dir: str) -> dict[str, Any]:
     training = {name: value for name, value in spec.get("training", {}).items() if name not in _LEFT_OUT}
     batch = int(training.get("per_device_train_batch_size", 8))
     steps = max(NUM_STEPS, NUM_EPOCHS * math.ceil(NUM_ROWS / batch))
-    training |= {"max_steps": steps, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1,
-                 "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1}  # fmt: skip
-    predictions = {**spec.get("predictions", {}), "sample_frequency": "eval", "num_samples": max(NUM_ROWS, batch),
-                   "prompts": None}  # fmt: skip
-    spec |= {"trial": False, "training": training, "predictions": predictions, "save_interval_sec": None, "guard": None,
-             "early_stopping_patience": None, "report_to": [], "notify": None, "save_merged": "none"}  # fmt: skip
+    training |= {
+        "max_steps": steps,
+        "lr_scheduler_type": "constant",
+        "gradient_accumulation_steps": 1,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    predictions = {
+        **spec.get("predictions", {}),
+        "sample_frequency": "eval",
+        "num_samples": max(NUM_ROWS, batch),
+        "prompts": None,
+    }
+    spec |= {
+        "trial": False,
+        "training": training,
+        "predictions": predictions,
+        "save_interval_sec": None,
+        "guard": None,
+        "early_stopping_patience": None,
+        "report_to": [],
+        "notify": None,
+        "save_merged": "none",
+    }
     return {**plan, "spec": spec, "output_dir": output_dir, "is_trial": True}
 
 
 _LEFT_OUT = {
-    "num_train_epochs", "warmup_steps", "lr_scheduler_kwargs", "eval_steps", "eval_delay", "eval_on_start",
-    "save_steps", "save_total_limit", "save_on_each_node", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better", "logging_strategy", "logging_first_step", "max_steps",
-}  # fmt: skip
+    "num_train_epochs",
+    "warmup_steps",
+    "lr_scheduler_kwargs",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "save_steps",
+    "save_total_limit",
+    "save_on_each_node",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "logging_strategy",
+    "logging_first_step",
+    "max_steps",
+}
 
 
 def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
@@ -111,16 +142,28 @@ def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
     is_gpu = bool(memory.get("device_peak_bytes"))
     whole_steps, step_sec, whole_sec = _time(events, plan, data)
     return Findings(
-        verdict=_verdict(before, after, right, num_asked), num_steps=len(steps), loss_before=before, loss_after=after,
-        num_asked=num_asked, num_right_before=right_before, num_right=right, data=data,
+        verdict=_verdict(before, after, right, num_asked),
+        num_steps=len(steps),
+        loss_before=before,
+        loss_after=after,
+        num_asked=num_asked,
+        num_right_before=right_before,
+        num_right=right,
+        data=data,
         segments=_last(events, "example").get("segments", []),
-        whole_steps=whole_steps, step_sec=step_sec, whole_sec=whole_sec,
+        whole_steps=whole_steps,
+        step_sec=step_sec,
+        whole_sec=whole_sec,
         peak_bytes=memory.get("device_peak_bytes" if is_gpu else "resident_peak_bytes"),
-        available_bytes=device.get("total_bytes"), estimated_bytes=(plan.get("memory") or {}).get("total_bytes"),
+        available_bytes=device.get("total_bytes"),
+        estimated_bytes=(plan.get("memory") or {}).get("total_bytes"),
         device=str(device.get("kind", "cpu")),
-        warnings=[str(item.data.get("evidence") or item.data.get("message")) for item in events
-                  if item.kind == "log" and item.data.get("level") == "warning"],
-    )  # fmt: skip
+        warnings=[
+            str(item.data.get("evidence") or item.data.get("message"))
+            for item in events
+            if item.kind == "log" and item.data.get("level") == "warning"
+        ],
+    )
 
 
 def _verdict(before: float | None, after: float | None, num_right: int, num_asked: int) -> str:
@@ -259,8 +302,10 @@ _ADVICE = {
 def _trained(data: Mapping[str, Any]) -> str:
     tokens, trained = data.get("num_tokens") or 0, data.get("num_trained_tokens") or 0
     share = f" ({trained / tokens:.0%})" if tokens else ""
-    lost = [f"{data.get(key, 0)} {word}" for key, word in (("num_truncated", "cut to max_length"),
-                                                          ("num_dropped", "left out"))]  # fmt: skip
+    lost = [
+        f"{data.get(key, 0)} {word}"
+        for key, word in (("num_truncated", "cut to max_length"), ("num_dropped", "left out"))
+    ]
     return (
         f"{data.get('num_train', 0)} rows, {data.get('num_eval', 0)} held out, {', '.join(lost)}; "
         f"{trained:,} of {tokens:,} tokens are trained on{share}"

@@ -28,7 +28,8 @@ _WHEN = "when the worker told it, ISO 8601 in UTC"
 
 VIEWS = (
     View(
-        "jobs_v1", "One row a job.",
+        "jobs_v1",
+        "One row a job.",
         {
             "id": _JOB,
             "name": "the job's name",
@@ -68,7 +69,8 @@ VIEWS = (
                                AND (later.attempt, later.rowid) > (metrics.attempt, metrics.rowid))""",
     ),
     View(
-        "predictions_v1", "One row an example and step: what the model wrote, beside the truth.",
+        "predictions_v1",
+        "One row an example and step: what the model wrote, beside the truth.",
         {
             "job_id": _JOB,
             "job_name": "the job's name",
@@ -92,7 +94,7 @@ VIEWS = (
                   created_at
            FROM training_predictions LEFT JOIN jobs ON jobs.id = job_id""",
     ),
-)  # fmt: skip
+)
 SQL = "\n".join(view.sql for view in VIEWS)
 
 _INTRODUCTION = """\

@@ -263,29 +263,50 @@ def _metrics(source: Source, asker: Asker, job_id: int, asked: MetricPaging) -> 
 
 
 def _predictions(source: Source, asker: Asker, job_id: int, asked: PredictionPaging) -> Page:
-    return source.predictions(job_id, asker, step=asked.step, sample_index=asked.sample_index, limit=asked.limit,
-                              cursor=asked.cursor)  # fmt: skip
+    return source.predictions(
+        job_id, asker, step=asked.step, sample_index=asked.sample_index, limit=asked.limit, cursor=asked.cursor
+    )
 
 
 ENDPOINTS = (
     Endpoint("/api/jobs", "All jobs, the newest first", JobPaging, JobList, _jobs, "jobs"),
-    Endpoint("/api/jobs/{job_id}", "One job", NoParameters, JobShown,
-             lambda source, asker, job_id, _asked: source.show(job_id, asker)),
+    Endpoint(
+        "/api/jobs/{job_id}",
+        "One job",
+        NoParameters,
+        JobShown,
+        lambda source, asker, job_id, _asked: source.show(job_id, asker),
+    ),
     Endpoint("/api/jobs/{job_id}/metrics", "Its figures", MetricPaging, MetricList, _metrics, "metrics"),
-    Endpoint("/api/jobs/{job_id}/predictions", "What its model wrote", PredictionPaging, PredictionList, _predictions,
-             "predictions"),
-    Endpoint("/healthz", "Whether honed is up and its database can be read", NoParameters, Health,
-             lambda source, _asker, _job_id, _asked: source.health()),
-)  # fmt: skip
+    Endpoint(
+        "/api/jobs/{job_id}/predictions",
+        "What its model wrote",
+        PredictionPaging,
+        PredictionList,
+        _predictions,
+        "predictions",
+    ),
+    Endpoint(
+        "/healthz",
+        "Whether honed is up and its database can be read",
+        NoParameters,
+        Health,
+        lambda source, _asker, _job_id, _asked: source.health(),
+    ),
+)
 #: What else there is: address, summary, type of the answer.
 _OTHERS = (
     ("/", "The page over all jobs", "text/html"),
     ("/jobs/{job_id}", "One job's report", "text/html"),
     ("/api/events", "`changed` whenever a job moves or tells of a step", "text/event-stream"),
-    ("/api/jobs/{job_id}/events", "`progress` (with a row as of /api/jobs, stage, eval_loss, predicted_step and line) "
-     "when the job tells something, `ended` when it is over", "text/event-stream"),
+    (
+        "/api/jobs/{job_id}/events",
+        "`progress` (with a row as of /api/jobs, stage, eval_loss, predicted_step and line) "
+        "when the job tells something, `ended` when it is over",
+        "text/event-stream",
+    ),
     ("/metrics", "Figures for Prometheus", "text/plain"),
-)  # fmt: skip
+)
 _FAILURES = {
     400: "a parameter that is wrong",
     401: "a token is needed, and was not shown or is wrong",
@@ -311,8 +332,12 @@ def openapi() -> dict[str, Any]:
         paths[path] = _path(path, summary, {kind: {"schema": {"type": "string"}}}, [])
     return {
         "openapi": "3.1.0",
-        "info": {"title": "honed", "version": __version__, "summary": "What honed trains, to be read",
-                 "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        "info": {
+            "title": "honed",
+            "version": __version__,
+            "summary": "What honed trains, to be read",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
@@ -322,7 +347,7 @@ def openapi() -> dict[str, Any]:
             },
         },
         "security": [{}, {"token": []}, {"password": []}],
-    }  # fmt: skip
+    }
 
 
 def _path(path: str, summary: str, content: dict[str, Any], query: list[dict[str, Any]]) -> dict[str, Any]:
@@ -353,6 +378,13 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
             words.pop("default", None)
         if "$ref" in words:
             words = {"type": "string", "enum": kinds[words["$ref"].rpartition("/")[2]]["enum"]}
-        found.append({"name": name, "in": "query", "required": False, "description": told.get("description", ""),
-                      "schema": words})  # fmt: skip
+        found.append(
+            {
+                "name": name,
+                "in": "query",
+                "required": False,
+                "description": told.get("description", ""),
+                "schema": words,
+            }
+        )
     return found

@@ -240,8 +240,9 @@ class Web:
 
     def _stream(self, events: AsyncIterator[bytes]) -> Response:
         if self.num_streams >= MAX_STREAMS:
-            raise EnvironmentInvalidError(f"{MAX_STREAMS} pages are live at the moment",
-                                          hint="close one, or reload this one now and then")  # fmt: skip
+            raise EnvironmentInvalidError(
+                f"{MAX_STREAMS} pages are live at the moment", hint="close one, or reload this one now and then"
+            )
         return _Stream(self, events)
 
     async def _tell_job(self, job_id: int, asker: Asker) -> AsyncIterator[bytes]:
@@ -347,8 +348,11 @@ class Guard:
         rules, peer = self._web.rules, scope.get("state", {}).get("peer")
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if scope["method"] not in {"GET", "HEAD"}:
-            return _said(405, UsageError("honed-web is for reading: GET and HEAD", hint="honectl changes things"),
-                         {"Allow": "GET, HEAD"})  # fmt: skip
+            return _said(
+                405,
+                UsageError("honed-web is for reading: GET and HEAD", hint="honectl changes things"),
+                {"Allow": "GET, HEAD"},
+            )
         if peer is None and not rules.needs_token and not _is_ours(headers.get(b"host", ""), rules.hosts):
             error = NotPermittedError(
                 "the Host of this request is no name of this machine", hint="web.hosts in honed.toml"
@@ -362,8 +366,11 @@ class Guard:
             return _token_wanted()
         if _ENDLESS.search(scope["path"]):
             return _said(404, NoSuchJobError("no job has such a number", hint="GET /api/jobs lists them all"))
-        scope["state"] = {**scope.get("state", {}), "asker": asker_of(rules.policy, peer, has_token=has_token),
-                          "may_log_in": peer is None and rules.token is not None and not has_token}  # fmt: skip
+        scope["state"] = {
+            **scope.get("state", {}),
+            "asker": asker_of(rules.policy, peer, has_token=has_token),
+            "may_log_in": peer is None and rules.token is not None and not has_token,
+        }
         return None
 
 
@@ -447,8 +454,10 @@ def _html(title: str, body: list[str], *, events: str, made: bytes = b"") -> Res
             yield made[start : start + PIECE_BYTES]
         yield rest
 
-    headers = {"Content-Security-Policy": _POLICY.format(nonce=nonce, style=STYLE_SOURCE),
-               "Content-Length": str(len(first) + len(made) + len(rest))}  # fmt: skip
+    headers = {
+        "Content-Security-Policy": _POLICY.format(nonce=nonce, style=STYLE_SOURCE),
+        "Content-Length": str(len(first) + len(made) + len(rest)),
+    }
     return StreamingResponse(pieces(), headers=headers, media_type="text/html")
 
 
@@ -504,5 +513,6 @@ async def _unreadable(request: Request, error: OSError | sqlite3.Error) -> Respo
 
 
 async def _no_route(_request: Request, error: HTTPException) -> Response:
-    return _said(error.status_code, UsageError("there is nothing at this address", hint="/openapi.json lists all"),
-                 error.headers)  # fmt: skip
+    return _said(
+        error.status_code, UsageError("there is nothing at this address", hint="/openapi.json lists all"), error.headers
+    )

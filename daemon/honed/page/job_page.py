@@ -81,9 +81,13 @@ class Pages:
         command = [sys.executable, "-P", "-m", "honed.page.job_page", "--root", str(self._layout.root), str(job.id)]
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment,
-            start_new_session=True, limit=1024 * 1024,
-        )  # fmt: skip
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            limit=1024 * 1024,
+        )
         assert process.stdout is not None
         data = bytearray()
         try:
@@ -102,8 +106,10 @@ class Pages:
                     process.kill()
                 await process.wait()
         if process.returncode != 0:
-            raise EnvironmentInvalidError(f"the page of job {job.id} could not be made",
-                                          hint="the log of honed-web says why; the API has what is on it")  # fmt: skip
+            raise EnvironmentInvalidError(
+                f"the page of job {job.id} could not be made",
+                hint="the log of honed-web says why; the API has what is on it",
+            )
         return bytes(data)
 
     def _keep(self, job: Job, data: bytes) -> Made:

@@ -65,8 +65,9 @@ class Figures(Collector):
         waiting = [job.submitted_at for job in jobs if job.state is State.QUEUED]
         age = max(0.0, time.time() - min(waiting)) if waiting else 0.0
         yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued for longest", value=age)
-        yield GaugeMetricFamily("honed_paused", "Whether starting of jobs is paused",
-                                value=self._source.entries.is_paused)  # fmt: skip
+        yield GaugeMetricFamily(
+            "honed_paused", "Whether starting of jobs is paused", value=self._source.entries.is_paused
+        )
 
     def _running(self) -> Iterator[GaugeMetricFamily]:
         running = {job.id: job for job in self._source.entries.all_jobs().values() if job.state is State.RUNNING}
@@ -78,8 +79,9 @@ class Figures(Collector):
                 if is_open and isinstance(value := progress.get(key), int | float):
                     family.add_metric((str(job_id),), value)
             yield family
-        started = GaugeMetricFamily("honed_job_started_timestamp_seconds", "When a running job's attempt began",
-                                    labels=("job",))  # fmt: skip
+        started = GaugeMetricFamily(
+            "honed_job_started_timestamp_seconds", "When a running job's attempt began", labels=("job",)
+        )
         for job_id, job in running.items():
             if job.attempts:
                 started.add_metric((str(job_id),), job.attempt.started_at)

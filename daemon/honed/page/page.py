@@ -121,8 +121,9 @@ def section(title: str, parts: Sequence[str]) -> list[str]:
     return [f"<h2>{text(title)}</h2>", *parts] if any(parts) else []
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: frozenset[int] = frozenset(),
-          stack: bool = False) -> str:  # fmt: skip
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: frozenset[int] = frozenset(), stack: bool = False
+) -> str:
     """Cells are HTML. `numbers`: the columns that are set to the right. `stack`: cells below each other on a phone."""
     kinds = [' class="number"' if place in numbers else "" for place in range(len(heads))]
     head = "".join(f"<th{kind}>{text(each)}</th>" for kind, each in zip(kinds, heads, strict=True))

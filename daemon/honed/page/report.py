@@ -51,12 +51,17 @@ _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
 _ELSEWHERE = {"worse", "example", "samples", "data", "memory", "audit"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PARTS = (
-    ("base model", "weights_bytes"), ("adapter", "adapter_bytes"), ("gradients", "gradient_bytes"),
-    ("optimizer", "optimizer_bytes"), ("activations", "activation_bytes"), ("media", "media_bytes"),
+    ("base model", "weights_bytes"),
+    ("adapter", "adapter_bytes"),
+    ("gradients", "gradient_bytes"),
+    ("optimizer", "optimizer_bytes"),
+    ("activations", "activation_bytes"),
+    ("media", "media_bytes"),
     ("in all", "total_bytes"),
-    ("most on the GPU at a time", "device_peak_bytes"), ("most of main memory at a time", "resident_peak_bytes"),
+    ("most on the GPU at a time", "device_peak_bytes"),
+    ("most of main memory at a time", "resident_peak_bytes"),
     ("there is", "available_bytes"),
-)  # fmt: skip
+)
 
 #: Jobs of each kind (running, queued, held, over) on the index: a page of ten thousand is read by nobody.
 MAX_INDEX_JOBS = 200
@@ -198,10 +203,15 @@ def _overview(story: Story, *, now: float) -> Iterable[tuple[str, str]]:
 def _warnings(story: Story) -> list[str]:
     hint = (story.shown["error"] or {}).get("hint")
     told = dict.fromkeys(
-        [*map(str, story.shown["plan"].get("warnings") or ()),
-         *(str(each.get("evidence") or each.get("message")) for each in story.events
-           if each["event"] == "log" and each.get("level") in ("warning", "error"))]
-    )  # fmt: skip
+        [
+            *map(str, story.shown["plan"].get("warnings") or ()),
+            *(
+                str(each.get("evidence") or each.get("message"))
+                for each in story.events
+                if each["event"] == "log" and each.get("level") in ("warning", "error")
+            ),
+        ]
+    )
     items = [*([f"What to do: {hint}"] if hint else []), *told]
     lines = [f'<li dir="auto">{text(each, limit=2000)}</li>' for each in items[:30]]
     lines += [f'<li class="dim">and {len(items) - 30} more: honectl logs {story.job.id}</li>'] if items[30:] else []
@@ -275,10 +285,12 @@ def _sample(index: int, rows: list[dict[str, Any]], images: str, more: str) -> s
     shown = _some(rows)
     left_out = f'<p class="dim small">{len(rows) - len(shown)} steps are left out.</p>' if rows[len(shown) :] else ""
     lines = [
-        [f'<span class="short">step {row["step"]}</span> {_verdict(row["prediction"], truth)}',
-         _compared(row["prediction"], truth, more)]
+        [
+            f'<span class="short">step {row["step"]}</span> {_verdict(row["prediction"], truth)}',
+            _compared(row["prediction"], truth, more),
+        ]
         for row in shown
-    ]  # fmt: skip
+    ]
     asked = f"<p>{images}</p>" if images else ""
     given = f'<p class="dim small">truth</p>{said(truth, limit=MAX_TEXT, more=more)}' if truth else ""
     return (
@@ -343,10 +355,12 @@ def _precision(story: Story) -> list[str]:
     counted = [
         [text(each.get("role")), text(each.get("dtype")), text(each.get("device")), text(_count(each))]
         for each in _dicts(audit.get("counts"))
-    ]  # fmt: skip
+    ]
     if counted:
-        parts += [f"<h3>Loaded model ({text(audit.get('when'))})</h3>",
-                  table(("role", "dtype", "device", "parameters"), counted, numbers=frozenset({3}))]  # fmt: skip
+        parts += [
+            f"<h3>Loaded model ({text(audit.get('when'))})</h3>",
+            table(("role", "dtype", "device", "parameters"), counted, numbers=frozenset({3})),
+        ]
     told = [event.get("mended") for event in story.events if event["event"] == "audit"]
     mended = [f"<li>{text(each)}</li>" for some in told if isinstance(some, list) for each in some]
     return [*parts, *([f"<p>Mended:</p><ul>{''.join(dict.fromkeys(mended))}</ul>"] if mended else [])]
@@ -433,10 +447,12 @@ def _example(story: Story) -> list[str]:
 def _events(story: Story) -> list[str]:
     told = [event for event in story.events if event["event"] not in _ELSEWHERE]
     rows = [
-        [f'<span class="dim short">{text(str(event["created_at"])[:19].replace("T", " "))}</span>',
-         f'<b>{text(event["event"])}</b> <bdi>{_event_words(event)}</bdi>']
+        [
+            f'<span class="dim short">{text(str(event["created_at"])[:19].replace("T", " "))}</span>',
+            f"<b>{text(event['event'])}</b> <bdi>{_event_words(event)}</bdi>",
+        ]
         for event in told[-MAX_EVENTS:]
-    ]  # fmt: skip
+    ]
     earlier = f'<p class="dim">{len(told) - MAX_EVENTS} earlier ones: honectl logs {story.job.id}</p>'
     return [*([earlier] if told[MAX_EVENTS:] else []), table(("time (UTC)", "event"), rows, stack=True)]
 
@@ -460,11 +476,16 @@ def _event_words(event: Mapping[str, Any]) -> str:
 
 def _attempts(story: Story) -> str:
     rows = [
-        [text(each.number), text(each.backend), text(timestamp(each.started_at)[:19].replace("T", " ")),
-         text(duration(each.spent_sec) if each.ended_at else "goes on"), text(each.step),
-         text(each.outcome)]
+        [
+            text(each.number),
+            text(each.backend),
+            text(timestamp(each.started_at)[:19].replace("T", " ")),
+            text(duration(each.spent_sec) if each.ended_at else "goes on"),
+            text(each.step),
+            text(each.outcome),
+        ]
         for each in story.job.attempts
-    ]  # fmt: skip
+    ]
     steps = [[text(each.attempt), text(each.text)] for each in story.job.adjustments]
     ladder = table(("out of memory in attempt", "the next ones go on with"), steps, stack=True) if steps else ""
     fallen = [[text(each.number), text(each.fallback.reason)] for each in story.job.attempts if each.fallback]
@@ -507,12 +528,18 @@ def code(output: str, base: str, *, dtype: str, is_adapter: bool, sees: bool) ->
     lines = [f"from transformers import {auto}, {reader}"]
     if is_adapter:
         lines.insert(0, "from peft import PeftModel")
-        lines += ["", f'base = {auto}.from_pretrained({base!r}, dtype="{dtype}")',
-                  f"model = PeftModel.from_pretrained(base, {output!r})",
-                  f"{reads} = {reader}.from_pretrained({(base if sees else output)!r})"]  # fmt: skip
+        lines += [
+            "",
+            f'base = {auto}.from_pretrained({base!r}, dtype="{dtype}")',
+            f"model = PeftModel.from_pretrained(base, {output!r})",
+            f"{reads} = {reader}.from_pretrained({(base if sees else output)!r})",
+        ]
     else:
-        lines += ["", f'model = {auto}.from_pretrained({output!r}, dtype="{dtype}")',
-                  f"{reads} = {reader}.from_pretrained({output!r})"]  # fmt: skip
+        lines += [
+            "",
+            f'model = {auto}.from_pretrained({output!r}, dtype="{dtype}")',
+            f"{reads} = {reader}.from_pretrained({output!r})",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -551,12 +578,21 @@ def index_body(
         state = row["outcome"] if row["state"] == "failed" and row["outcome"] else row["state"]
         progress = row["progress"]
         how_far = progress_text(progress) if progress.get("step") is not None else ""
-        lines.append([text(row["id"]), name, f'<span class="word {kind}">{text(state)}</span>', text(how_far),
-                      f'<span class="dim">{text(row["submitted_at"][:19].replace("T", " "))}</span>'])  # fmt: skip
-    body = ["<h1>honed: all jobs</h1>",
-            f'<p class="dim small">honed {text(__version__)}; as of {text(timestamp(now)[:19])} UTC.</p>',
-            table(("job", "name", "state", "how far", "dropped (UTC)"), lines, numbers=frozenset({0}), stack=True)
-            or "<p>There is no job yet.</p>"]  # fmt: skip
+        lines.append(
+            [
+                text(row["id"]),
+                name,
+                f'<span class="word {kind}">{text(state)}</span>',
+                text(how_far),
+                f'<span class="dim">{text(row["submitted_at"][:19].replace("T", " "))}</span>',
+            ]
+        )
+    body = [
+        "<h1>honed: all jobs</h1>",
+        f'<p class="dim small">honed {text(__version__)}; as of {text(timestamp(now)[:19])} UTC.</p>',
+        table(("job", "name", "state", "how far", "dropped (UTC)"), lines, numbers=frozenset({0}), stack=True)
+        or "<p>There is no job yet.</p>",
+    ]
     if (num_more := sum((counts or {}).values()) - len(rows)) > 0:
         told = ", ".join(f"{number:,} {state}" for state, number in (counts or {}).items() if number)
         body.append(f'<p class="dim">And {num_more:,} more, of these in all: {text(told)}. See honectl list --all.</p>')

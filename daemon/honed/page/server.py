@@ -143,8 +143,9 @@ class Server(uvicorn.Server):
         if self.server_state.connections:
             self._busy_at = time.monotonic()
         if counter % 50 == 0:
-            self._notifier.status(f"{len(self.server_state.connections)} connections, "
-                                  f"{self.server_state.total_requests} answers")  # fmt: skip
+            self._notifier.status(
+                f"{len(self.server_state.connections)} connections, {self.server_state.total_requests} answers"
+            )
         is_idle = self._idle_sec is not None and time.monotonic() - self._busy_at >= self._idle_sec
         return await super().on_tick(counter) or is_idle
 
@@ -184,8 +185,9 @@ def listen(address: str) -> socket.socket:
             if not 0 <= int(port) < 65536:
                 raise ValueError("no such port")
         except ValueError as error:
-            raise SpecError(f"web.listen: {address!r}: {error}",
-                            hint='"127.0.0.1:8470", "[::1]:8470" or the path of a socket') from None  # fmt: skip
+            raise SpecError(
+                f"web.listen: {address!r}: {error}", hint='"127.0.0.1:8470", "[::1]:8470" or the path of a socket'
+            ) from None
     made = socket.socket(kind, socket.SOCK_STREAM)
     try:
         if kind != socket.AF_UNIX:
@@ -268,10 +270,19 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec:
     sockets = sockets or [listen(address or loaded.web.listen)]
     web = Web(Source(layout), rules(loaded, sockets))
     settings = uvicorn.Config(
-        web.app, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
-        proxy_headers=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SEC,
-        timeout_graceful_shutdown=GRACE_SEC, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-    )  # fmt: skip
+        web.app,
+        loop="asyncio",
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SEC,
+        timeout_graceful_shutdown=GRACE_SEC,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
     server = Server(settings, idle_sec=idle_sec if is_activated else None)
     web.is_ending = lambda: server.should_exit
     for each in sockets:
@@ -317,8 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     root = layouts.user_root() if options.user else options.root
     try:
-        return serve(layouts.of(root), address=options.listen, patience_sec=options.patience_sec,
-                     idle_sec=options.idle_sec)  # fmt: skip
+        return serve(
+            layouts.of(root), address=options.listen, patience_sec=options.patience_sec, idle_sec=options.idle_sec
+        )
     except HonedError as error:
         log.critical("%s%s", error.message, f" ({error.hint})" if error.hint else "")
         return 78  # EX_CONFIG: RestartPreventExitStatus= in the unit
@@ -331,11 +343,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="honed-web", description="Show what honed trains, as pages and as an API, for reading."
     )
-    made.add_argument("--root", type=Path, default=layouts.default_root(),
-                      help="the directory below which the instance lies (default: $HONED_ROOT or /)")  # fmt: skip
+    made.add_argument(
+        "--root",
+        type=Path,
+        default=layouts.default_root(),
+        help="the directory below which the instance lies (default: $HONED_ROOT or /)",
+    )
     made.add_argument("--user", action="store_true", help="one's own instance, where XDG says")
-    made.add_argument("--listen", metavar="ADDRESS",
-                      help="where to listen, HOST:PORT or a path (default: web.listen)")  # fmt: skip
+    made.add_argument("--listen", metavar="ADDRESS", help="where to listen, HOST:PORT or a path (default: web.listen)")
     made.add_argument(
         "--patience-sec",
         type=float,

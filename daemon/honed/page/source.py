@@ -154,10 +154,13 @@ class Source:
         """The newest first."""
         before = _place(cursor, int)[0] if cursor else None
         found = sorted(
-            (row for row in self.rows(asker) if (state is None or row["state"] == state)
-             and (before is None or row["id"] < before)),
+            (
+                row
+                for row in self.rows(asker)
+                if (state is None or row["state"] == state) and (before is None or row["id"] < before)
+            ),
             key=lambda row: -int(row["id"]),
-        )  # fmt: skip
+        )
         has_more = len(found) > limit
         return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
 
@@ -179,8 +182,10 @@ class Source:
                     )
                     told = {row["id"]: row["waiting_for"] for row in rows if row["waiting_for"] is not None}
                     # Its detail has seconds in it: each would be news to all who watch.
-                    self._reasons = {job_id: {**why, "detail": ""} if why["reason"] == "retry" else why
-                                     for job_id, why in told.items()}  # fmt: skip
+                    self._reasons = {
+                        job_id: {**why, "detail": ""} if why["reason"] == "retry" else why
+                        for job_id, why in told.items()
+                    }
                 except (HonedError, ValueError, TypeError, KeyError):
                     self._reasons = None
                 self._reasons_until = _good_until(began)
@@ -190,8 +195,10 @@ class Source:
         """Raises UsageError where there is none, and NotPermittedError for somebody else's."""
         job = self.entries.job(job_id)
         if job is None and (pruned := self.entries.pruned(job_id)) is not None and asker.may_read(pruned):
-            raise NoSuchJobError(f"job {job_id} ({pruned.name}) {query.words_of_pruned(pruned)}",
-                                 hint="GET /api/jobs lists those that are there")  # fmt: skip
+            raise NoSuchJobError(
+                f"job {job_id} ({pruned.name}) {query.words_of_pruned(pruned)}",
+                hint="GET /api/jobs lists those that are there",
+            )
         if job is None:
             raise NoSuchJobError(f"no job {job_id}", hint="GET /api/jobs lists them all")
         if not asker.may_read(job):
@@ -232,8 +239,9 @@ class Source:
         last = rows[limit - 1] if len(rows) > limit else None
         return Page(found, _cursor(last[4], last[2], last[0]) if last else None)
 
-    def predictions(self, job_id: int, asker: Asker, *, step: int | None, sample_index: int | None, limit: int,
-                    cursor: str | None) -> Page:  # fmt: skip
+    def predictions(
+        self, job_id: int, asker: Asker, *, step: int | None, sample_index: int | None, limit: int, cursor: str | None
+    ) -> Page:
         """What the model wrote for each held-out example, by step; a page ends early where its texts are long."""
         self.job(job_id, asker)
         keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction", "created_at")
@@ -265,11 +273,16 @@ class Source:
         job = self.job(job_id, asker)
         with self.database() as db:
             progress = _one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"
-            stage = _one(db, "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1",
-                         job_id)  # fmt: skip
+            stage = _one(
+                db, "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1", job_id
+            )
             predicted = _one(db, "SELECT max(step) FROM training_predictions WHERE job_id = ?", job_id)
-            eval_loss = _one(db, "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_loss'"
-                             " ORDER BY step DESC, rowid DESC LIMIT 1", job_id)  # fmt: skip
+            eval_loss = _one(
+                db,
+                "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_loss'"
+                " ORDER BY step DESC, rowid DESC LIMIT 1",
+                job_id,
+            )
         row = query.summary(job, json.loads(progress))
         self._explain(row, asker)
         return {
@@ -308,8 +321,11 @@ class Source:
         try:
             with self.database() as db:
                 num_jobs = _one(db, "SELECT count(*) FROM jobs")
-            found = {"is_open": db is not None, "num_jobs": num_jobs,
-                     "detail": None if db is not None else "there is none yet"}  # fmt: skip
+            found = {
+                "is_open": db is not None,
+                "num_jobs": num_jobs,
+                "detail": None if db is not None else "there is none yet",
+            }
         except HonedError as error:
             found = {"is_open": False, "num_jobs": None, "detail": error.message}
         is_well = daemon["is_up"] and found["is_open"]
@@ -325,10 +341,17 @@ class Source:
                 sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'data' ORDER BY rowid DESC LIMIT 1"
                 data = _one(db, sql, job_id)
                 tokens = json.loads(data).get("num_tokens") if data else None
-                trained = _one(db, "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_num_tokens'"
-                               " ORDER BY step DESC, rowid DESC LIMIT 1", job_id)  # fmt: skip
-                found[job_id] = {**{key: progress.get(key) for key in PROGRESS_KEYS}, "num_tokens": tokens,
-                                 "num_trained": trained}  # fmt: skip
+                trained = _one(
+                    db,
+                    "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_num_tokens'"
+                    " ORDER BY step DESC, rowid DESC LIMIT 1",
+                    job_id,
+                )
+                found[job_id] = {
+                    **{key: progress.get(key) for key in PROGRESS_KEYS},
+                    "num_tokens": tokens,
+                    "num_trained": trained,
+                }
         return found
 
 

@@ -28,10 +28,20 @@ CHUNKED_TOKENS = 256
 _SCALES: Mapping[str, float] = {"logits_scaling": 1, "lm_head_multiplier": 1, "logits_mup_width_multiplier": 1}
 #: Families that do so whatever their config.json says; whose head is more than one layer; that keep a key that the
 #: chunked loss applies, and they do not; or whose parts it cannot tell apart.
-_OWN_HEADS = frozenset({
-    "recurrent_gemma", "minicpm3", "modernbert-decoder", "mpt", "llama4", "llama4_text", "mllama", "mllama_text_model",
-    "inkling_text", "inkling_mm_model",
-})  # fmt: skip
+_OWN_HEADS = frozenset(
+    {
+        "recurrent_gemma",
+        "minicpm3",
+        "modernbert-decoder",
+        "mpt",
+        "llama4",
+        "llama4_text",
+        "mllama",
+        "mllama_text_model",
+        "inkling_text",
+        "inkling_mm_model",
+    }
+)
 
 
 def own_head(config: Mapping[str, Any]) -> str | None:

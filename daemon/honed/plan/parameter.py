@@ -38,12 +38,28 @@ EXPERT_NAMES: dict[str, dict[str, str]] = {
     **{
         family: {"gate": "router", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
         for family in (
-            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe",
-            "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "solar_open", "mellum", "qwen3_moe", "qwen3_next",
-            "hunyuan_v1_moe", "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
+            "afmoe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "dots1",
+            "ernie4_5_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "longcat_flash",
+            "solar_open",
+            "mellum",
+            "qwen3_moe",
+            "qwen3_next",
+            "hunyuan_v1_moe",
+            "flex_olmo",
+            "olmoe",
+            "exaone_moe",
+            "cohere2_moe",
         )
     },
-}  # fmt: skip
+}
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_projection)$")
 _EMBEDDING = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.]*_token)$")

@@ -135,9 +135,16 @@ def make(
             spec, model, device, has_flash_attn=installed.has("flash_attn"), rung=rung, adapter_dtype=adapter_dtype
         )
         return choices, memory.estimate(
-            spec, model, device, choices, adapter=adapter, reserve_bytes=config.device.reserve_bytes,
-            num_row_tokens=num_row_tokens, num_rows=num_rows, rows=rows,
-        )  # fmt: skip
+            spec,
+            model,
+            device,
+            choices,
+            adapter=adapter,
+            reserve_bytes=config.device.reserve_bytes,
+            num_row_tokens=num_row_tokens,
+            num_rows=num_rows,
+            rows=rows,
+        )
 
     steps: tuple[Step, ...] = ()
     if not precision.is_full(spec):
@@ -159,12 +166,15 @@ def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple
     chosen = next((place for place, (_, needed) in enumerate(looked) if needed.fits), len(looked) - 1)
     steps = tuple(
         Step(
-            str(choices.master_weights), choices.optim or spec.training.optim,
+            str(choices.master_weights),
+            choices.optim or spec.training.optim,
             round(memory.bytes_per_parameter(choices, choices.optim or spec.training.optim), 1),
-            needed.total_bytes, needed.fits, place == chosen,
+            needed.total_bytes,
+            needed.fits,
+            place == chosen,
         )
         for place, (choices, needed) in enumerate(looked)
-    )  # fmt: skip
+    )
     choices, needed = looked[chosen]
     if chosen:
         best = steps[0]
@@ -189,9 +199,15 @@ def _merge(
         "quantization": "the merged checkpoint is whole, whatever the adapter was trained on",
     }
     choices = Precision(
-        load_dtype=stored if spec.dtype == "auto" else spec.dtype, compute_dtype="float32", bf16=False, fp16=False,
-        adapter_dtype=None, quantization="none", attn_implementation="auto", reasons=reasons,
-    )  # fmt: skip
+        load_dtype=stored if spec.dtype == "auto" else spec.dtype,
+        compute_dtype="float32",
+        bf16=False,
+        fp16=False,
+        adapter_dtype=None,
+        quantization="none",
+        attn_implementation="auto",
+        reasons=reasons,
+    )
     needed = memory.estimate(spec, model, device, choices, adapter=adapter, reserve_bytes=reserve_bytes)
     backend = Backend("transformers", ("a merge goes through transformers and peft",))
     return Plan(backend, choices, needed, model, device, 0, Loss(None), tuple(_warnings(model, choices, needed)))
@@ -206,8 +222,9 @@ def choose_backend(
         case "transformers":
             return Backend("transformers", ("as the job asks",))
         case "unsloth" if obstacle:
-            raise BackendError(f"backend: unsloth: {obstacle}", hint="backend: transformers, or auto",
-                               fix={"backend": "auto"})  # fmt: skip
+            raise BackendError(
+                f"backend: unsloth: {obstacle}", hint="backend: transformers, or auto", fix={"backend": "auto"}
+            )
         case "unsloth":
             return Backend("unsloth", ("as the job asks",))
         case _ if obstacle:

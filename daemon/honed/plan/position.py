@@ -13,9 +13,9 @@ from honed.spec.spec import JobSpec
 from honed.system.error import DatasetError, SpecError
 
 #: Families with a table of positions.
-TABLED = frozenset({
-    "biogpt", "codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt",
-})  # fmt: skip
+TABLED = frozenset(
+    {"biogpt", "codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt"}
+)
 _KEYS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 

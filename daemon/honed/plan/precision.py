@@ -38,12 +38,43 @@ EAGER_ONLY = {
     "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not know",
 }
 #: Architectures that transformers has no scaled_dot_product_attention for; a test holds the list.
-NO_SDPA = frozenset({
-    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "git", "got_ocr2",
-    "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "mamba", "mamba2",
-    "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
-    "rwkv", "trocr", "xglm", "xlm", "xlnet", "xlstm",
-})  # fmt: skip
+NO_SDPA = frozenset(
+    {
+        "big_bird",
+        "bigbird_pegasus",
+        "bloom",
+        "codegen",
+        "cpmant",
+        "deepseek_v4",
+        "falcon_mamba",
+        "git",
+        "got_ocr2",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gpt_oss",
+        "gptj",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "mamba",
+        "mamba2",
+        "megatron-bert",
+        "mimo_v2_flash",
+        "mpt",
+        "mvp",
+        "openai-gpt",
+        "prophetnet",
+        "reformer",
+        "rembert",
+        "roformer",
+        "rwkv",
+        "trocr",
+        "xglm",
+        "xlm",
+        "xlnet",
+        "xlstm",
+    }
+)
 #: For each quantization, why bitsandbytes computes as it does.
 COMPUTE_REASONS = {
     "none": "nothing is quantized",
@@ -104,8 +135,15 @@ def decide(
     load = _load_dtype(spec, model, device, rung, is_quantized=quantization.value != "none")
     flag = _flag(spec, model, device, load.value)
     adapter = _adapter_dtype(spec, load.value, adapter_dtype)
-    attention = _attention(spec, model, device, load.value, quantization.value, has_flash_attn=has_flash_attn,
-                           has_autocast=flag.value != "")  # fmt: skip
+    attention = _attention(
+        spec,
+        model,
+        device,
+        load.value,
+        quantization.value,
+        has_flash_attn=has_flash_attn,
+        has_autocast=flag.value != "",
+    )
     master, optim, save = _kept(spec, model, rung)
     is_quantized = quantization.value != "none"
     precision = Precision(
@@ -253,9 +291,10 @@ def _stored_quantization(spec: JobSpec, model: BaseModelInfo, device: Device, st
         )
     if spec.quantization not in ("none", stored):
         raise ModelError(
-            f"{where}, not {spec.quantization}", hint="leave quantization out, or take the unquantized checkpoint",
+            f"{where}, not {spec.quantization}",
+            hint="leave quantization out, or take the unquantized checkpoint",
             fix={"quantization": None},
-        )  # fmt: skip
+        )
     if device.kind == "mps":
         raise ModelError(
             f"{where}, and bitsandbytes does not run on Apple GPUs", hint="take the unquantized checkpoint"
@@ -501,5 +540,8 @@ def _check_flash_attention(device: Device, load_dtype: str, *, has_flash_attn: b
     }
     for reason, holds in reasons.items():
         if holds:
-            raise SpecError(f"attn_implementation: {reason}", hint="attn_implementation: auto takes sdpa",
-                            fix={"attn_implementation": None})  # fmt: skip
+            raise SpecError(
+                f"attn_implementation: {reason}",
+                hint="attn_implementation: auto takes sdpa",
+                fix={"attn_implementation": None},
+            )

@@ -97,8 +97,14 @@ def remedies(
     yield from single[:3]
     if single:
         return
-    chains = [small, (_eight_bit_optimizer, *small), (_adapter, *small), (_four_bit, *small),
-              (_adapter, _four_bit, *small), (_four_bit, _eight_bit_optimizer, *small)]  # fmt: skip
+    chains = [
+        small,
+        (_eight_bit_optimizer, *small),
+        (_adapter, *small),
+        (_four_bit, *small),
+        (_adapter, _four_bit, *small),
+        (_four_bit, _eight_bit_optimizer, *small),
+    ]
     said: list[str] = []
     for chain in chains:
         candidate, steps_taken = spec, []

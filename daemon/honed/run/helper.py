@@ -99,9 +99,12 @@ class ChildHelper(Helper):
         ours, theirs = socket.socketpair()
         try:
             self.process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True,
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                start_new_session=True,
                 env=os.environ | HELPER_ENVIRONMENT,
-            )  # fmt: skip
+            )
         except BaseException:
             ours.close()
             raise

@@ -67,9 +67,12 @@ class Hub:
 
         with self._translated():
             found = huggingface_hub.HfApi(token=self._token).repo_info(
-                self._repo_id, repo_type=self._wanted.repo_type, revision=self._revision, files_metadata=True,
+                self._repo_id,
+                repo_type=self._wanted.repo_type,
+                revision=self._revision,
+                files_metadata=True,
                 timeout=TIMEOUT_SEC,
-            )  # fmt: skip
+            )
         commit = str(found.sha)
         if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
             raise EnvironmentInvalidError(f"{self.where}: the hub gives {commit!r} as its commit")

@@ -145,9 +145,14 @@ def _register(job_id: int, who: Person) -> None:
         _write(USERDB_DIR / f"honed-g{gid}.group", {"groupName": f"honed-g{gid}", "gid": gid})
         _write(USERDB_DIR / f"{name}:honed-g{gid}.membership", {})
     record = {
-        "userName": name, "uid": who.uid, "gid": pwd.getpwuid(who.uid).pw_gid, "homeDirectory": "/nonexistent",
-        "shell": "/usr/sbin/nologin", "locked": True, "disposition": "dynamic",
-    }  # fmt: skip
+        "userName": name,
+        "uid": who.uid,
+        "gid": pwd.getpwuid(who.uid).pw_gid,
+        "homeDirectory": "/nonexistent",
+        "shell": "/usr/sbin/nologin",
+        "locked": True,
+        "disposition": "dynamic",
+    }
     _write(USERDB_DIR / f"{name}.user", record)
 
 

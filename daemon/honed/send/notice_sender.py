@@ -187,13 +187,21 @@ class Messenger:
         line.not_before = now + line.delay_sec * random.uniform(0.5, 1)
         if line.complained_at is None or now - line.complained_at >= COMPLAIN_EVERY_SEC:
             line.complained_at = now
-            log.warning("a notice to %s is not delivered, and tried again: %s", _shown(notice), said,
-                        extra=about(notice.payload.get("job_id"), NOTICE_TROUBLE))  # fmt: skip
+            log.warning(
+                "a notice to %s is not delivered, and tried again: %s",
+                _shown(notice),
+                said,
+                extra=about(notice.payload.get("job_id"), NOTICE_TROUBLE),
+            )
 
     def _set_aside(self, path: Path, notice: Notice, said: str) -> None:
-        log.error("a notice to %s is refused and set aside in %s: %s",
-                  _shown(notice), notification.refused_dir(self._layout), said,
-                  extra=about(notice.payload.get("job_id"), NOTICE_REFUSED))  # fmt: skip
+        log.error(
+            "a notice to %s is refused and set aside in %s: %s",
+            _shown(notice),
+            notification.refused_dir(self._layout),
+            said,
+            extra=about(notice.payload.get("job_id"), NOTICE_REFUSED),
+        )
         record = {"answer": said, "notice": notice.to_json()}
         durable.write_json(notification.refused_dir(self._layout) / path.name, record, mode=0o640)
         path.unlink(missing_ok=True)
@@ -232,9 +240,13 @@ def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float)
     parts = urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_sec)
-    headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": f"honed/{__version__}",
-               "Idempotency-Key": notice.key, "Connection": "close",
-               **({"Authorization": f"Bearer {token}"} if token else {})}  # fmt: skip
+    headers = {
+        "Content-Type": "application/json; charset=utf-8",
+        "User-Agent": f"honed/{__version__}",
+        "Idempotency-Key": notice.key,
+        "Connection": "close",
+        **({"Authorization": f"Bearer {token}"} if token else {}),
+    }
     body = json.dumps(notice.payload, ensure_ascii=False).encode(errors="replace")
     try:
         connection.connect()
@@ -316,13 +328,29 @@ def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
     message["Date"] = email.utils.formatdate(notice.created_at)
     message["Message-ID"] = f"<{notice.key}@honed.{sender.rpartition('@')[2]}>"
     message["Auto-Submitted"] = "auto-generated"
-    facts = {"outcome": told.get("outcome"), "attempts": told.get("num_attempts"), "dropped": told.get("submitted_at"),
-             "started": told.get("started_at"), "ended": told.get("ended_at"), "output": told.get("output_dir"),
-             "report": told.get("report")}  # fmt: skip
+    facts = {
+        "outcome": told.get("outcome"),
+        "attempts": told.get("num_attempts"),
+        "dropped": told.get("submitted_at"),
+        "started": told.get("started_at"),
+        "ended": told.get("ended_at"),
+        "output": told.get("output_dir"),
+        "report": told.get("report"),
+    }
     lines = [first, *rest, "", *(f"{name}: {notification.plain(str(value))}" for name, value in facts.items() if value)]
     metrics = told.get("metrics") or {}
-    lines += ["", *(f"{notification.plain(name)}: {value:.6g}" for name, value in sorted(metrics.items())
-                    if isinstance(value, int | float))] if metrics else []  # fmt: skip
+    lines += (
+        [
+            "",
+            *(
+                f"{notification.plain(name)}: {value:.6g}"
+                for name, value in sorted(metrics.items())
+                if isinstance(value, int | float)
+            ),
+        ]
+        if metrics
+        else []
+    )
     message.set_content("\n".join(lines) + "\n")
     return message
 

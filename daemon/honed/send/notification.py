@@ -125,8 +125,12 @@ class Notices:
         while self._words:
             event, text, when = self._words[0]
             host = socket.gethostname()
-            payload = {"event": event, "text": f"honed on {host}: {plain(text)}", "host": host,
-                       "created_at": timestamp(when)}  # fmt: skip
+            payload = {
+                "event": event,
+                "text": f"honed on {host}: {plain(text)}",
+                "host": host,
+                "created_at": timestamp(when),
+            }
             for to in _own(self._config):
                 self._put(Notice(_key(event, text, when, to), to, True, payload, when))
             self._words.pop(0)
@@ -138,8 +142,10 @@ class Notices:
         job = self._spool.job(job_id)
         if job is not None and job.state.is_final:
             revision = mark.read_text(encoding="ascii").strip()
-            receivers = [*((to, True) for to in _own(self._config) if job.state in self._config.admin_states),
-                         *((to, False) for to in _of_job(job))]  # fmt: skip
+            receivers = [
+                *((to, True) for to in _own(self._config) if job.state in self._config.admin_states),
+                *((to, False) for to in _of_job(job)),
+            ]
             if receivers:
                 told = payload(job, query.show(self._spool, self._layout, str(job.id)))
                 told["report"] = str(self._layout.job(job.id).report_path)  # it is made a moment later
@@ -155,8 +161,12 @@ class Notices:
             durable.make_dir(each, mode=0o750)
         if len(list(directory.glob("*.json"))) >= self._config.max_waiting:
             if not self._has_complained:
-                log.error("%s holds notify.max_waiting (%d): a notice is dropped; is honed-send delivering?",
-                          directory, self._config.max_waiting, extra=about(message=NOTICE_REFUSED))  # fmt: skip
+                log.error(
+                    "%s holds notify.max_waiting (%d): a notice is dropped; is honed-send delivering?",
+                    directory,
+                    self._config.max_waiting,
+                    extra=about(message=NOTICE_REFUSED),
+                )
             self._has_complained = True
             return
         self._has_complained = False
@@ -196,8 +206,11 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
         lines[0] += f": {error['code']}"
         lines.append(plain(error["message"])[:MAX_TEXT])
         lines += [f"What to do: {plain(error['hint'])[:MAX_TEXT]}"] if error.get("hint") else []
-    losses = [f"{name} {value:.4g}" for name in ("train_loss", "eval_loss")
-              if isinstance(value := shown["metrics"].get(name), int | float)]  # fmt: skip
+    losses = [
+        f"{name} {value:.4g}"
+        for name in ("train_loss", "eval_loss")
+        if isinstance(value := shown["metrics"].get(name), int | float)
+    ]
     lines += [", ".join(losses)] if losses else []
     ended = next((each["ended_at"] for each in reversed(shown["attempts"]) if each["ended_at"]), None)
     return {

@@ -157,8 +157,9 @@ class Sender:
                 continue
             rows, after, num_bad = outbox.read(self._path, position, max_rows=BATCH_ROWS, max_bytes=self._batch_bytes)
             if num_bad:
-                log.warning("%s: %d lines that are no rows are passed over: did the machine lose power?",
-                            self._path, num_bad)  # fmt: skip
+                log.warning(
+                    "%s: %d lines that are no rows are passed over: did the machine lose power?", self._path, num_bad
+                )
             if rows and not self._deliver(rows):
                 position = outbox.read_cursor(self._path)
                 continue
@@ -227,9 +228,14 @@ class Sender:
         log.log(
             logging.ERROR if is_new else logging.DEBUG,
             "a %s of job %s (step %s) is refused with %d and set aside in %s: %s",
-            row.data["kind"], row.data.get("job_id"), row.data.get("step"), answer.status, directory, said,
+            row.data["kind"],
+            row.data.get("job_id"),
+            row.data.get("step"),
+            answer.status,
+            directory,
+            said,
             extra=about(row.data.get("honed_job"), ROW_REFUSED, step=row.data.get("step")),
-        )  # fmt: skip
+        )
         if self._refused_bytes is None:
             self._refused_bytes = sum(path.stat().st_size for path in directory.glob("*.json"))
         if self._refused_bytes + row.num_bytes > self._config.max_outbox_bytes:
@@ -512,8 +518,10 @@ def _warn_of(reporting: ReportingConfig, address: str) -> None:
     if path is None:
         log.info("no token is configured: rows are sent without one")
         if "JOB_TOKEN" in os.environ:
-            log.warning("JOB_TOKEN in the environment is not read: every child would have it. Put it into a file, "
-                        "and name that as reporting.token_file")  # fmt: skip
+            log.warning(
+                "JOB_TOKEN in the environment is not read: every child would have it. Put it into a file, "
+                "and name that as reporting.token_file"
+            )
         return
     with contextlib.suppress(OSError):
         if path.stat().st_mode & 0o004:
@@ -548,10 +556,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="honed-send", description="Deliver metrics and predictions to the endpoint that honed.toml names."
     )
-    parser.add_argument("--root", type=Path, default=layouts.default_root(),
-                        help="the directory below which the instance lies (default: $HONED_ROOT or /)")  # fmt: skip
-    parser.add_argument("--until-eof", action="store_true",
-                        help="end with standard input, after what waits by then")  # fmt: skip
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=layouts.default_root(),
+        help="the directory below which the instance lies (default: $HONED_ROOT or /)",
+    )
+    parser.add_argument("--until-eof", action="store_true", help="end with standard input, after what waits by then")
     parser.add_argument("--again", action="store_true", help="send what was refused once more, and end")
     parser.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
     options = parser.parse_args(arguments)

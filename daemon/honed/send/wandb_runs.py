@@ -82,8 +82,14 @@ class Collector:
                 check(data)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
-                log.warning("job %d (%s): its wandb run stays where it is, in %s: %s", job.id, job.name, run, why,
-                            extra=about(job))  # fmt: skip
+                log.warning(
+                    "job %d (%s): its wandb run stays where it is, in %s: %s",
+                    job.id,
+                    job.name,
+                    run,
+                    why,
+                    extra=about(job),
+                )
                 continue
             made = target.with_name(f".{target.name}.tmp")
             shutil.rmtree(made, ignore_errors=True)

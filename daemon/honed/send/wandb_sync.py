@@ -144,8 +144,15 @@ class Syncer:
         deadline = time.monotonic() + self._timeout_sec
         home.mkdir(exist_ok=True)
         with (work_dir / LOG_NAME).open("wb") as file:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
-                                     cwd=work_dir, start_new_session=True)  # fmt: skip
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                cwd=work_dir,
+                start_new_session=True,
+            )
         try:
             while (status := child.poll()) is None and time.monotonic() < deadline and not self._must_end.wait(0.1):
                 pass

@@ -395,9 +395,12 @@ def _line(event: Any) -> int:
 def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
     if text == "":
         raise fault(
-            "the value is empty", line=line, key=dotted(path), hint="write the value, or leave the key out",
+            "the value is empty",
+            line=line,
+            key=dotted(path),
+            hint="write the value, or leave the key out",
             fix={} if path[-1:] in _MUST or not path else {dotted(path): None},
-        )  # fmt: skip
+        )
     if text in _YAML_WORDS:
         return _YAML_WORDS[text]
     if _YAML_INTEGER.fullmatch(text):
@@ -408,9 +411,10 @@ def _yaml_scalar(text: str, line: int, path: KeyPath) -> Any:
         raise fault(f"{shown(text)} is not a finite number", line=line)
     if len(text) <= MAX_DOUBTFUL and _YAML_DOUBTFUL.fullmatch(text):
         raise fault(
-            f"{shown(text)} is one number to some YAML readers and another, or text, to others", line=line,
+            f"{shown(text)} is one number to some YAML readers and another, or text, to others",
+            line=line,
             hint="write it plainly, or put it in quotes if it is text",
-        )  # fmt: skip
+        )
     if _YAML_FLOAT.fullmatch(text):
         return _float(text, line)
     if _YAML_DATE.fullmatch(text):
@@ -426,13 +430,21 @@ _JSON_WORD = re.compile(r"[-+.\w]+")
 _JSON_WORDS = {"null": None, "true": True, "false": False}
 #: Python's words, and others'.
 _JSON_FOREIGN = {
-    "true": "write true", "false": "write false", "none": "write null", "null": "write null",
-    "nan": "numbers are finite", "infinity": "numbers are finite", "-infinity": "numbers are finite",
-}  # fmt: skip
+    "true": "write true",
+    "false": "write false",
+    "none": "write null",
+    "null": "write null",
+    "nan": "numbers are finite",
+    "infinity": "numbers are finite",
+    "-infinity": "numbers are finite",
+}
 _JSON_HINTS = {
-    "'": "text stands in double quotes", "#": "JSON has no comments; YAML and TOML do",
-    "/": "JSON has no comments; YAML and TOML do", "}": "a comma too many?", "]": "a comma too many?",
-}  # fmt: skip
+    "'": "text stands in double quotes",
+    "#": "JSON has no comments; YAML and TOML do",
+    "/": "JSON has no comments; YAML and TOML do",
+    "}": "a comma too many?",
+    "]": "a comma too many?",
+}
 
 
 class _Json:
@@ -581,9 +593,10 @@ def _refuse_toml(said: str, text: str, latest: Mapping[int, KeyPath], record: _R
         first = f"; first on line {record.lines[path]}" if path else ""
         raise fault(f"stands here twice{first}", line=line, key=dotted(path)) from None
     raise fault(
-        f"this is not TOML: {what[:1].lower()}{what[1:]}", line=line,
+        f"this is not TOML: {what[:1].lower()}{what[1:]}",
+        line=line,
         hint=next((hint for words, hint in _TOML_HINTS.items() if words in what), ""),
-    ) from None  # fmt: skip
+    ) from None
 
 
 def _plain(value: Any, path: KeyPath, lines: Mapping[KeyPath, int]) -> Any:

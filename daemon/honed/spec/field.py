@@ -78,9 +78,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 def choices(annotation: Any) -> tuple[str, ...]:
     """The words of an enumeration; empty for any other kind."""
-    return tuple(
-        word for member in members(annotation) if get_origin(member) is Literal for word in get_args(member)
-    )  # fmt: skip
+    return tuple(word for member in members(annotation) if get_origin(member) is Literal for word in get_args(member))
 
 
 def kinds(section: type[BaseModel]) -> Mapping[str, Any]:
@@ -208,9 +206,10 @@ Steps = Annotated[
     float, any_of(_is_steps, int, float), Expected("a whole number of steps, or a share of the run below 1")
 ]
 StepsOrZero = Annotated[
-    float, any_of(lambda value: value == 0 or _is_steps(value), int, float),
+    float,
+    any_of(lambda value: value == 0 or _is_steps(value), int, float),
     Expected("a whole number of steps, 0 for none, or a share of the run below 1"),
-]  # fmt: skip
+]
 
 
 def form(pattern: str) -> AfterValidator:

@@ -15,9 +15,7 @@ GROUP = "honed.metrics"
 
 
 #: The metrics that honed has.
-BUILT_IN = (
-    "exact_match", "token_f1", "rouge_l", "valid_json", "field_match", "box_iou", "numeric_match",
-)  # fmt: skip
+BUILT_IN = ("exact_match", "token_f1", "rouge_l", "valid_json", "field_match", "box_iou", "numeric_match")
 
 
 def known() -> list[str]:

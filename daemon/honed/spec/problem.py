@@ -81,10 +81,17 @@ def faults(error: HonedError) -> list[dict[str, Any]]:
     """What is wrong with a job file, one by one, as `honectl check --json` has it."""
     if isinstance(error, InvalidSpecError):
         return [
-            _fault(each.key, each.line, error.code, plain(quote.hide(each.message)), plain(quote.show(each.message)),
-                   plain(quote.show(each.hint)), each.fix)
+            _fault(
+                each.key,
+                each.line,
+                error.code,
+                plain(quote.hide(each.message)),
+                plain(quote.show(each.message)),
+                plain(quote.show(each.hint)),
+                each.fix,
+            )
             for each in error.problems
-        ]  # fmt: skip
+        ]
     place = f"line {error.line}: " if error.line is not None else ""
     message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.told))
     return [_fault(error.key, error.line, error.code, message, whole, error.hint, error.fix)]

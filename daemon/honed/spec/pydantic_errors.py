@@ -168,8 +168,11 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
             details for details in error.errors(include_url=False, include_input=False) if _concerns(details, refusal)
         ]
         if wrong:
-            inner = [_refusal(_real_path(each["loc"], content), each, model, content, is_told=True) for each in
-                     error.errors(include_url=False) if _concerns(each, refusal)]  # fmt: skip
+            inner = [
+                _refusal(_real_path(each["loc"], content), each, model, content, is_told=True)
+                for each in error.errors(include_url=False)
+                if _concerns(each, refusal)
+            ]
             key = next((key for key in new), own)
             if all(each.fix for each in inner):
                 last = mended(content, {name: value for each in inner for name, value in each.fix.items()})
@@ -179,8 +182,11 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
             if wrong[0]["type"] == REFUSED:
                 return replace(refusal, hint=f"{refusal.hint.partition(': ')[0]}; but {inner[0].message}", fix={})
             words = describe(annotation(tuple(wrong[0]["loc"]), model))
-            return replace(refusal, hint=f"{refusal.hint.partition(': ')[0]}, which takes {words}"
-                           if key != own else refusal.hint, fix={})  # fmt: skip
+            return replace(
+                refusal,
+                hint=f"{refusal.hint.partition(': ')[0]}, which takes {words}" if key != own else refusal.hint,
+                fix={},
+            )
     return refusal
 
 
@@ -226,8 +232,9 @@ def _difference(before: Any, after: Any, home: str = "") -> dict[str, Any]:
         if isinstance(old, dict) and isinstance(new, dict):
             found |= _difference(old, new, name)
         elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-            found |= _difference({str(n): each for n, each in enumerate(old)},
-                                 {str(n): each for n, each in enumerate(new)}, name)  # fmt: skip
+            found |= _difference(
+                {str(n): each for n, each in enumerate(old)}, {str(n): each for n, each in enumerate(new)}, name
+            )
         else:
             found[name] = new
     return found
@@ -254,8 +261,11 @@ def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
         return (f"write {word}", word) if word and not value else ("", None)
     if isinstance(value, int) and bool in taken and value in (0, 1):
         return f"write {written(bool(value))}", bool(value)
-    if isinstance(value, int) and str(value) in VALUES and (meant := next(
-        (word for word in VALUES[str(value)] if word in words), None)):  # fmt: skip
+    if (
+        isinstance(value, int)
+        and str(value) in VALUES
+        and (meant := next((word for word in VALUES[str(value)] if word in words), None))
+    ):
         return f"write {meant}", meant
     if isinstance(value, int | float) and str in taken and type(value) not in taken:
         return "put it in quotes", str(value)
@@ -361,8 +371,12 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
         fix = {name: new for each in found for name, new in each.fix.items()}
         ours |= {as_path(name) for name in fix}
         content = mended(content, fix)
-    fix = {dotted(path): None} | _difference({name: each for name, each in data.items() if name != path[0]} if len(path)
-                                             == 1 else mended(data, {dotted(path): None}), content)  # fmt: skip
+    fix = {dotted(path): None} | _difference(
+        {name: each for name, each in data.items() if name != path[0]}
+        if len(path) == 1
+        else mended(data, {dotted(path): None}),
+        content,
+    )
     said = ", ".join(f"{name}: {rewritten(new)}" for name, new in fix.items() if new is not None)
     hint = f"write {said}" if len(quote.show(said)) <= MAX_PROBLEMS * 8 else "its keys stand elsewhere"
     return Refusal(path, what, "; ".join([hint if said else "leave it out", *hints]), fix=fix)
@@ -424,8 +438,13 @@ def _nearest(path: KeyPath, key: str, section: str, known: Mapping[str, Sequence
 def _suggest(path: KeyPath, home: str, key: str, section: str, data: Any) -> Refusal:
     name = key if home == section else _join(home, key)
     meant = _meant(path, _join(home, key), section)
-    fix = {} if meant is None or not _is_plain(path) or home.startswith("datasets") != (home == section and
-        section.startswith("datasets")) else _moved(path, dotted(meant), data)  # fmt: skip
+    fix = (
+        {}
+        if meant is None
+        or not _is_plain(path)
+        or home.startswith("datasets") != (home == section and section.startswith("datasets"))
+        else _moved(path, dotted(meant), data)
+    )
     return Refusal(path, "unknown key", f"did you mean {name}?", meant=meant, fix=fix)
 
 

@@ -55,8 +55,9 @@ def _datasets(spec: JobSpec) -> Iterator[Finding]:
 
 def _fractions(spec: JobSpec) -> Iterator[Finding]:
     sections: tuple[tuple[str, list[DatasetSpec]], ...] = (
-        ("datasets", spec.datasets), ("eval_datasets", spec.eval_datasets),
-    )  # fmt: skip
+        ("datasets", spec.datasets),
+        ("eval_datasets", spec.eval_datasets),
+    )
     for name, datasets in sections:
         bare = [index for index, dataset in enumerate(datasets) if dataset.fraction is None]
         if bare and len(bare) < len(datasets):
@@ -70,49 +71,60 @@ def _of_hub(spec: JobSpec) -> Iterator[Finding]:
                 if getattr(each, key) is not None and not each.is_of_hub:
                     instead = ", or name the directory or `split` that is meant" if key == "name" else ""
                     yield (
-                        (section, index, key), f"is for a data set of the hub, and path is {shown(each.path)}",
+                        (section, index, key),
+                        f"is for a data set of the hub, and path is {shown(each.path)}",
                         f"leave it out{instead}",
-                    )  # fmt: skip
+                    )
 
 
 def _held_out(spec: JobSpec) -> Iterator[Finding]:
     if spec.eval_split is not None and spec.eval_datasets:
         yield (
-            ("eval_split",), "eval_datasets are given too",
-            "leave eval_split out to hold out eval_datasets alone, or leave those out", {"eval_split": None},
-        )  # fmt: skip
+            ("eval_split",),
+            "eval_datasets are given too",
+            "leave eval_split out to hold out eval_datasets alone, or leave those out",
+            {"eval_split": None},
+        )
 
 
 def _quantization(spec: JobSpec) -> Iterator[Finding]:
     if spec.quantization != "none" and spec.lora is None and spec.adapter is None:
         yield (
-            ("quantization",), f"{spec.quantization} weights cannot be trained, only an adapter on them can",
-            "add a lora: section, or write none", {"lora": {}},
-        )  # fmt: skip
+            ("quantization",),
+            f"{spec.quantization} weights cannot be trained, only an adapter on them can",
+            "add a lora: section, or write none",
+            {"lora": {}},
+        )
 
 
 def _adapter(spec: JobSpec) -> Iterator[Finding]:
     if spec.lora is not None and spec.adapter is not None:
         yield (
-            ("lora",), "adapter is given too, and brings its own LoRA settings",
-            "leave lora out to go on from the adapter, or adapter for a new one", {"lora": None},
-        )  # fmt: skip
+            ("lora",),
+            "adapter is given too, and brings its own LoRA settings",
+            "leave lora out to go on from the adapter, or adapter for a new one",
+            {"lora": None},
+        )
 
 
 def _merged(spec: JobSpec) -> Iterator[Finding]:
     if spec.save_merged != "none" and spec.lora is None and spec.adapter is None:
         yield (
-            ("save_merged",), "there is no adapter to merge: full fine-tuning writes a whole checkpoint anyway",
-            "leave it out, or add a lora: section", {"save_merged": None},
-        )  # fmt: skip
+            ("save_merged",),
+            "there is no adapter to merge: full fine-tuning writes a whole checkpoint anyway",
+            "leave it out, or add a lora: section",
+            {"save_merged": None},
+        )
 
 
 def _adapter_dtype(spec: JobSpec) -> Iterator[Finding]:
     if spec.adapter_dtype != "auto" and spec.lora is None and spec.adapter is None:
         yield (
-            ("adapter_dtype",), "there is no adapter: full fine-tuning trains the weights themselves",
-            "leave it out, or add a lora: section", {"adapter_dtype": None},
-        )  # fmt: skip
+            ("adapter_dtype",),
+            "there is no adapter: full fine-tuning trains the weights themselves",
+            "leave it out, or add a lora: section",
+            {"adapter_dtype": None},
+        )
 
 
 def _train_parts(spec: JobSpec) -> Iterator[Finding]:
@@ -125,10 +137,11 @@ def _train_parts(spec: JobSpec) -> Iterator[Finding]:
             chosen = {key: True for part, key in keys.items() if part != "language"}
             chosen |= {} if "language" in keys else {"lora.finetune_language_layers": False}
         yield (
-            ("train_parts",), "is for full fine-tuning: beside an adapter the model itself is frozen",
+            ("train_parts",),
+            "is for full fine-tuning: beside an adapter the model itself is frozen",
             "leave it out; lora.finetune_vision_layers, finetune_audio_layers and finetune_projector say which get one",
             {"train_parts": None, **chosen},
-        )  # fmt: skip
+        )
 
 
 def _kept_weights(spec: JobSpec) -> Iterator[Finding]:
@@ -142,16 +155,19 @@ def _kept_weights(spec: JobSpec) -> Iterator[Finding]:
     if spec.master_weights in ("compensated", "none") and spec.dtype in ("float32", "float16"):
         why = "the weights are float32 then" if spec.dtype == "float32" else "float16 weights cannot be trained"
         yield (
-            ("master_weights",), f"{spec.master_weights} is for bfloat16, not dtype: {spec.dtype}: {why}",
-            "dtype: bfloat16, or leave master_weights out", {"dtype": "bfloat16"},
-        )  # fmt: skip
+            ("master_weights",),
+            f"{spec.master_weights} is for bfloat16, not dtype: {spec.dtype}: {why}",
+            "dtype: bfloat16, or leave master_weights out",
+            {"dtype": "bfloat16"},
+        )
     optim = asked_optim(spec)
     if spec.master_weights == "compensated" and optim is not None and optim not in COMPENSATED:
         yield (
-            ("training", "optim"), f"{optim} does not go with master_weights: compensated",
+            ("training", "optim"),
+            f"{optim} does not go with master_weights: compensated",
             f"one of {', '.join(sorted(COMPENSATED))}, or leave master_weights out",
             {"training.optim": ADAMW_8BIT} if optim.startswith("paged_adamw") else {"master_weights": None},
-        )  # fmt: skip
+        )
 
 
 def _evaluation(spec: JobSpec) -> Iterator[Finding]:
@@ -206,9 +222,11 @@ def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
     path: KeyPath = ("training", "metric_for_best_model")
     if spec.predictions.prompts:
         yield (
-            path, "predictions.prompts have no ground truth to measure with",
-            "leave predictions.prompts out to predict held-out rows, or name eval_loss", {"predictions.prompts": None},
-        )  # fmt: skip
+            path,
+            "predictions.prompts have no ground truth to measure with",
+            "leave predictions.prompts out to predict held-out rows, or name eval_loss",
+            {"predictions.prompts": None},
+        )
     elif spec.predictions.sample_frequency != "eval":
         yield (
             path,
@@ -235,21 +253,25 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
     if name == _ACCURACY:
         if spec.backend != "transformers":
             yield (
-                ("training", "metric_for_best_model"), f"no evaluation under Unsloth makes {shown(named)}",
-                "write backend: transformers, or take eval_loss", {"backend": "transformers"},
-            )  # fmt: skip
+                ("training", "metric_for_best_model"),
+                f"no evaluation under Unsloth makes {shown(named)}",
+                "write backend: transformers, or take eval_loss",
+                {"backend": "transformers"},
+            )
         return
     if name != "loss" and not name.startswith(PREFIX):
         names = ["eval_loss", *(f"{PREFIX}{each}" for each in known())]
         near = get_close_matches(name, known(), n=1)
         meant = f"{PREFIX}{near[0]}" if near else next(iter(get_close_matches(named, names, n=1)), "")
         yield (
-            ("training", "metric_for_best_model"), f"no evaluation makes {shown(named)}",
+            ("training", "metric_for_best_model"),
+            f"no evaluation makes {shown(named)}",
             (f"did you mean {meant}? " if meant else "leave it out to go by the loss; ")
             + f"known here: {', '.join(names)}",
-            {"training.metric_for_best_model": meant} if meant
+            {"training.metric_for_best_model": meant}
+            if meant
             else {"training.metric_for_best_model": None, "training.greater_is_better": None},
-        )  # fmt: skip
+        )
         return
     is_loss, greater = name == "loss", training.greater_is_better
     if is_loss and greater:
@@ -261,18 +283,21 @@ def _best_metric(spec: JobSpec) -> Iterator[Finding]:
         )
     if name.startswith(PREFIX) and metric in BUILT_IN and greater is False:
         yield (
-            ("training", "greater_is_better"), f"the best model would be the one with the lowest {metric}",
-            "write true", {"training.greater_is_better": True},
-        )  # fmt: skip
+            ("training", "greater_is_better"),
+            f"the best model would be the one with the lowest {metric}",
+            "write true",
+            {"training.greater_is_better": True},
+        )
 
 
 def _truthless(spec: JobSpec) -> Iterator[Finding]:
     if spec.predictions.prompts and spec.predictions.metrics != "auto":
         yield (
-            ("predictions", "metrics"), "predictions.prompts have no ground truth to measure with",
+            ("predictions", "metrics"),
+            "predictions.prompts have no ground truth to measure with",
             "leave predictions.metrics out, or predictions.prompts to predict held-out rows",
             {"predictions.metrics": None},
-        )  # fmt: skip
+        )
 
 
 def _best(spec: JobSpec) -> Iterator[Finding]:
@@ -290,18 +315,22 @@ def _best(spec: JobSpec) -> Iterator[Finding]:
         if strategy == "steps" and (steps := getattr(training, f"{theirs}_steps")) is not None:
             fix[f"training.{ours}_steps"] = steps
         yield (
-            path, f"save_strategy is {training.save_strategy}, eval_strategy {spec.eval_strategy}",
-            f"make the two the same: write {', '.join(told_fix(fix))}", fix,
-        )  # fmt: skip
+            path,
+            f"save_strategy is {training.save_strategy}, eval_strategy {spec.eval_strategy}",
+            f"make the two the same: write {', '.join(told_fix(fix))}",
+            fix,
+        )
     elif training.save_strategy == "steps":
         evaluated = training.eval_steps or training.logging_steps
         if (training.save_steps < 1) != (evaluated < 1) or not _divides(evaluated, training.save_steps):
             is_count = evaluated >= 1 and training.save_steps >= 1
             steps = math.ceil(training.save_steps / evaluated) * evaluated if is_count else evaluated
             yield (
-                path, f"save_steps {training.save_steps:g} is no multiple of eval_steps {evaluated:g}",
-                f"make it one: write training.save_steps: {steps:g}", {"training.save_steps": steps},
-            )  # fmt: skip
+                path,
+                f"save_steps {training.save_steps:g} is no multiple of eval_steps {evaluated:g}",
+                f"make it one: write training.save_steps: {steps:g}",
+                {"training.save_steps": steps},
+            )
 
 
 def _divides(small: float, large: float) -> bool:
@@ -354,9 +383,11 @@ def _liger(spec: JobSpec) -> Iterator[Finding]:
 def _smoothing(spec: JobSpec) -> Iterator[Finding]:
     if spec.training.label_smoothing_factor and spec.training.loss_type == "dft":
         yield (
-            ("training", "label_smoothing_factor"), "loss_type: dft smooths no labels",
-            "leave it out, or write training.loss_type: nll, which does", {"training.label_smoothing_factor": None},
-        )  # fmt: skip
+            ("training", "label_smoothing_factor"),
+            "loss_type: dft smooths no labels",
+            "leave it out, or write training.loss_type: nll, which does",
+            {"training.label_smoothing_factor": None},
+        )
 
 
 def _schedule(spec: JobSpec) -> Iterator[Finding]:
@@ -389,9 +420,11 @@ def _schedule(spec: JobSpec) -> Iterator[Finding]:
     if name == "warmup_stable_decay" and "num_decay_steps" not in given:
         steps = max(1, spec.training.max_steps // 10) if spec.training.max_steps > 0 else 100
         yield (
-            path, f"{name} needs num_decay_steps", f"lr_scheduler_kwargs: {{num_decay_steps: {steps}}}",
+            path,
+            f"{name} needs num_decay_steps",
+            f"lr_scheduler_kwargs: {{num_decay_steps: {steps}}}",
             {"training.lr_scheduler_kwargs": {"num_decay_steps": steps}},
-        )  # fmt: skip
+        )
 
 
 def _optimizer(spec: JobSpec) -> Iterator[Finding]:
@@ -399,15 +432,18 @@ def _optimizer(spec: JobSpec) -> Iterator[Finding]:
     is_low_rank = training.optim.startswith(("galore_", "apollo_"))
     if is_low_rank and not training.optim_target_modules:
         yield (
-            ("training", "optim_target_modules"), f"missing: {training.optim} works on modules that are named",
-            "optim_target_modules: all-linear", {"training.optim_target_modules": "all-linear"},
-        )  # fmt: skip
+            ("training", "optim_target_modules"),
+            f"missing: {training.optim} works on modules that are named",
+            "optim_target_modules: all-linear",
+            {"training.optim_target_modules": "all-linear"},
+        )
     if is_low_rank and training.optim.endswith("_layerwise") and training.gradient_accumulation_steps != 1:
         yield (
-            ("training", "gradient_accumulation_steps"), f"{training.optim} steps at each backward pass",
+            ("training", "gradient_accumulation_steps"),
+            f"{training.optim} steps at each backward pass",
             "leave it out, or take the optimizer without _layerwise",
             {"training.optim": training.optim.removesuffix("_layerwise")},
-        )  # fmt: skip
+        )
     if training.optim_args and any(each.count("=") != 1 for each in training.optim_args.split(",")):
         yield ("training", "optim_args"), f"{shown(training.optim_args)} is no list of key=value", "rank=64,scale=0.25"
 
@@ -417,9 +453,11 @@ def _media(spec: JobSpec) -> Iterator[Finding]:
     largest = min(media.max_pixels or math.inf, (media.max_image_size or math.inf) ** 2)
     if media.min_pixels is not None and media.min_pixels > largest:
         yield (
-            ("media", "min_pixels"), f"{media.min_pixels} is more than an image may have",
-            f"write media.min_pixels: {largest}, or less", {"media.min_pixels": largest},
-        )  # fmt: skip
+            ("media", "min_pixels"),
+            f"{media.min_pixels} is more than an image may have",
+            f"write media.min_pixels: {largest}, or less",
+            {"media.min_pixels": largest},
+        )
 
 
 def _adapted_parts(spec: JobSpec) -> Iterator[Finding]:
@@ -535,11 +573,27 @@ RULES = (
 )  # fmt: skip
 
 #: What a merge takes; every other key speaks of training.
-MERGE_KEYS = frozenset({
-    "name", "kind", "priority", "base_model", "model_type", "revision", "trust_remote_code", "chat_template", "adapter",
-    "dtype", "output_dir", "resources", "retry", "depends_on", "time_limit_sec", "notify",
-    "pin",
-})  # fmt: skip
+MERGE_KEYS = frozenset(
+    {
+        "name",
+        "kind",
+        "priority",
+        "base_model",
+        "model_type",
+        "revision",
+        "trust_remote_code",
+        "chat_template",
+        "adapter",
+        "dtype",
+        "output_dir",
+        "resources",
+        "retry",
+        "depends_on",
+        "time_limit_sec",
+        "notify",
+        "pin",
+    }
+)
 MERGE_RULES = (
     Rule((("kind",),), _merge_keys),
     Rule((("adapter",), ("kind",)), _merge_adapter),

@@ -53,11 +53,27 @@ from honed.spec.training import TrainingSpec
 from honed.system import quote
 
 __all__ = [
-    "DatasetSpec", "DivergenceSpec",
-    "GuardSpec", "InvalidSpecError", "JobSpec", "LoraSpec", "MediaDirSpec", "MediaSpec", "NotifySpec", "PartsSpec",
-    "PredictionSpec", "Problem", "ResourceSpec", "RetrySpec", "SampleSpec", "TrainingSpec", "load", "loads",
-    "references", "validate",
-]  # fmt: skip
+    "DatasetSpec",
+    "DivergenceSpec",
+    "GuardSpec",
+    "InvalidSpecError",
+    "JobSpec",
+    "LoraSpec",
+    "MediaDirSpec",
+    "MediaSpec",
+    "NotifySpec",
+    "PartsSpec",
+    "PredictionSpec",
+    "Problem",
+    "ResourceSpec",
+    "RetrySpec",
+    "SampleSpec",
+    "TrainingSpec",
+    "load",
+    "loads",
+    "references",
+    "validate",
+]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _JOB = re.compile(r"job:\S.*")
@@ -84,8 +100,11 @@ def _base_model(value: str) -> str:
     if value.startswith(("~", "$")):
         absolute(value)
     if found := _HUB_PAGE.fullmatch(value):
-        refuse(f"a hub id (org/name) takes the place of its address, got {shown(value)}", f"write {found['id']}",
-               write=found["id"])  # fmt: skip
+        refuse(
+            f"a hub id (org/name) takes the place of its address, got {shown(value)}",
+            f"write {found['id']}",
+            write=found["id"],
+        )
     if value.startswith("/"):
         absolute(value)  # which refuses line breaks
     elif not (_HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
@@ -121,9 +140,10 @@ def _dataset_path(value: str) -> str:
             else ", and revision, name or split below it where one of them is meant; or download the file and name it"
         )
         refuse(
-            f"a hub id (org/name) takes the place of its address, got {shown(value)}", f"write {found['id']}{within}",
+            f"a hub id (org/name) takes the place of its address, got {shown(value)}",
+            f"write {found['id']}{within}",
             write=found["id"] if is_whole else None,
-        )  # fmt: skip
+        )
     return value if is_hub_dataset(value) else absolute(value)
 
 
@@ -183,8 +203,11 @@ def _splits(value: Any) -> Any:
 
 def _target_modules(value: str | list[str]) -> str | list[str]:
     if isinstance(value, str) and "," in value:
-        refuse(f"several modules are a list, got {shown(value)}", "write [q_proj, v_proj]",
-               write=[part.strip() for part in value.split(",") if part.strip()])  # fmt: skip
+        refuse(
+            f"several modules are a list, got {shown(value)}",
+            "write [q_proj, v_proj]",
+            write=[part.strip() for part in value.split(",") if part.strip()],
+        )
     if isinstance(value, str):
         try:
             re.compile(value)
@@ -262,14 +285,21 @@ class LoraSpec(Section):
     lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout before the adapter."""
     target_modules: Annotated[
-        str | list[str], any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
-        AfterValidator(_target_modules), _MODULES,
-    ] = "all-linear"  # fmt: skip
+        str | list[str],
+        any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+        AfterValidator(_target_modules),
+        _MODULES,
+    ] = "all-linear"
     """The modules that get an adapter."""
-    exclude_modules: Annotated[
-        str | list[str], any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
-        AfterValidator(_target_modules), Expected("a regular expression, or a list of words"),
-    ] | None = None  # fmt: skip
+    exclude_modules: (
+        Annotated[
+            str | list[str],
+            any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
+            AfterValidator(_target_modules),
+            Expected("a regular expression, or a list of words"),
+        ]
+        | None
+    ) = None
     """The modules that get none."""
     modules_to_save: Texts | None = None
     """Modules that are trained whole, beside the adapter."""
@@ -281,12 +311,9 @@ class LoraSpec(Section):
     """Whether weights are split into magnitude and direction."""
     init_lora_weights: Annotated[
         bool | str,
-        any_of(
-            lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)),
-            bool, str,
-        ),
+        any_of(lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)), bool, str),
         Expected("true, false, gaussian, olora, orthogonal, pissa or pissa_niter_<number>"),
-    ] = True  # fmt: skip
+    ] = True
     """How the adapter begins."""
     layers_to_transform: list[Annotated[int, Ge(0)]] | None = None
     """Numbers of the layers that get an adapter; null takes all."""
@@ -380,9 +407,7 @@ class MediaSpec(Section):
 class DatasetSpec(Section):
     """One of `datasets:` or `eval_datasets:`."""
 
-    path: Annotated[
-        str, AfterValidator(_dataset_path), Place(), Expected("an absolute path, or a hub id (org/name)")
-    ]  # fmt: skip
+    path: Annotated[str, AfterValidator(_dataset_path), Place(), Expected("an absolute path, or a hub id (org/name)")]
     """A .jsonl, .json, .csv, .parquet or .arrow file, the first three also packed (.gz, .zst, .bz2, .xz), or a
     directory of them: also one that `save_to_disk` wrote, or with the files in `data/`. Or the hub id of a data set
     with such files, which is fetched as a base model is."""
@@ -475,10 +500,11 @@ class PredictionSpec(Section):
     prompts: Texts | None = None
     """Prompts of one's own, in place of held-out examples."""
     metrics: Annotated[
-        Literal["auto"] | list[Metric], any_of(lambda value: value == "auto" or is_metrics(value), str, list),
+        Literal["auto"] | list[Metric],
+        any_of(lambda value: value == "auto" or is_metrics(value), str, list),
         BeforeValidator(_metric_names),
         Expected("auto, or a list of metrics' names"),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     """The metrics on predictions; `auto` goes by what the answers should be. See docs/operation.md for all of them."""
     sample: SampleSpec | None = None
     """How answers are drawn; null takes the likeliest token each time."""
@@ -551,9 +577,9 @@ class GuardSpec(Section):
 class NotifySpec(Section):
     """`notify:` who is told of the job's end."""
 
-    webhook: Annotated[
-        str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")
-    ] | None = None  # fmt: skip
+    webhook: (
+        Annotated[str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")] | None
+    ) = None
     """An address that gets a POST, or the name of one in honed.toml; the administrator says which a job may name."""
     mail: Annotated[str, form(MAIL_ADDRESS.pattern), Expected("a mail address")] | None = None
     """A mail address, in a domain that the administrator allows."""
@@ -576,9 +602,10 @@ class JobSpec(Section):
         str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME"), Place()
     ]
     """What training starts from: a directory, a hub id, or what another job makes (`job:NAME`)."""
-    model_type: Annotated[
-        str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")
-    ] | None = None  # fmt: skip
+    model_type: (
+        Annotated[str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")]
+        | None
+    ) = None
     """The model's type, only where the checkpoint's config.json lacks it or has an alias."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub id."""
@@ -588,16 +615,28 @@ class JobSpec(Section):
     """A file with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
-    training_chat_template: Annotated[
-        str, BeforeValidator(_training_template), AfterValidator(_variant), Expected("trl, or an absolute path"),
-        Place(),
-    ] | None = None  # fmt: skip
+    training_chat_template: (
+        Annotated[
+            str,
+            BeforeValidator(_training_template),
+            AfterValidator(_variant),
+            Expected("trl, or an absolute path"),
+            Place(),
+        ]
+        | None
+    ) = None
     """Another template to render rows with, where the base's leaves out parts of them: `trl` uses the training variant
     that TRL ships for it; else a file. Predictions and the exported model use the base's template."""
-    adapter: Annotated[
-        str, BeforeValidator(_adapter), AfterValidator(_adapter_place), Expected("an absolute directory, or job:NAME"),
-        Place(),
-    ] | None = None  # fmt: skip
+    adapter: (
+        Annotated[
+            str,
+            BeforeValidator(_adapter),
+            AfterValidator(_adapter_place),
+            Expected("an absolute directory, or job:NAME"),
+            Place(),
+        ]
+        | None
+    ) = None
     """An adapter's directory, or the job that makes it (`job:NAME`): training goes on from it, or it is merged."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
     """What loads the model; `auto` falls back to transformers, a backend asked for by name does not."""
@@ -627,7 +666,7 @@ class JobSpec(Section):
     train_parts: Annotated[
         list[Literal["language", "vision", "audio", "projector"]],
         Expected("a list of language, vision, audio, projector"),
-    ] = Field(default=["language"], min_length=1)  # fmt: skip
+    ] = Field(default=["language"], min_length=1)
     """The parts of the model that full fine-tuning trains; the others stay as they are."""
     datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits)] = Field(default_factory=list)
     """What is trained on."""
@@ -652,9 +691,9 @@ class JobSpec(Section):
     """How often it is tried."""
     divergence: DivergenceSpec = DivergenceSpec()
     """When it is given up because it only gets worse."""
-    depends_on: Annotated[
-        list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")
-    ] = Field(default_factory=list)  # fmt: skip
+    depends_on: Annotated[list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")] = Field(
+        default_factory=list
+    )
     """Jobs that must have succeeded first."""
     time_limit_sec: Seconds | None = None
     """Seconds that the job may run in all."""
@@ -665,9 +704,10 @@ class JobSpec(Section):
     guard: GuardSpec | None = None
     """A metric that must not fall."""
     report_to: Annotated[
-        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_listed),
+        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
+        BeforeValidator(_listed),
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
-    ] = Field(default_factory=list)  # fmt: skip
+    ] = Field(default_factory=list)
     """Who else gets the figures."""
     pin: Flag = False
     """Whether the job is kept when it is over: nothing removes it until `honectl unpin`."""
@@ -675,7 +715,7 @@ class JobSpec(Section):
     """Who is told of the end."""
     trial: Annotated[
         bool | str, any_of(lambda value: value in (True, False, "only"), bool, str), Expected("true, false or only")
-    ] = False  # fmt: skip
+    ] = False
     """Whether eight rows are tried for a few steps first, and what is found told; `only` does nothing else."""
 
     @property

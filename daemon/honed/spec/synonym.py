@@ -39,12 +39,22 @@ def _all(synonym: Synonym, *names: str) -> dict[str, Synonym]:
 
 #: Optimizers that others name otherwise.
 OPTIMIZERS = {
-    "adamw_hf": "adamw_torch", "adamw": "adamw_torch", "adam": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused",
-    "adamw_8bit_bnb": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "paged_lion": "paged_lion_32bit",
-    "lion": "lion_32bit", "ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit",
-    "torch.optim.adamw": "adamw_torch", "torch.optim.sgd": "sgd", "bitsandbytes.optim.adamw8bit": "adamw_bnb_8bit",
-    "bitsandbytes.optim.pagedadamw8bit": "paged_adamw_8bit", "adamw_8bit": "adamw_8bit",
-}  # fmt: skip
+    "adamw_hf": "adamw_torch",
+    "adamw": "adamw_torch",
+    "adam": "adamw_torch",
+    "adamw_apex_fused": "adamw_torch_fused",
+    "adamw_8bit_bnb": "adamw_bnb_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_lion": "paged_lion_32bit",
+    "lion": "lion_32bit",
+    "ao_adamw_8bit": "adamw_torch_8bit",
+    "ao_adamw_4bit": "adamw_torch_4bit",
+    "torch.optim.adamw": "adamw_torch",
+    "torch.optim.sgd": "sgd",
+    "bitsandbytes.optim.adamw8bit": "adamw_bnb_8bit",
+    "bitsandbytes.optim.pagedadamw8bit": "paged_adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+}
 
 
 # --- Conversions ------------------------------------------------------------------------------------------------------
@@ -74,8 +84,9 @@ def _half(dtype: str) -> Synonym:
         if dtype == "bfloat16" and not trains_adapter(asked.data):
             return Advice(
                 "leave it out: dtype: auto computes in bfloat16 where device and checkpoint can; dtype: bfloat16 at "
-                "the top level asks for it", {},
-            )  # fmt: skip
+                "the top level asks for it",
+                {},
+            )
         at = " at the top level" if asked.section else ""
         return Advice(f"write dtype: {dtype}{at}", {"dtype": dtype})
 
@@ -104,12 +115,17 @@ def _quantization_config(asked: Asked) -> Advice:
 
 
 def _attention(value: Any) -> Any:
-    return one_of({
-        **dict.fromkeys(("fa2", "flash", "flash_attention", "flash_attn", "flash_attention_2", True),
-                        "flash_attention_2"),
-        **dict.fromkeys(("sdpa", "sdp"), "sdpa"), "eager": "eager",
-        **dict.fromkeys(("auto", "disabled", "none", "no", "false", False), "auto"),
-    }, "attn_implementation: auto, sdpa, eager or flash_attention_2, in place of")(value)  # fmt: skip
+    return one_of(
+        {
+            **dict.fromkeys(
+                ("fa2", "flash", "flash_attention", "flash_attn", "flash_attention_2", True), "flash_attention_2"
+            ),
+            **dict.fromkeys(("sdpa", "sdp"), "sdpa"),
+            "eager": "eager",
+            **dict.fromkeys(("auto", "disabled", "none", "no", "false", False), "auto"),
+        },
+        "attn_implementation: auto, sdpa, eager or flash_attention_2, in place of",
+    )(value)
 
 
 def _modules(value: Any) -> Any:
@@ -168,14 +184,48 @@ def _automatic(value: Any) -> Any:
     return None if value == "auto" else value
 
 
-_METHODS = {"dpo": "DPO", "ipo": "IPO", "kto": "KTO", "orpo": "ORPO", "grpo": "GRPO", "gdpo": "GDPO", "ppo": "PPO",
-            "simpo": "SimPO", "cpo": "CPO", "rloo": "RLOO", "rm": "reward modelling", "reward": "reward modelling",
-            "reinforcement": "reinforcement learning", "rlhf": "RLHF", "gkd": "GKD", "ebft": "EBFT", "bco": "BCO",
-            "prm": "reward modelling", "sequence_classification": "classification", "seq_cls": "classification",
-            "classification": "classification", "embedding": "training of embeddings",
-            "reranker": "training of rerankers"}  # fmt: skip
-_SFT = ("sft", "supervised", "instruct", "instruction", "causal_lm", "text-generation", "lm", "llm", "train",
-        "finetune", "fine-tune", "fine_tuning", "default", "generic", "chat")  # fmt: skip
+_METHODS = {
+    "dpo": "DPO",
+    "ipo": "IPO",
+    "kto": "KTO",
+    "orpo": "ORPO",
+    "grpo": "GRPO",
+    "gdpo": "GDPO",
+    "ppo": "PPO",
+    "simpo": "SimPO",
+    "cpo": "CPO",
+    "rloo": "RLOO",
+    "rm": "reward modelling",
+    "reward": "reward modelling",
+    "reinforcement": "reinforcement learning",
+    "rlhf": "RLHF",
+    "gkd": "GKD",
+    "ebft": "EBFT",
+    "bco": "BCO",
+    "prm": "reward modelling",
+    "sequence_classification": "classification",
+    "seq_cls": "classification",
+    "classification": "classification",
+    "embedding": "training of embeddings",
+    "reranker": "training of rerankers",
+}
+_SFT = (
+    "sft",
+    "supervised",
+    "instruct",
+    "instruction",
+    "causal_lm",
+    "text-generation",
+    "lm",
+    "llm",
+    "train",
+    "finetune",
+    "fine-tune",
+    "fine_tuning",
+    "default",
+    "generic",
+    "chat",
+)
 _PRETRAINING = ("pt", "pretrain", "pretraining", "clm", "continued_pretraining", "cpt")
 _SFT_ALONE = "honed does supervised fine-tuning (kind: sft)"
 
@@ -297,9 +347,21 @@ def quantization_value(value: Any) -> Advice | None:
     return _quantization_config(Asked("quantization", value))
 
 
-_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "bias",
-              "use_rslora", "use_dora", "init_lora_weights", "layers_to_transform", "rank_pattern",
-              "alpha_pattern")  # fmt: skip
+_LORA_KEYS = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "bias",
+    "use_rslora",
+    "use_dora",
+    "init_lora_weights",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+)
 
 
 def _lora_config(asked: Asked) -> Advice:
@@ -429,8 +491,9 @@ def _template(asked: Asked) -> Advice:
         return take("chat_template").advise(asked)
     return Advice(
         f"leave it out: {shown(value)} is another tool's name for a template, and honed takes the base model's own; "
-        "one without any needs chat_template: a file with it", {},
-    )  # fmt: skip
+        "one without any needs chat_template: a file with it",
+        {},
+    )
 
 
 def template_word(value: str) -> Advice | None:
@@ -463,8 +526,10 @@ def _dataset_type(asked: Asked) -> Advice:
         ours = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
         columns = {ours[key]: each for key, each in value.items() if key in ours and each and each != ours[key]}
         if set(value) - set(ours) - {"field_system"} - {key for key, each in value.items() if not each}:
-            return Advice("a format of one's own is not supported yet: write format: prompt_completion with columns: "
-                          "{prompt: …, completion: …}, the rows rendered as they are to be trained")  # fmt: skip
+            return Advice(
+                "a format of one's own is not supported yet: write format: prompt_completion with columns: "
+                "{prompt: …, completion: …}, the rows rendered as they are to be trained"
+            )
         fix: dict[str, Any] = {f"{place}.format": "alpaca"} | ({f"{place}.columns": columns} if columns else {})
         return Advice(f"write format: alpaca{f' and columns: {rewritten(columns)}' if columns else ''}", fix)
     word = str(value).lower()
@@ -475,8 +540,10 @@ def _dataset_type(asked: Asked) -> Advice:
             "training on preferences (DPO, ORPO, KTO) is not supported yet: rows with one answer are trained on"
         )
     if word.startswith("input_output"):
-        return Advice("input_output (segments with a label each) is not supported yet: write the rows as messages, or "
-                      "as prompt and completion")  # fmt: skip
+        return Advice(
+            "input_output (segments with a label each) is not supported yet: write the rows as messages, or "
+            "as prompt and completion"
+        )
     if "stepwise" in word:
         return Advice("reward modelling is not supported yet")
     match re.split(r"[.:]", word)[0]:
@@ -570,9 +637,12 @@ def _tracker(name: str) -> Synonym:
         there = [there] if isinstance(there, str) else there if isinstance(there, list) else []
         wanted = [each for each in there if each in ("tensorboard", "wandb", "mlflow", "trackio") and each != name]
         given_up = "" if is_on(asked.value) else f"; {asked.key.replace('_', ' ')} is then what {name} makes of it"
-        return Advice(f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
-                      if asked.section else f"write report_to: {rewritten([*wanted, name])}{given_up}",
-                      {"report_to": [*wanted, name]})  # fmt: skip
+        return Advice(
+            f"write report_to: {rewritten([*wanted, name])} at the top level{given_up}"
+            if asked.section
+            else f"write report_to: {rewritten([*wanted, name])}{given_up}",
+            {"report_to": [*wanted, name]},
+        )
 
     return by(advise, "report_to")
 
@@ -609,22 +679,31 @@ def _schedule(asked: Asked) -> Advice:
 def _least_rate(asked: Asked) -> Advice:
     if is_off(asked.value):
         return Advice("leave it out", {})
-    fix = {"training.lr_scheduler_type": "cosine_with_min_lr",
-           "training.lr_scheduler_kwargs": {"min_lr_rate": asked.value}}  # fmt: skip
-    return Advice("write training.lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {min_lr_rate: "
-                  f"{rewritten(asked.value)}}}", fix)  # fmt: skip
+    fix = {
+        "training.lr_scheduler_type": "cosine_with_min_lr",
+        "training.lr_scheduler_kwargs": {"min_lr_rate": asked.value},
+    }
+    return Advice(
+        "write training.lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {min_lr_rate: "
+        f"{rewritten(asked.value)}}}",
+        fix,
+    )
 
 
 def _low_rank_optimizer(name: str) -> Synonym:
-    return told("training.optim", f"write training.optim: {name}_adamw, optim_target_modules: all-linear and "
-                "optim_args: rank=128,…")  # fmt: skip
+    return told(
+        "training.optim",
+        f"write training.optim: {name}_adamw, optim_target_modules: all-linear and optim_args: rank=128,…",
+    )
 
 
 def _resume(asked: Asked) -> Advice:
     if is_on(asked.value) or is_off(asked.value):
         return Advice("leave it out: honed resumes by itself", {})
-    return Advice("honed resumes its own jobs by itself; to go on from what another tool has trained, write "
-                  "adapter: its directory, or base_model, in place of this")  # fmt: skip
+    return Advice(
+        "honed resumes its own jobs by itself; to go on from what another tool has trained, write "
+        "adapter: its directory, or base_model, in place of this"
+    )
 
 
 def _special_tokens(asked: Asked) -> Advice:
@@ -638,13 +717,17 @@ def _stages(_: Asked) -> Advice:
     """DeepSpeed, FSDP and other ways to spread a job over devices."""
     return Advice(
         "leave it out: a job has one device, so nothing is spread; a model that does not fit takes quantization: 4bit "
-        "with lora:", {},
-    )  # fmt: skip
+        "with lora:",
+        {},
+    )
 
 
 def _multiplier(_: Asked) -> Advice:
-    return Advice("leave it out: it is a multiple of a rate that OpenAI chooses; write training.learning_rate: the "
-                  "rate itself, 1e-4 for LoRA, 1e-5 for full fine-tuning", {})  # fmt: skip
+    return Advice(
+        "leave it out: it is a multiple of a rate that OpenAI chooses; write training.learning_rate: the "
+        "rate itself, 1e-4 for LoRA, 1e-5 for full fine-tuning",
+        {},
+    )
 
 
 def _decoding(asked: Asked) -> Advice:
@@ -1047,19 +1130,41 @@ _MODEL_NAMES = dict.fromkeys(("name", "path", "id", "base", "name_or_path", "mod
 #: else there than elsewhere.
 SECTIONS: dict[str, tuple[str, Mapping[str, str]]] = {
     **dict.fromkeys(
-        ("args", "training_args", "training_arguments", "sft_config", "trainer_args", "hyperparameters", "hparams",
-         "hyper_parameters", "trainer_config", "train_config", "train", "trainer", "sft", "train_args",
-         "training_config", "training_parameters", "sft_args", "params", "optimizer_params", "optimizer_args"),
+        (
+            "args",
+            "training_args",
+            "training_arguments",
+            "sft_config",
+            "trainer_args",
+            "hyperparameters",
+            "hparams",
+            "hyper_parameters",
+            "trainer_config",
+            "train_config",
+            "train",
+            "trainer",
+            "sft",
+            "train_args",
+            "training_config",
+            "training_parameters",
+            "sft_args",
+            "params",
+            "optimizer_params",
+            "optimizer_args",
+        ),
         ("training", {}),
     ),
     **dict.fromkeys(("model", "model_args", "model_config", "base"), ("", _MODEL_NAMES)),
     **dict.fromkeys(("config", "job", "spec", "data_args"), ("", {})),
-    **dict.fromkeys(("optimizer", "optim", "optimizer_config"),
-                    ("training", {"name": "optim", "type": "optim", "betas": "adam_betas"})),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), ("training", {"name": "lr_scheduler_type",
-                                                                 "type": "lr_scheduler_type"})),
+    **dict.fromkeys(
+        ("optimizer", "optim", "optimizer_config"),
+        ("training", {"name": "optim", "type": "optim", "betas": "adam_betas"}),
+    ),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler"), ("training", {"name": "lr_scheduler_type", "type": "lr_scheduler_type"})
+    ),
     **dict.fromkeys(("peft", "peft_config", "lora_config", "lora_args", "adapter_config", "peft_args"), ("lora", {})),
-}  # fmt: skip
+}
 
 #: Families of names: those of other tools' plugins, trackers and kernels.
 FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
@@ -1068,14 +1173,18 @@ FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
     (re.compile(r"(mcore|megatron|overlap|bias_activation|apply_rope|moe_token|recompute)_\w+"), _STAGES),
     (re.compile(r"liger_\w+"), _LIGER),
     (re.compile(r"(lora_(qkv|o|mlp|embedding)_kernel|flash_attn_\w+|use_\w+_kernels?|kt_\w+|use_kt)"), _SPEED),
-    (re.compile(r"(trl|vllm|ebft|grpo|dpo|kto|orpo|simpo|cpo|ppo|pref|rl|rm|reward|reference_model|ref_model|beta)(_\w+)?"),
-     never("training on preferences or rewards (DPO, KTO, ORPO, GRPO)", _SFT_ALONE)),
+    (
+        re.compile(
+            r"(trl|vllm|ebft|grpo|dpo|kto|orpo|simpo|cpo|ppo|pref|rl|rm|reward|reference_model|ref_model|beta)(_\w+)?"
+        ),
+        never("training on preferences or rewards (DPO, KTO, ORPO, GRPO)", _SFT_ALONE),
+    ),
     (re.compile(r"(badam|lisa|relora|jagged_restart|muon|diffusion)(_\w+)?"), never("this way to train")),
     (re.compile(r"(galore|apollo)_\w+"), told("training.optim_args", "write training.optim_args: rank=…,scale=…")),
     (re.compile(r"(gptq|awq|hqq)_\w+"), drop("a quantized base model says itself how it was")),
     (re.compile(r"hub_\w+"), _HUB),
     (re.compile(r"(oft|loftq|ia3|vera|boft)_\w+"), never("this kind of adapter", "lora: makes LoRA, DoRA and rsLoRA")),
-)  # fmt: skip
+)
 
 #: Values that others write, and ours: the first that the key takes is named.
 VALUES: dict[str, tuple[str, ...]] = {

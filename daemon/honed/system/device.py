@@ -178,9 +178,12 @@ def _mps() -> Device:
     total, free = system_memory()
     release = platform.mac_ver()[0].partition(".")[0]
     return Device(
-        kind="mps", name="Apple GPU", total_bytes=total, free_bytes=free,
+        kind="mps",
+        name="Apple GPU",
+        total_bytes=total,
+        free_bytes=free,
         has_bfloat16=int(release) >= MACOS_BFLOAT16 if release.isdecimal() else True,
-    )  # fmt: skip
+    )
 
 
 def system_memory(meminfo_path: Path = Path("/proc/meminfo")) -> tuple[int, int]:

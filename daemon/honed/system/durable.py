@@ -21,9 +21,12 @@ NUM_SYNCS_AT_ONCE = 16
 
 #: The same, of SQLite.
 SQLITE_FAULTS = {
-    sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_BUSY,  # another program holds it locked: that program's end mends it, and not ours
-}  # fmt: skip
+}
 
 #: What an operation fails with when the machine is at fault: it can be mended while we run, and no restart mends it.
 MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}

@@ -254,12 +254,28 @@ class InternalError(HonedError):
 BY_CODE: dict[str, type[HonedError]] = {
     error.code: error
     for error in (
-        UsageError, SpecError, DatasetError, ModelError, PrecisionError, MaskError, LossError, MemoryShortError,
+        UsageError,
+        SpecError,
+        DatasetError,
+        ModelError,
+        PrecisionError,
+        MaskError,
+        LossError,
+        MemoryShortError,
         DiskShortError,
-        BackendError, TimeLimitError, OutOfMemoryError, DivergedError, StalledError, RegressedError,
-        InterruptedRunError, KilledError, EnvironmentInvalidError, NotPermittedError, InternalError,
+        BackendError,
+        TimeLimitError,
+        OutOfMemoryError,
+        DivergedError,
+        StalledError,
+        RegressedError,
+        InterruptedRunError,
+        KilledError,
+        EnvironmentInvalidError,
+        NotPermittedError,
+        InternalError,
     )
-}  # fmt: skip
+}
 
 
 def from_dict(data: Mapping[str, Any]) -> HonedError:
@@ -267,9 +283,11 @@ def from_dict(data: Mapping[str, Any]) -> HonedError:
     kind = BY_CODE.get(data.get("code", ""), InternalError)
     fix = data.get("fix")
     return kind(
-        data.get("message", ""), hint=data.get("hint", ""), fix=fix if isinstance(fix, dict) else None,
+        data.get("message", ""),
+        hint=data.get("hint", ""),
+        fix=fix if isinstance(fix, dict) else None,
         evidence=data.get("evidence", ""),
-    )  # fmt: skip
+    )
 
 
 def said(error: BaseException, *, is_brief: bool = False) -> str:

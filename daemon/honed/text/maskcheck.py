@@ -191,9 +191,10 @@ class Check:
         for i in turns:
             told = squeeze(words(self.example.messages[i]))
             same = [
-                k for k, m in enumerate(self.example.messages)
+                k
+                for k, m in enumerate(self.example.messages)
                 if m["role"] == "assistant" and k not in turns and _is_simple(m) and told and told == squeeze(words(m))
-            ]  # fmt: skip
+            ]
             if not any(k in self.example.untrained for k in same):
                 continue
             before, after = squeeze(self._text(0, run[0])), squeeze(self._text(run[1], len(self.ids)))
@@ -331,8 +332,19 @@ _PLACEHOLDER = re.compile(r"(image|video|vision|audio|\bboi|\beoi).*token_(id|in
 
 def _named_ids(source: Any) -> dict[str, Any]:
     """What an object has under such names; some of a tokenizer's are there only once they are asked for."""
-    kinds = ("image", "video", "audio", "vision_start", "vision_end", "vision_bos", "vision_eos", "audio_bos",
-             "audio_eos", "boi", "eoi")  # fmt: skip
+    kinds = (
+        "image",
+        "video",
+        "audio",
+        "vision_start",
+        "vision_end",
+        "vision_bos",
+        "vision_eos",
+        "audio_bos",
+        "audio_eos",
+        "boi",
+        "eoi",
+    )
     return {**vars(source)} | {name: getattr(source, name, None) for name in (f"{kind}_token_id" for kind in kinds)}
 
 

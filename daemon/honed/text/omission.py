@@ -191,9 +191,11 @@ class Finder:
             return sum(each.message == i and each.kind != "name" for each in omissions) >= said
 
         # Of a text that is cut the middle may be left out, and its beginning or end be shown.
-        return said > 0 and is_lost(found) and all(
-            is_lost(self._tried(messages, tools, texts, where)) for where in (0.0, 1.0)
-        )  # fmt: skip
+        return (
+            said > 0
+            and is_lost(found)
+            and all(is_lost(self._tried(messages, tools, texts, where)) for where in (0.0, 1.0))
+        )
 
     def _tried(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, texts: list[_Text], where: float
@@ -293,10 +295,11 @@ def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]
         found += reversed(lost)
     # The same reasoning under two keys, as servers write it, is shown once.
     return [
-        each for each in reversed(found)
-        if each.kind != "reasoning" or not any(
-            message == each.message and each.text.strip() in value for message, value in shown_reasoning)
-    ]  # fmt: skip
+        each
+        for each in reversed(found)
+        if each.kind != "reasoning"
+        or not any(message == each.message and each.text.strip() in value for message, value in shown_reasoning)
+    ]
 
 
 def _kind_of_piece(text: _Text, piece: Span) -> Kind:
@@ -352,9 +355,14 @@ def _of_message(message: Mapping[str, Any], n: int) -> Iterator[_Text]:
 
 
 def _text(
-    kind: Kind, message: int | None, path: tuple[str | int, ...], value: str, *, is_whole: bool = False,
+    kind: Kind,
+    message: int | None,
+    path: tuple[str | int, ...],
+    value: str,
+    *,
+    is_whole: bool = False,
     is_key: bool = False,
-) -> Iterator[_Text]:  # fmt: skip
+) -> Iterator[_Text]:
     """The text, unless it is empty; a whole one is not taken apart at its tags."""
     pieces = tuple(_pieces(value, max_tags=0 if is_whole else MAX_PIECES - 1))
     if pieces:

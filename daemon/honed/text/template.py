@@ -462,8 +462,9 @@ def learn_calls(render: Callable[[list[dict[str, Any]], CallForm], str]) -> Call
     mark, key, value = "Qc4calledNx", "Kp6namedRv", "Vw8givenTz"
     call = {"type": "function", "id": "call00001", "function": {"name": mark, "arguments": {key: value}}}
     turns: list[dict[str, Any]] = [
-        {"role": "user", "content": _USER_MARK}, {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]  # fmt: skip
+        {"role": "user", "content": _USER_MARK},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     result = {"role": "tool", "name": mark, "tool_call_id": "call00001", "content": _MARKS[1]}
     shown: dict[CallForm, str] = {}
     for form in CALL_FORMS:

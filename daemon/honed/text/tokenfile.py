@@ -35,9 +35,14 @@ class FileTokenizer:
     is_fast = True
 
     def __init__(
-        self, backend: Any, named: Mapping[str, str], special: Sequence[str], added: Mapping[int, str],
-        chat_template: str | None, identity: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        backend: Any,
+        named: Mapping[str, str],
+        special: Sequence[str],
+        added: Mapping[int, str],
+        chat_template: str | None,
+        identity: tuple[int, ...] = (),
+    ) -> None:
         self._backend, self._named = backend, dict(named)
         self.all_special_tokens = list(dict.fromkeys([*named.values(), *special]))
         self.added_tokens_decoder = dict(added)
@@ -94,9 +99,15 @@ class FileTokenizer:
         return None if self._backend is None else self._backend.id_to_token(number)
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, tools: Any = None, tokenize: bool = False,
-        add_generation_prompt: bool = False, chat_template: str | None = None, **kwargs: Any,
-    ) -> str:  # fmt: skip
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
         assert not tokenize
         if not conversation:
             raise ValueError("Cannot apply chat template to an empty conversation.")

@@ -233,19 +233,34 @@ class _Story:
         num_tokens = max(data.longest + (spec.training.pad_to_multiple_of or 0), spec.training.max_length or 0)
         backend.make_room(loaded.model, max(num_tokens, exam.longest + spec.predictions.max_new_tokens))
         args = trainers.arguments(
-            job, has_eval=data.held_out is not None, has_media=data.media is not None, is_resumed=resumed is not None,
+            job,
+            has_eval=data.held_out is not None,
+            has_media=data.media is not None,
+            is_resumed=resumed is not None,
             loss_type=progress.loss_type,
-        )  # fmt: skip
+        )
         plain_loss = losscheck.PlainLoss(loaded.model)
         with backend.building():
             trainer = WatchedTrainer(
-                assignment=job, data=data, loaded=loaded, events=events, stop=stop, progress=progress, args=args,
-                resumed_step=resumed.step if resumed else None, auditor=auditor,
+                assignment=job,
+                data=data,
+                loaded=loaded,
+                events=events,
+                stop=stop,
+                progress=progress,
+                args=args,
+                resumed_step=resumed.step if resumed else None,
+                auditor=auditor,
                 callback=RunCallback(
-                    events=events, stop=stop, progress=progress, predict=exam.predict, guard=exam.watch,
-                    sample_frequency=spec.predictions.sample_frequency, save_interval_sec=spec.save_interval_sec,
+                    events=events,
+                    stop=stop,
+                    progress=progress,
+                    predict=exam.predict,
+                    guard=exam.watch,
+                    sample_frequency=spec.predictions.sample_frequency,
+                    save_interval_sec=spec.save_interval_sec,
                 ),
-            )  # fmt: skip
+            )
         predictor.optimizer = lambda: trainer.optimizer
         memory = usage.Usage(events)
         trainer.add_callback(memory)
@@ -256,8 +271,9 @@ class _Story:
         self._stage("mask")
         events.emit("example", segments=data.train.first_segments)
         mask.check(trainer, data, chat, events)
-        losscheck.check(trainer, data, job, plain_loss, progress=progress, is_resumed=resumed is not None,
-                        log=self._log)  # fmt: skip
+        losscheck.check(
+            trainer, data, job, plain_loss, progress=progress, is_resumed=resumed is not None, log=self._log
+        )
 
         if resumed is None and not job.is_trial:
             said = {text.partition(":")[0] for text in job.plan.get("warnings") or ()}  # at the check, with other words
@@ -300,8 +316,13 @@ class _Story:
             auditor.saved(trainer.model)
         from honed.worker.model import export
 
-        facts = {"started": started, "versions": versions(job.backend), "step": self.step, "metrics": self.metrics,
-                 "data": data.hashes}  # fmt: skip
+        facts = {
+            "started": started,
+            "versions": versions(job.backend),
+            "step": self.step,
+            "metrics": self.metrics,
+            "data": data.hashes,
+        }
         told_at = time.monotonic()
 
         def merging(number: int, count: int) -> None:
@@ -312,8 +333,9 @@ class _Story:
                 self._log("info", f"merged {number} of {count} tensors")
 
         try:
-            self.artifacts, fault = export.export(job, trainer.model, loaded.tokenizer, facts, progress=merging,
-                                                   is_regressed=regression is not None)  # fmt: skip
+            self.artifacts, fault = export.export(
+                job, trainer.model, loaded.tokenizer, facts, progress=merging, is_regressed=regression is not None
+            )
         except InterruptedRunError:
             trainer.save()  # a merge is stopped, and the training before it is not to be done again
             raise

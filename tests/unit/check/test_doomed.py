@@ -193,12 +193,16 @@ BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_
         ({"metric_for_best_model": "eval_mean_token_accuracy"}, {}, "metric_for_best_model", "backend: transformers"),
         ({"metric_for_best_model": "eval_los"}, {}, "metric_for_best_model", "did you mean eval_loss?"),
         ({"metric_for_best_model": "exact_match"}, {}, "metric_for_best_model", "predictions/exact_match"),
-        ({"metric_for_best_model": "accuracy", "load_best_model_at_end": False},
-         {"early_stopping_patience": 2}, "metric_for_best_model", "eval_loss"),
+        (
+            {"metric_for_best_model": "accuracy", "load_best_model_at_end": False},
+            {"early_stopping_patience": 2},
+            "metric_for_best_model",
+            "eval_loss",
+        ),
         ({"greater_is_better": True, "metric_for_best_model": "eval_loss"}, {}, "greater_is_better", "false"),
         ({"greater_is_better": False, "metric_for_best_model": "predictions/exact_match"}, {}, "greater_is_better", ""),
     ],
-)  # fmt: skip
+)
 def test_a_best_model_that_nothing_can_tell_is_refused(
     desk: Desk, training: dict[str, Any], keys: dict[str, Any], key: str, hint: str
 ) -> None:

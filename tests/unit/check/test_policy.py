@@ -259,9 +259,12 @@ def image_rows(desk: Desk, path: Path, *names: str) -> Path:
         image = path.parent / name
         image.parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.new("RGB", (8, 8)).save(image)
-    path.write_text("".join(
-        json.dumps({"images": [name], "prompt": "What is on it?", "completion": "Nothing."}) + "\n" for name in names
-    ))  # fmt: skip
+    path.write_text(
+        "".join(
+            json.dumps({"images": [name], "prompt": "What is on it?", "completion": "Nothing."}) + "\n"
+            for name in names
+        )
+    )
     return path
 
 
@@ -312,9 +315,11 @@ def test_the_places_of_a_jobs_copies_are_its_droppers_own_and_no_others(desk: De
     (desk.layout.staged_dir / "other").mkdir()
     (desk.layout.staged_dir / ("0" * 16)).symlink_to(desk.srv)
     job_spec = json.loads(staged_file.spec_path.read_text()) | {
-        "a": str(desk.layout.staged_dir), "b": [str(desk.layout.staged_dir / "other")],
-        "c": str(desk.layout.staged_dir / ("0" * 16) / "x"), "d": f"{place}/../../jobs",
-    }  # fmt: skip
+        "a": str(desk.layout.staged_dir),
+        "b": [str(desk.layout.staged_dir / "other")],
+        "c": str(desk.layout.staged_dir / ("0" * 16) / "x"),
+        "d": f"{place}/../../jobs",
+    }
     assert staging.places(job_spec, desk.layout, os.getuid()) == [place]
     assert staging.places(job_spec, desk.layout, os.getuid() + 1) == []
 
@@ -348,8 +353,9 @@ def test_what_was_checked_and_leads_elsewhere_since_is_not_read(desk: Desk) -> N
     for files in (mine, theirs):
         plain.write_dataset(files.dir / "rows.jsonl") if files.dir.mkdir() is None else None
     policy = dataclasses.replace(closed_desk(desk), workers=WORKERS)
-    granted = Grant.from_dict(policy.grant([Named("datasets.0.path", desk.rows), Named("b", mine.dir / "rows.jsonl")])
-                              .as_dict())  # fmt: skip
+    granted = Grant.from_dict(
+        policy.grant([Named("datasets.0.path", desk.rows), Named("b", mine.dir / "rows.jsonl")]).as_dict()
+    )
     granted.check(Named("datasets.0.path", desk.rows))
     granted.check(Named("a row", mine.dir / "media" / "cat.png"))
     granted.check(Named("a row", theirs.dir / "media" / "cat.png"), theirs.dir)  # the job's own

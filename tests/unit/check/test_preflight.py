@@ -341,7 +341,7 @@ def test_what_cannot_be_merged_is_refused_by_name(desk: Desk) -> None:
     for changes, said in (
         ({"peft_type": "IA3"}, "peft_type 'IA3': LoRA adapters"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 changes"),
-    ):  # fmt: skip
+    ):
         adapter = str(plain.write_adapter(desk.path / "adapter"))
         config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
         with refused(HonedError, said):
@@ -517,8 +517,10 @@ def test_an_output_directory_without_leave_is_refused(desk: Desk) -> None:
     as_a_user = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
     done = subprocess.run(
         [*as_a_user, sys.executable, "-m", "honed.cli.honectl", "--root", str(desk.layout.root), "check", str(path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
     assert "cannot be written" in done.stdout
 
@@ -829,15 +831,28 @@ def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) 
 
 def speaking(words: str) -> list[str]:
     """A helper that is ready, and says that to its first request."""
-    lines = (f"print({READY.decode()!r}, flush=True)", "sys.stdin.readline()", "sys.stdin.readline()", words,
-             "sys.stdin.readline()")  # fmt: skip
+    lines = (
+        f"print({READY.decode()!r}, flush=True)",
+        "sys.stdin.readline()",
+        "sys.stdin.readline()",
+        words,
+        "sys.stdin.readline()",
+    )
     return [sys.executable, "-c", "\n".join(["import sys", *lines])]
 
 
 ACCEPTED: dict[str, Any] = {
-    "id": 1, "ok": True, "spec": {"kind": "sft", "retry": {"max_attempts": 3}, "resources": {"gpus": 1}}, "plan": {},
-    "output_dir": "/o", "warnings": [], "lines": {}, "references": {}, "waits_for": {}, "needs_fetch": None,
-}  # fmt: skip
+    "id": 1,
+    "ok": True,
+    "spec": {"kind": "sft", "retry": {"max_attempts": 3}, "resources": {"gpus": 1}},
+    "plan": {},
+    "output_dir": "/o",
+    "warnings": [],
+    "lines": {},
+    "references": {},
+    "waits_for": {},
+    "needs_fetch": None,
+}
 
 
 def but(**keys: Any) -> str:
@@ -950,14 +965,22 @@ def test_a_helper_that_does_not_read_holds_nobody_up(desk: Desk) -> None:
 
 def test_bad_requests_do_not_end_the_helper(desk: Desk) -> None:
     path = desk.write()
-    good = {"id": 3, "spec_name": path.name, "spec": base64.b64encode(path.read_bytes()).decode(), "config": {},
-            "device": CPU.as_dict()}  # fmt: skip
+    good = {
+        "id": 3,
+        "spec_name": path.name,
+        "spec": base64.b64encode(path.read_bytes()).decode(),
+        "config": {},
+        "device": CPU.as_dict(),
+    }
     lines = ["not json", "[]", '{"id": 2}', json.dumps(good)]
     done = subprocess.run(
         [sys.executable, "-m", "honed.check.preflight", "--root", str(desk.layout.root)],
-        input="\n".join(lines) + "\n", env=os.environ | {"PYTHONPATH": str(SOURCE)},
-        capture_output=True, check=True, text=True,
-    )  # fmt: skip
+        input="\n".join(lines) + "\n",
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
     ready, *answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert ready == {"ready": True}
     assert [answer["ok"] for answer in answers] == [False, False, False, True]
@@ -974,9 +997,19 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
     stages: list[str] = []
     preflight.check(desk.write(), layout=desk.layout, config=Config(), device=CPU, progress=stages.append)
     assert stages == [
-        "spec", "permissions", "base model", "adapter", "chat template", "datasets", "rows in the chat template",
-        "packages", "plan", "memory", "output directory", "disk",
-    ]  # fmt: skip
+        "spec",
+        "permissions",
+        "base model",
+        "adapter",
+        "chat template",
+        "datasets",
+        "rows in the chat template",
+        "packages",
+        "plan",
+        "memory",
+        "output directory",
+        "disk",
+    ]
     assert max(map(len, stages)) <= STAGE_BYTES
 
 

@@ -27,8 +27,11 @@ pytest.importorskip("tokenizers")
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
 USER, SAID = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {"role": "assistant", "content": "", "tool_calls": [
-    {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 2}}}]}  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 2}}}],
+}
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
@@ -145,8 +148,10 @@ def test_images_without_a_place_in_the_template_are_refused(desk: Desk) -> None:
     image.new("RGB", (56, 56)).save(desk.path / "a.png")
     desk.config("config.json", model_type="qwen2_vl", architectures=[], vision_config={"depth": 1}, image_token_id=256)
     (desk.model / "preprocessor_config.json").write_text("{}")
-    asked = {"role": "user", "content": [{"type": "image", "image": str(desk.path / "a.png")},
-                                         {"type": "text", "text": "2+2?"}]}  # fmt: skip
+    asked = {
+        "role": "user",
+        "content": [{"type": "image", "image": str(desk.path / "a.png")}, {"type": "text", "text": "2+2?"}],
+    }
     with pytest.raises(DatasetError, match="rows with images, and the chat template has no place for them"):
         desk.check([{"messages": [asked, SAID]}])
     plain.write_tokenizer(desk.model, special=("<|im_start|>", "<|im_end|>", "<|image|>"))

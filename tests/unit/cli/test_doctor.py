@@ -36,8 +36,11 @@ def ask_with(site: Path, code: str) -> str:
     environment = os.environ | {"PYTHONPATH": f"{site}:{SOURCE}"}
     done = subprocess.run(
         [sys.executable, "-c", f"from honed.cli.doctor import *\nfrom honed.cli import doctor\n{code}"],
-        env=environment, capture_output=True, check=True, text=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
     return done.stdout
 
 
@@ -64,9 +67,20 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_this_machine_can_train(examined: dict[str, Any]) -> None:
     found = {finding["check"]: finding for finding in examined["found"]}
     assert set(found) >= {
-        "python", "torch", "transformers", "gpu", "torch loads", "torchvision", "bitsandbytes loads", "disk: state",
-        "disk: spool", "disk: cache", "permissions", "systemd", "honed",
-    }  # fmt: skip
+        "python",
+        "torch",
+        "transformers",
+        "gpu",
+        "torch loads",
+        "torchvision",
+        "bitsandbytes loads",
+        "disk: state",
+        "disk: spool",
+        "disk: cache",
+        "permissions",
+        "systemd",
+        "honed",
+    }
     assert found["torch loads"]["status"] == "ok"
     assert found["honed"]["status"] == "warning"
     for finding in found.values():
@@ -146,10 +160,15 @@ def test_a_gpu_that_the_configuration_names_and_that_is_not_there_is_told(tmp_pa
 
 
 def test_a_driver_that_sees_more_than_torch_is_told(tmp_path: Path) -> None:
-    pretend(tmp_path, "torch", "2.13.0+cpu", (
-        "__version__ = '2.13.0+cpu'\nclass version: cuda = None\n"
-        "class cuda:\n    is_available = staticmethod(lambda: False)\n"
-    ))  # fmt: skip
+    pretend(
+        tmp_path,
+        "torch",
+        "2.13.0+cpu",
+        (
+            "__version__ = '2.13.0+cpu'\nclass version: cuda = None\n"
+            "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+        ),
+    )
     code = "doctor.device.cuda_devices = lambda: [0]\nprint(doctor._torch())"
     found = ask_with(tmp_path, code)
     assert "it sees 0 of 1 GPUs" in found
@@ -201,10 +220,15 @@ def test_a_broken_configuration_is_a_finding_and_not_the_end(tmp_path: Path) -> 
 
 #: What `systemctl show` says of a unit that is well.
 WELL = {
-    "LoadState": "loaded", "ActiveState": "active", "Result": "success", "UnitFileState": "enabled",
-    "NeedDaemonReload": "no", "NRestarts": "0", "StatusText": "idle; 0 queued",
+    "LoadState": "loaded",
+    "ActiveState": "active",
+    "Result": "success",
+    "UnitFileState": "enabled",
+    "NeedDaemonReload": "no",
+    "NRestarts": "0",
+    "StatusText": "idle; 0 queued",
     "ReadWritePaths": "/var/lib/honed/jobs/0",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

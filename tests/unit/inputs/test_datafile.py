@@ -107,7 +107,7 @@ def test_a_mark_of_the_encoding_is_believed(tmp_path: Path, encoding: str, name:
         ("a.csv", b"prompt\tcompletion\na\tb\n", "separated by tabs", "commas"),
         ("a.json", b'{"train": [], "test": []}', "an object with train, test", ".jsonl"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_file_of_rows_is_called_what_it_is(
     tmp_path: Path, name: str, content: bytes, words: str, hint: str
 ) -> None:

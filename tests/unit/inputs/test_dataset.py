@@ -91,10 +91,12 @@ def test_messages_keep_reasoning_and_names_and_get_calls_as_objects(tmp_path: Pa
 
 def test_sharegpt_becomes_messages(tmp_path: Path) -> None:
     turns = [
-        {"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"},
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "2+2?"},
         {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
-        {"from": "observation", "value": "4"}, {"from": "gpt", "value": "It is 4."},
-    ]  # fmt: skip
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "It is 4."},
+    ]
     example = load_one(tmp_path, {"conversations": turns})
     assert [message["role"] for message in example.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert example.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 2}}
@@ -154,7 +156,7 @@ def test_a_prompt_of_messages_keeps_its_own_answers_out_of_training(tmp_path: Pa
         ([1, 2], "a row is an object"),
         ("text", "a row is an object"),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_cannot_be_used_is_counted_and_named(tmp_path: Path, row: Any, words: str) -> None:
     mixture = load_rows(tmp_path, [{"messages": TURNS}, row, {"messages": TURNS}])
     assert len(mixture.examples) == 2
@@ -424,8 +426,12 @@ def test_a_turn_of_weight_0_is_context_and_no_template_sees_the_weight(
 
 def test_turns_of_sharegpt_and_of_a_completion_have_weights_too(tmp_path: Path) -> None:
     call = '{"name": "add", "arguments": {}}'
-    turns = [{"from": "human", "value": "a", "weight": 0}, {"from": "function_call", "value": call, "train": False},
-             {"from": "tool", "value": "4"}, {"from": "gpt", "value": "b", "train": True}]  # fmt: skip
+    turns = [
+        {"from": "human", "value": "a", "weight": 0},
+        {"from": "function_call", "value": call, "train": False},
+        {"from": "tool", "value": "4"},
+        {"from": "gpt", "value": "b", "train": True},
+    ]
     example = load_one(tmp_path, {"system": "Be brief.", "conversations": turns})
     assert (example.untrained, example.trained_turns) == ((1, 2), [4])
     prompt = [TURNS[0], {"role": "assistant", "content": "x", "weight": 0}, TURNS[0]]

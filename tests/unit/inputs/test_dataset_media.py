@@ -83,13 +83,17 @@ def test_every_kind_of_part_stands_in_its_place_through_all_turns(tmp_path: Path
     turns = [
         {"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "?"}]},
         ANSWER,
-        {"role": "user", "content": [
-            {"type": "text", "text": "And "},
-            {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
-            {"type": "image", "image": "/srv/b.png"}, {"type": "video", "video": ["f1.jpg", "f2.jpg"]},
-        ]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "And "},
+                {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+                {"type": "image", "image": "/srv/b.png"},
+                {"type": "video", "video": ["f1.jpg", "f2.jpg"]},
+            ],
+        },
         ANSWER,
-    ]  # fmt: skip
+    ]
     example = load_one(tmp_path, {"messages": turns})
     assert example.media == (
         Media("video", tmp_path / "a.mp4"),
@@ -117,9 +121,10 @@ def test_llava_and_sharegpt_rows_have_places_in_their_text(tmp_path: Path) -> No
     assert asked(example) == ["IMAGE", "\nWhat is it?"]
     assert places(example) == [f"{tmp_path}/coco/1.jpg"]
     several = {
-        "images": ["a.png", "b.png"], "audios": ["c.wav"],
+        "images": ["a.png", "b.png"],
+        "audios": ["c.wav"],
         "conversations": [{"from": "human", "value": "Is <image> <image> as loud as<audio>?"}, GPT],
-    }  # fmt: skip
+    }
     example = load_one(tmp_path, several)
     assert asked(example) == ["Is ", "IMAGE", " ", "IMAGE", " as loud as", "AUDIO", "?"]
     assert [each.kind for each in example.media] == ["image", "image", "audio"]
@@ -162,9 +167,11 @@ def test_rows_of_text_alone_stay_what_they_are(tmp_path: Path) -> None:
 
 def test_paths_start_from_the_directory_of_their_kind(tmp_path: Path) -> None:
     row = {
-        "image": "a.png", "audio": "b.wav", "video": "clip/7",
+        "image": "a.png",
+        "audio": "b.wav",
+        "video": "clip/7",
         "messages": [{"role": "user", "content": "<image><audio><video>"}, ANSWER],
-    }  # fmt: skip
+    }
     assert places(load_one(tmp_path, row)) == [f"{tmp_path}/{name}" for name in ("a.png", "b.wav", "clip/7")]
     assert places(load_one(tmp_path, row, media_dir="/m")) == ["/m/a.png", "/m/b.wav", "/m/clip/7"]
     each = {"video": "/frames", "audio": "/sounds"}
@@ -197,7 +204,7 @@ def test_paths_start_from_the_directory_of_their_kind(tmp_path: Path) -> None:
         (in_user("?") | {"image": "A" * 6000}, "6000 characters are no path; an embedded file is {base64: …}"),
         (in_user("?") | {"image": "\ud800.png"}, "a character that none has: '\\ud800.png'"),
     ],
-)  # fmt: skip
+)
 def test_a_row_whose_media_make_no_sense_is_counted_and_named(tmp_path: Path, row: Any, words: str) -> None:
     good = {"messages": [{"role": "user", "content": "?"}, ANSWER]}
     mixture = load_rows(tmp_path, [good, row, good])

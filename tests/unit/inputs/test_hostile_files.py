@@ -243,9 +243,12 @@ def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(
     }
     command = [sys.executable, "-m", "honed.check.preflight", "--root", str(tmp_path), "--max-bytes", str(800 * MiB)]
     done = subprocess.run(
-        command, input=json.dumps(request).encode() + b"\n", capture_output=True, check=True,
+        command,
+        input=json.dumps(request).encode() + b"\n",
+        capture_output=True,
+        check=True,
         env=os.environ | HELPER_ENVIRONMENT,
-    )  # fmt: skip
+    )
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["error"]["code"] == "dataset_invalid", done.stderr
     assert "bomb.parquet" in answer["error"]["message"] or "more memory" in answer["error"]["message"]

@@ -77,10 +77,18 @@ def test_a_configuration_is_what_the_card_says_else_a_directory() -> None:
 
 
 @pytest.mark.parametrize(
-    "card", [b"", b"# Rows", b"---\nconfigs: {a: [\n---\n", b"---\nconfigs: !!python/object:os.system x\n---\n",
-             b"---\nconfigs: 7\n---\n", b"---\nconfigs:\n- 7\n---\n", b"---\nconfigs:\n- data_files: 7\n---\n",
-             b"\xff---\n"],
-)  # fmt: skip
+    "card",
+    [
+        b"",
+        b"# Rows",
+        b"---\nconfigs: {a: [\n---\n",
+        b"---\nconfigs: !!python/object:os.system x\n---\n",
+        b"---\nconfigs: 7\n---\n",
+        b"---\nconfigs:\n- 7\n---\n",
+        b"---\nconfigs:\n- data_files: 7\n---\n",
+        b"\xff---\n",
+    ],
+)
 def test_a_card_that_is_not_understood_leaves_it_to_the_names(card: bytes) -> None:
     assert choose(["train.jsonl", "test.jsonl"], card, split="train") == ["train.jsonl"]
 

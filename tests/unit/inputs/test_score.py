@@ -60,7 +60,7 @@ def value(name: str, text: str, truth: str) -> float | None:
         ("numeric_match", "between 3-5", "-5", 0),
         ("numeric_match", "many", "5", None),
     ],
-)  # fmt: skip
+)
 def test_a_metric_says_how_near_an_answer_is(name: str, text: str, truth: str, expected: float | None) -> None:
     assert value(name, text, truth) == (expected if expected is None else pytest.approx(expected))
 

@@ -29,9 +29,17 @@ def test_the_list_has_running_jobs_the_queue_in_its_order_what_is_held_and_the_r
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "is_taken"),
-    [("/o/a", "/o/a", True), ("/o/a", "/o/a/b", True), ("/o/a/b", "/o/a", True), ("/o/a", "/o", True),
-     ("/o/a", "/o/ab", False), ("/o/ab", "/o/a", False), ("/o/a-b", "/o/a", False), ("/o/a", "/p", False)],
-)  # fmt: skip
+    [
+        ("/o/a", "/o/a", True),
+        ("/o/a", "/o/a/b", True),
+        ("/o/a/b", "/o/a", True),
+        ("/o/a", "/o", True),
+        ("/o/a", "/o/ab", False),
+        ("/o/ab", "/o/a", False),
+        ("/o/a-b", "/o/a", False),
+        ("/o/a", "/p", False),
+    ],
+)
 def test_an_output_directory_is_one_jobs_alone_until_it_is_over(theirs: str, ours: str, is_taken: bool) -> None:
     jobs = Catalog([job_of(1, output_dir=theirs), job_of(2, output_dir="/o/a-z"), job_of(3, output_dir="/o/az")])
     found = jobs.owner_of(ours)

@@ -50,8 +50,14 @@ def test_reasoning_before_an_answer_is_not_the_answer() -> None:
 
 
 def row(step: int, sample: int, prediction: str) -> dict[str, object]:
-    return {"epoch": 1.0, "step": step, "sample_index": sample, "prompt": "p", "ground_truth": "t\n\"é",
-            "prediction": prediction}  # fmt: skip
+    return {
+        "epoch": 1.0,
+        "step": step,
+        "sample_index": sample,
+        "prompt": "p",
+        "ground_truth": 't\n"é',
+        "prediction": prediction,
+    }
 
 
 ROWS = [row(0, 0, "x"), row(0, 1, "y"), row(9, 0, "=cmd()"), row(9, 1, "-5.2e3")]

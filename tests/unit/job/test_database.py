@@ -16,8 +16,15 @@ from honed.job.event import Event, Reading
 from honed.job.job import Attempt, Job
 from honed.system import durable
 
-JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o",
-          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+JOB = Job(
+    id=1,
+    name="j",
+    submitted_at=0,
+    source="j",
+    uid=1000,
+    output_dir="/o",
+    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

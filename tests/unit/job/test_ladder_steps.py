@@ -89,8 +89,10 @@ def test_where_nobody_said_what_it_was_at_everything_is_tried() -> None:
     spec = {"eval_split": 0.1, "training": {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}}
     found = steps("evaluate", is_sure=False, predictions={"batch_size": 2}, **spec)
     assert [text.split()[0] for text in found] == [
-        "training.per_device_eval_batch_size", "per_device_train_batch_size", "predictions.batch_size",
-    ]  # fmt: skip
+        "training.per_device_eval_batch_size",
+        "per_device_train_batch_size",
+        "predictions.batch_size",
+    ]
 
 
 @pytest.mark.parametrize("phase", ["prepare", "load", "audit", "export"])
@@ -108,9 +110,11 @@ def test_frames_and_pixels_are_only_touched_with_leave() -> None:
     assert out_of_memory.leave(spec, Media()) is None
     assert out_of_memory.leave({**spec, "retry": {"may_shrink_media": True}}, Media(("image",))) is None
     assert steps(seen=seen, retry={"may_shrink_media": True}, **spec) == [
-        "media.num_frames 4 → 2", "media.num_frames 2 → 1",
-        "media.max_pixels 70000 → 35000", "media.max_pixels 35000 → 17500",
-    ]  # fmt: skip
+        "media.num_frames 4 → 2",
+        "media.num_frames 2 → 1",
+        "media.max_pixels 70000 → 35000",
+        "media.max_pixels 35000 → 17500",
+    ]
 
 
 @pytest.mark.parametrize(("num_pixels", "first"), [(12_000_000, 12_000_000), (150_528, 150_528), (0, 1024 * 1024)])
@@ -128,8 +132,16 @@ def test_what_the_ladder_takes_for_a_default_is_the_specs() -> None:
 
 
 def test_an_entry_keeps_its_steps_and_an_old_one_has_none() -> None:
-    job = Job(id=1, name="a", submitted_at=0.0, source="a.yaml", uid=0, output_dir="/o",
-              adjustments=(Adjustment(2, "text", {"training.x": 1}),), needs_bytes=7)  # fmt: skip
+    job = Job(
+        id=1,
+        name="a",
+        submitted_at=0.0,
+        source="a.yaml",
+        uid=0,
+        output_dir="/o",
+        adjustments=(Adjustment(2, "text", {"training.x": 1}),),
+        needs_bytes=7,
+    )
     assert Job.from_json(job.to_json(), State.QUEUED) == job
     old = Job.from_json(
         b'{"id": 1, "name": "a", "submitted_at": 0, "source": "a", "uid": 0, "output_dir": "/o"}', State.HELD

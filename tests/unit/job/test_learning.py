@@ -39,11 +39,14 @@ def run(
 @pytest.mark.parametrize(
     "loss_at",
     [
-        lambda t: 2.3 * math.exp(-5 * t), lambda t: 1.3 - 0.12 * t, lambda t: 1.1 + 1.5 * math.exp(-60 * t),
-        lambda t: 6.4 - t, lambda _: 0.02,
+        lambda t: 2.3 * math.exp(-5 * t),
+        lambda t: 1.3 - 0.12 * t,
+        lambda t: 1.1 + 1.5 * math.exp(-60 * t),
+        lambda t: 6.4 - t,
+        lambda _: 0.02,
     ],
     ids=["by heart", "slowly", "at once", "far to go", "known before"],
-)  # fmt: skip
+)
 def test_a_run_that_learns_is_never_told_of(loss_at: Callable[[float], float], epochs: float, seed: int) -> None:
     assert remark(run(loss_at, steps=100, epochs=epochs, noise=0.003, spread=0.15, seed=seed)) == ""
 

@@ -222,8 +222,9 @@ def test_no_line_of_what_is_refused_passes_for_one_of_ours() -> None:
     lines = refusal(Claim(7, Path(name)), error, when="now").split("\n")
     assert lines[0] == f"{name!r} was refused at now."
     assert [line for line in lines if line.startswith(("What", "Then"))] == [
-        "What to do: three", "Then drop the job file into incoming/ again.",
-    ]  # fmt: skip
+        "What to do: three",
+        "Then drop the job file into incoming/ again.",
+    ]
 
 
 # -- over the control socket ------------------------------------------------------------------------------------------

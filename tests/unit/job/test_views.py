@@ -14,14 +14,43 @@ from honed.job.job import Attempt, Job
 
 #: The contract: a name or a column that is missing here breaks somebody's dashboard.
 CONTRACT = {
-    "jobs_v1": ["id", "name", "state", "outcome", "priority", "submitted_at", "step", "num_steps", "epoch", "loss",
-                "eta_sec"],
+    "jobs_v1": [
+        "id",
+        "name",
+        "state",
+        "outcome",
+        "priority",
+        "submitted_at",
+        "step",
+        "num_steps",
+        "epoch",
+        "loss",
+        "eta_sec",
+    ],
     "metrics_v1": ["job_id", "job_name", "attempt", "step", "epoch", "name", "value", "created_at"],
-    "predictions_v1": ["job_id", "job_name", "user_id", "step", "epoch", "sample_index", "prompt", "ground_truth",
-                       "prediction", "is_exact", "created_at"],
-}  # fmt: skip
-JOB = Job(id=7, name="capitals", submitted_at=0, source="j", uid=1000, output_dir="/o",
-          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+    "predictions_v1": [
+        "job_id",
+        "job_name",
+        "user_id",
+        "step",
+        "epoch",
+        "sample_index",
+        "prompt",
+        "ground_truth",
+        "prediction",
+        "is_exact",
+        "created_at",
+    ],
+}
+JOB = Job(
+    id=7,
+    name="capitals",
+    submitted_at=0,
+    source="j",
+    uid=1000,
+    output_dir="/o",
+    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
+)
 
 
 def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -54,12 +83,15 @@ def test_a_job_is_seen_with_its_progress_its_figures_once_and_its_predictions(tm
             for step in steps
         ]
         database.apply(job, Reading(events, 10, 0))
-    answers = [{"sample_index": 0, "prompt": "p", "ground_truth": "Rome", "prediction": "<think>\n</think>\n\nRome\n"},
-               {"sample_index": 1, "prompt": "q", "ground_truth": "Oslo", "prediction": None}]  # fmt: skip
+    answers = [
+        {"sample_index": 0, "prompt": "p", "ground_truth": "Rome", "prediction": "<think>\n</think>\n\nRome\n"},
+        {"sample_index": 1, "prompt": "q", "ground_truth": "Oslo", "prediction": None},
+    ]
     database.apply(again, Reading([Event("predictions", 1.0, {"step": 4, "epoch": 1.0, "rows": answers})], 20, 0))
     assert rows(path, "SELECT name, step, num_steps, loss FROM jobs_v1") == [("capitals", 4, 4, 2.4)]
-    assert rows(path, "SELECT step, value FROM metrics_v1 WHERE job_name = 'capitals' AND name = 'loss' ORDER BY step"
-                ) == [(1, 1.1), (2, 1.2), (3, 2.3), (4, 2.4)]  # fmt: skip
+    assert rows(
+        path, "SELECT step, value FROM metrics_v1 WHERE job_name = 'capitals' AND name = 'loss' ORDER BY step"
+    ) == [(1, 1.1), (2, 1.2), (3, 2.3), (4, 2.4)]
     assert rows(path, "SELECT sample_index, is_exact, user_id FROM predictions_v1") == [(0, 1, "1000"), (1, 0, "1000")]
 
 

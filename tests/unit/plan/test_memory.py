@@ -251,22 +251,36 @@ def test_what_is_only_taken_now_refuses_nothing(mistral_7b: BaseModelInfo) -> No
     ("device", "keys", "proposed"),
     [
         # One change is enough, and the smallest come first.
-        (L4, {"training": {"gradient_checkpointing": False, "per_device_train_batch_size": 4}},
-         ["gradient_checkpointing: true", "per_device_train_batch_size: 1 with gradient_accumulation_steps: 4"]),
-        (L4, {"training": {"per_device_train_batch_size": 64}},
-         ["per_device_train_batch_size: 16 with gradient_accumulation_steps: 4", "max_length: 256"]),
-        (L4, {"training": {"per_device_train_batch_size": 6, "max_length": 8192}},
-         ["per_device_train_batch_size: 2 with gradient_accumulation_steps: 3", "max_length: 2048"]),
-        (T4, {"training": {"per_device_train_batch_size": 1, "max_length": 8192}},
-         ["max_length: 2048", "quantization: 4bit"]),
+        (
+            L4,
+            {"training": {"gradient_checkpointing": False, "per_device_train_batch_size": 4}},
+            ["gradient_checkpointing: true", "per_device_train_batch_size: 1 with gradient_accumulation_steps: 4"],
+        ),
+        (
+            L4,
+            {"training": {"per_device_train_batch_size": 64}},
+            ["per_device_train_batch_size: 16 with gradient_accumulation_steps: 4", "max_length: 256"],
+        ),
+        (
+            L4,
+            {"training": {"per_device_train_batch_size": 6, "max_length": 8192}},
+            ["per_device_train_batch_size: 2 with gradient_accumulation_steps: 3", "max_length: 2048"],
+        ),
+        (
+            T4,
+            {"training": {"per_device_train_batch_size": 1, "max_length": 8192}},
+            ["max_length: 2048", "quantization: 4bit"],
+        ),
         (replace(T4, total_bytes=8 * GIB), {"training": {"per_device_train_batch_size": 1}}, ["quantization: 4bit"]),
         # Full fine-tuning does not fit however small its batch.
         (L4, {"full": True}, ["lora: {r: 16} in place of full fine-tuning"]),
-        (replace(H100, total_bytes=48 * GIB),
-         {"full": True, "master_weights": "none", "training": {"per_device_train_batch_size": 1}},
-         ["optim: adamw_8bit"]),
+        (
+            replace(H100, total_bytes=48 * GIB),
+            {"full": True, "master_weights": "none", "training": {"per_device_train_batch_size": 1}},
+            ["optim: adamw_8bit"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_smallest_changes_that_fit_are_proposed(
     mistral_7b: BaseModelInfo, device: Device, keys: dict[str, Any], proposed: list[str]
 ) -> None:
@@ -305,8 +319,10 @@ def test_every_proposal_fits_when_it_is_taken(mistral_7b: BaseModelInfo) -> None
     training = {"gradient_checkpointing": False, "per_device_train_batch_size": 4}
     hint = refused(mistral_7b, L4, make(training=training)).hint
     for words in hint.split("; or "):
-        changes: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in
-                                   _PROPOSAL.findall(words.replace("true", "1"))}  # fmt: skip
+        changes: dict[str, Any] = {
+            key: int(value) if value.isdigit() else value
+            for key, value in _PROPOSAL.findall(words.replace("true", "1"))
+        }
         top = {"quantization": changes.pop("quantization")} if "quantization" in changes else {}
         if "gradient_checkpointing" in changes:
             changes["gradient_checkpointing"] = True
@@ -334,8 +350,14 @@ def test_a_batch_has_no_more_rows_than_there_are(mistral_7b: BaseModelInfo) -> N
 # --- Images, videos and sounds ----------------------------------------------------------------------------------------
 
 EYES = {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "patch_size": 14}
-LANGUAGE = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-            "num_key_value_heads": 2, "vocab_size": 151936}  # fmt: skip
+LANGUAGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
 #: Seed 003's row: eight frames of a camera's size, and a question.
 CLIP = Row(num_text_tokens=60, media=(Facts("video", "mp4", 1920, 1080, num_frames=300),))
 PHOTO = Row(num_text_tokens=40, media=(Facts("image", "JPEG", 4000, 3000),))
@@ -353,8 +375,15 @@ def seeing(model: BaseModelInfo) -> BaseModelInfo:
     )
     stored = {"bfloat16": sum(tensor.num_elements for tensor in tensors)}
     config = {"model_type": "qwen2_5_vl", **LANGUAGE, "vision_config": EYES}
-    return replace(model, model_type="qwen2_5_vl", config=config, tensors=tensors, stored_dtypes=stored,
-                   num_parameters=stored["bfloat16"], has_vision=True)  # fmt: skip
+    return replace(
+        model,
+        model_type="qwen2_5_vl",
+        config=config,
+        tensors=tensors,
+        stored_dtypes=stored,
+        num_parameters=stored["bfloat16"],
+        has_vision=True,
+    )
 
 
 def test_an_image_takes_the_room_that_its_pixels_ask_for(seeing: BaseModelInfo) -> None:

@@ -21,11 +21,17 @@ def job(training: dict[str, Any], **keys: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("training", "keys", "num_rows", "steps"),
     [
-        ({}, {}, 100, 20), ({}, {}, 101, 21), ({"num_train_epochs": 2.5}, {}, 100, 50), ({}, {}, None, None),
-        ({"gradient_accumulation_steps": 8}, {}, 100, 3), ({"max_steps": 7}, {}, None, 7),
-        ({}, {"eval_split": 0.5}, 100, 10), ({}, {}, 1, 1), ({"num_train_epochs": 0.1}, {}, 100, 2),
+        ({}, {}, 100, 20),
+        ({}, {}, 101, 21),
+        ({"num_train_epochs": 2.5}, {}, 100, 50),
+        ({}, {}, None, None),
+        ({"gradient_accumulation_steps": 8}, {}, 100, 3),
+        ({"max_steps": 7}, {}, None, 7),
+        ({}, {"eval_split": 0.5}, 100, 10),
+        ({}, {}, 1, 1),
+        ({"num_train_epochs": 0.1}, {}, 100, 2),
     ],
-)  # fmt: skip
+)
 def test_the_steps_of_a_run(training: dict[str, Any], keys: dict[str, Any], num_rows: int | None, steps: int) -> None:
     assert pace.num_steps(job(training, **keys), num_rows) == steps
 
@@ -45,7 +51,7 @@ UNFIT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"learning_rate": 1e-7}, {}, "training.learning_rate: 1e-07 is very low for an adapter: hardly anything"),
     ({"learning_rate": 2e-3}, {"lora": None}, "training.learning_rate: 0.002 is very high for whole weights: it"),
     ({"learning_rate": 1e-9}, {"lora": None}, "training.learning_rate: 1e-09 is very low for whole weights: hardly"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("training", "keys", "words"), UNFIT)
@@ -57,13 +63,18 @@ def test_what_does_not_fit_is_said_with_the_number(training: dict[str, Any], key
 @pytest.mark.parametrize(
     ("training", "keys", "num_rows"),
     [
-        ({}, EVALUATED, 100), ({"warmup_steps": 500, "eval_steps": 500}, EVALUATED, None),
-        ({"warmup_steps": 10, "save_steps": 20, "logging_steps": 20}, {}, 100), ({"warmup_steps": 0.1}, {}, 3),
-        ({"learning_rate": 5e-3}, {}, 100), ({"learning_rate": 2e-5}, {"lora": None}, 100),
-        ({"learning_rate": 0.2, "optim": "sgd"}, {}, 100), ({"save_steps": 1000, "save_strategy": "no"}, {}, 100),
+        ({}, EVALUATED, 100),
+        ({"warmup_steps": 500, "eval_steps": 500}, EVALUATED, None),
+        ({"warmup_steps": 10, "save_steps": 20, "logging_steps": 20}, {}, 100),
+        ({"warmup_steps": 0.1}, {}, 3),
+        ({"learning_rate": 5e-3}, {}, 100),
+        ({"learning_rate": 2e-5}, {"lora": None}, 100),
+        ({"learning_rate": 0.2, "optim": "sgd"}, {}, 100),
+        ({"save_steps": 1000, "save_strategy": "no"}, {}, 100),
         ({"eval_steps": 0.2, "save_steps": 0.5, "logging_steps": 0.1}, EVALUATED, 100),
-        ({"save_strategy": "epoch"}, {}, 1), ({"num_train_epochs": 30, "warmup_steps": 100}, {}, 100),
+        ({"save_strategy": "epoch"}, {}, 1),
+        ({"num_train_epochs": 30, "warmup_steps": 100}, {}, 100),
     ],
-)  # fmt: skip
+)
 def test_what_fits_or_is_not_known_is_left_alone(training: dict[str, Any], keys: dict[str, Any], num_rows: int) -> None:
     assert pace.warnings(job(training, **keys), num_rows) == []

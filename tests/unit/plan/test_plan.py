@@ -143,14 +143,33 @@ def test_the_plan_has_the_published_shape_and_is_json(model: BaseModelInfo) -> N
     made = json.loads(json.dumps(make(model).as_dict()))
     assert set(made["backend"]) == {"name", "reasons"}
     assert set(made["precision"]) >= {
-        "load_dtype", "compute_dtype", "bf16", "fp16", "quantization", "attn_implementation", "adapter_dtype",
+        "load_dtype",
+        "compute_dtype",
+        "bf16",
+        "fp16",
+        "quantization",
+        "attn_implementation",
+        "adapter_dtype",
         "reasons",
-    }  # fmt: skip
+    }
     assert set(made["memory"]) == {
-        "weights_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "total_bytes",
-        "available_bytes", "fits", "batch_size", "length", "paged_bytes", "media", "num_media_tokens", "tower_bytes",
-        "num_frames", "num_pixels",
-    }  # fmt: skip
+        "weights_bytes",
+        "adapter_bytes",
+        "gradient_bytes",
+        "optimizer_bytes",
+        "activation_bytes",
+        "total_bytes",
+        "available_bytes",
+        "fits",
+        "batch_size",
+        "length",
+        "paged_bytes",
+        "media",
+        "num_media_tokens",
+        "tower_bytes",
+        "num_frames",
+        "num_pixels",
+    }
     num_parameters = 4 * 64 + 3 * 128 + 2 * 32 * 8 + 3 * 8
     assert made["checkpoint"]["num_parameters"] == num_parameters
     assert made["checkpoint"]["stored_dtypes"] == {"float32": num_parameters}

@@ -41,11 +41,21 @@ HALF = ("bfloat16", "float16")
 def model(stored: str = "bfloat16", model_type: str = "qwen3", **fields: Any) -> BaseModelInfo:
     """A base model of 1000 parameters, stored in that dtype."""
     known: dict[str, Any] = {
-        "path": Path("/m"), "model_type": model_type, "architectures": (), "config": {"dtype": stored},
-        "num_parameters": 1000, "stored_dtypes": {stored: 1000}, "num_weight_bytes": 2000,
-        "tensors": (Tensor("a.weight", stored, (10, 100)),), "is_quantized": False, "quantization_method": None,
-        "chat_template": None, "has_vision": False, "has_audio": False, "is_pickled": False,
-    }  # fmt: skip
+        "path": Path("/m"),
+        "model_type": model_type,
+        "architectures": (),
+        "config": {"dtype": stored},
+        "num_parameters": 1000,
+        "stored_dtypes": {stored: 1000},
+        "num_weight_bytes": 2000,
+        "tensors": (Tensor("a.weight", stored, (10, 100)),),
+        "is_quantized": False,
+        "quantization_method": None,
+        "chat_template": None,
+        "has_vision": False,
+        "has_audio": False,
+        "is_pickled": False,
+    }
     return BaseModelInfo(**(known | fields))
 
 
@@ -206,9 +216,13 @@ def test_eight_bits_that_overflow_on_their_way_through_float16_are_warned_about(
 def test_quantization_on_an_apple_gpu_is_full_precision_where_that_fits_and_else_refused() -> None:
     """bitsandbytes does not run there: the field report's four-bit model took 8 GB instead of 2, without a word."""
     config = {
-        "dtype": "bfloat16", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "dtype": "bfloat16",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "intermediate_size": 128,
-    }  # fmt: skip
+    }
     small = model(config=config)
     huge = dataclasses.replace(
         small, num_parameters=70_000_000_000, tensors=(Tensor("a.weight", "bfloat16", (70_000, 1_000_000)),)
@@ -341,10 +355,13 @@ STORED = ("bfloat16", "float16", "float32", "float64")
 ASKED = ("auto", "bfloat16", "float16", "float32")
 #: Keys of a spec: a new adapter, on a base in any form; one to go on from; every parameter.
 TUNINGS: tuple[dict[str, Any], ...] = (
-    {}, {"quantization": "4bit"}, {"quantization": "8bit"},
-    {"adapter": "/a"}, {"adapter": "/a", "quantization": "4bit"},
+    {},
+    {"quantization": "4bit"},
+    {"quantization": "8bit"},
+    {"adapter": "/a"},
+    {"adapter": "/a", "quantization": "4bit"},
     {"full": True},
-)  # fmt: skip
+)
 
 
 def check_invariants(job: JobSpec, given: BaseModelInfo, device: Device, *, has_flash_attn: bool = False) -> None:
@@ -424,9 +441,14 @@ def test_the_whole_product_fits_together(device: str) -> None:
     has_flash_attn=st.booleans(),
 )
 def test_whatever_is_asked_of_whatever_is_stored_on_whatever_there_is_the_choices_fit_together(
-    device: Device, stored: dict[str, int], family: str, asked: str, tuning: dict[str, Any], attention: str,
+    device: Device,
+    stored: dict[str, int],
+    family: str,
+    asked: str,
+    tuning: dict[str, Any],
+    attention: str,
     has_flash_attn: bool,
-) -> None:  # fmt: skip
+) -> None:
     job = spec(dtype=asked, attn_implementation=attention, **tuning)
     check_invariants(job, model(model_type=family, stored_dtypes=stored), device, has_flash_attn=has_flash_attn)
 

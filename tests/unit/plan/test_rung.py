@@ -44,24 +44,44 @@ def model(size: str, stored: str = "bfloat16") -> BaseModelInfo:
     for number in range(layers):
         prefix = f"model.layers.{number}."
         shapes |= {
-            f"{prefix}self_attn.q_proj.weight": (hidden, hidden), f"{prefix}self_attn.k_proj.weight": (kv, hidden),
-            f"{prefix}self_attn.v_proj.weight": (kv, hidden), f"{prefix}self_attn.o_proj.weight": (hidden, hidden),
-            f"{prefix}mlp.gate_proj.weight": (mlp, hidden), f"{prefix}mlp.up_proj.weight": (mlp, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, mlp), f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}self_attn.q_proj.weight": (hidden, hidden),
+            f"{prefix}self_attn.k_proj.weight": (kv, hidden),
+            f"{prefix}self_attn.v_proj.weight": (kv, hidden),
+            f"{prefix}self_attn.o_proj.weight": (hidden, hidden),
+            f"{prefix}mlp.gate_proj.weight": (mlp, hidden),
+            f"{prefix}mlp.up_proj.weight": (mlp, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, mlp),
+            f"{prefix}input_layernorm.weight": (hidden,),
             f"{prefix}post_attention_layernorm.weight": (hidden,),
-        }  # fmt: skip
+        }
     tensors = tuple(Tensor(name, stored, shape) for name, shape in shapes.items())
     number = sum(each.num_elements for each in tensors)
     config = {
-        "model_type": "llama", "dtype": stored, "hidden_size": hidden, "intermediate_size": mlp,
-        "num_hidden_layers": layers, "num_attention_heads": 32, "vocab_size": vocabulary,
+        "model_type": "llama",
+        "dtype": stored,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "vocab_size": vocabulary,
         "tie_word_embeddings": not has_head,
-    }  # fmt: skip
+    }
     return BaseModelInfo(
-        path=Path("/m"), model_type="llama", architectures=(), config=config, num_parameters=number,
-        stored_dtypes={stored: number}, num_weight_bytes=2 * number, tensors=tensors, is_quantized=False,
-        quantization_method=None, chat_template=None, has_vision=False, has_audio=False, is_pickled=False,
-    )  # fmt: skip
+        path=Path("/m"),
+        model_type="llama",
+        architectures=(),
+        config=config,
+        num_parameters=number,
+        stored_dtypes={stored: number},
+        num_weight_bytes=2 * number,
+        tensors=tensors,
+        is_quantized=False,
+        quantization_method=None,
+        chat_template=None,
+        has_vision=False,
+        has_audio=False,
+        is_pickled=False,
+    )
 
 
 def spec(**keys: Any) -> JobSpec:
@@ -118,9 +138,11 @@ def test_a_gpu_without_bfloat16_has_float32_weights_under_float16_autocast_and_n
 def test_the_plan_has_each_rung_with_its_bytes_and_says_why_the_better_ones_were_passed() -> None:
     made = make(model("8B"), H100).as_dict()
     assert [(each["master_weights"], each["optim"], each["bytes_per_parameter"]) for each in made["rungs"]] == [
-        ("float32", ADAMW, 16.0), ("float32", ADAMW_8BIT, 10.0), ("compensated", ADAMW_8BIT, 8.0),
+        ("float32", ADAMW, 16.0),
+        ("float32", ADAMW_8BIT, 10.0),
+        ("compensated", ADAMW_8BIT, 8.0),
         ("none", ADAMW_8BIT, 6.0),
-    ]  # fmt: skip
+    ]
     assert [each["is_chosen"] for each in made["rungs"]] == [False, False, True, False]
     assert f"float32 with {ADAMW} would need 1" in made["precision"]["reasons"]["master_weights"]
 
@@ -134,8 +156,10 @@ def test_a_rung_by_name_is_compared_with_itself_where_its_first_optimizer_does_n
 def test_without_bitsandbytes_the_remainders_stand_beside_float32_moments() -> None:
     steps = make(model("1B"), H100, here=BARE).rungs
     assert [(each.master_weights, each.optim, each.bytes_per_parameter) for each in steps] == [
-        ("float32", ADAMW, 16.0), ("compensated", ADAMW, 14.0), ("none", ADAMW, 8.0),
-    ]  # fmt: skip
+        ("float32", ADAMW, 16.0),
+        ("compensated", ADAMW, 14.0),
+        ("none", ADAMW, 8.0),
+    ]
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "sgd", "lion_8bit", "adamw_torch", "paged_adamw_8bit"])

@@ -106,8 +106,16 @@ def test_every_code_has_its_own_exit_status_and_a_sentence() -> None:
     assert all(error.__doc__ for error in BY_CODE.values())
 
 
-JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=0, output_dir="/o", state=State.RUNNING,
-          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+JOB = Job(
+    id=1,
+    name="j",
+    submitted_at=0,
+    source="j",
+    uid=0,
+    output_dir="/o",
+    state=State.RUNNING,
+    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
+)
 
 
 def outcome_of(code: str) -> Outcome:

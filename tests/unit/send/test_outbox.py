@@ -16,8 +16,15 @@ from honed.job.job import Attempt, Job
 from honed.send import outbox
 from honed.send.outbox import Outbox, Position
 
-JOB = Job(id=1, name="j", submitted_at=0, source="j", uid=1000, output_dir="/o",
-          attempts=(Attempt(number=1, backend="transformers", started_at=0),))  # fmt: skip
+JOB = Job(
+    id=1,
+    name="j",
+    submitted_at=0,
+    source="j",
+    uid=1000,
+    output_dir="/o",
+    attempts=(Attempt(number=1, backend="transformers", started_at=0),),
+)
 
 
 def reading(step: int, num_bytes: int = 1) -> Reading:

@@ -60,18 +60,25 @@ DATA = {
 
 @pytest.mark.parametrize(
     ("text", "suffix", "lines"),
-    [(YAML, ".yaml", (2, 4, 5, 7, 9)), (YAML, ".yml", (2, 4, 5, 7, 9)), (JSON, ".json", (2, 4, 5, 6, 9)),
-     (TOML, ".toml", (2, 5, 6, 8, 10))],
-)  # fmt: skip
+    [
+        (YAML, ".yaml", (2, 4, 5, 7, 9)),
+        (YAML, ".yml", (2, 4, 5, 7, 9)),
+        (JSON, ".json", (2, 4, 5, 6, 9)),
+        (TOML, ".toml", (2, 5, 6, 8, 10)),
+    ],
+)
 def test_the_three_formats_say_the_same_and_know_the_line_of_each_key(
     text: bytes, suffix: str, lines: tuple[int, ...]
 ) -> None:
     document = parse(text, suffix)
     assert document.data == DATA
     paths = [
-        ("base_model",), ("datasets", 0, "path"), ("datasets", 0, "columns", "text"), ("datasets", 1, "path"),
+        ("base_model",),
+        ("datasets", 0, "path"),
+        ("datasets", 0, "columns", "text"),
+        ("datasets", 1, "path"),
         ("training", "learning_rate"),
-    ]  # fmt: skip
+    ]
     assert tuple(document.lines[path] for path in paths) == lines
 
 
@@ -86,12 +93,34 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(suffix: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-4", 1e-4), ("2E+4", 2e4), ("1.", 1.0), (".5", 0.5), ("+1.5", 1.5), ("-3", -3), ("0", 0), ("0x10", 16),
-        ("0o10", 8), ("yes", "yes"), ("no", "no"), ("on", "on"), ("off", "off"), ("Off", "Off"), ("true", True),
-        ("False", False), ("null", None), ("~", None), ("'010'", "010"), ("4bit", "4bit"), ("1e", "1e"), ("=", "="),
-        ("a:b", "a:b"), ("'2026-11-20'", "2026-11-20"), ("None", "None"), ("nan", "nan"),
+        ("1e-4", 1e-4),
+        ("2E+4", 2e4),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("+1.5", 1.5),
+        ("-3", -3),
+        ("0", 0),
+        ("0x10", 16),
+        ("0o10", 8),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("on", "on"),
+        ("off", "off"),
+        ("Off", "Off"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("'010'", "010"),
+        ("4bit", "4bit"),
+        ("1e", "1e"),
+        ("=", "="),
+        ("a:b", "a:b"),
+        ("'2026-11-20'", "2026-11-20"),
+        ("None", "None"),
+        ("nan", "nan"),
     ],
-)  # fmt: skip
+)
 def test_a_plain_yaml_scalar_means_what_yaml_1_2_says(text: str, value: object) -> None:
     found = parse(f"a: {text}\n".encode(), ".yaml").data["a"]
     assert found == value
@@ -182,13 +211,19 @@ def test_a_key_that_holds_an_anchor_nobody_uses_is_a_key() -> None:
     [
         ("a: &a " + "x" * 200_000 + "\nb: [" + ",".join(["*a"] * 9000) + "]", "more than 1048576 characters"),
         ("a: &a []\nb: [" + ",".join(["*a"] * 60_000) + "]", "more than 20000 keys"),
-        ("a: &a {" + ",".join(f"k{n}: 1" for n in range(9000)) + "}\nb: {<<: [" + ",".join(["*a"] * 9000) + "]}",
-         "more than"),
-        ("a: &a {<<: *a}", "inside its own anchor"), ("a: {<<: 7}", "merge key"), ("a: {<<: [[]]}", "merge key"),
-        ("*a : 1", "a key is a word"), ("&a b: 1", "an anchor on a key"), ("a: {<<: {x: 1}, <<: {y: 1}}", "twice"),
+        (
+            "a: &a {" + ",".join(f"k{n}: 1" for n in range(9000)) + "}\nb: {<<: [" + ",".join(["*a"] * 9000) + "]}",
+            "more than",
+        ),
+        ("a: &a {<<: *a}", "inside its own anchor"),
+        ("a: {<<: 7}", "merge key"),
+        ("a: {<<: [[]]}", "merge key"),
+        ("*a : 1", "a key is a word"),
+        ("&a b: 1", "an anchor on a key"),
+        ("a: {<<: {x: 1}, <<: {y: 1}}", "twice"),
     ],
     ids=lambda text: text[:20],
-)  # fmt: skip
+)
 def test_aliases_beyond_the_limits_and_without_meaning_are_refused(text: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         parse(text.encode(), ".yaml")

@@ -28,12 +28,14 @@ SPEC: dict[str, Any] = {
         ({"lora_r": None, "lora": {}, "lora.r": 8}, SPEC | {"lora": {"r": 8}}),
         ({"lora_r": None, "lora.r": 8, "lora": {}}, SPEC | {"lora": {"r": 8}}),
         ({"lora_r": None, "training": {"max_steps": 3}}, SPEC | {"training": {"seed": 1, "max_steps": 3}}),
-        ({"lora_r": None, "datasets.0.type": None, "datasets.0.format": "alpaca"},
-         SPEC | {"datasets": [{"path": "/a", "format": "alpaca"}, {"path": "/b"}]}),
+        (
+            {"lora_r": None, "datasets.0.type": None, "datasets.0.format": "alpaca"},
+            SPEC | {"datasets": [{"path": "/a", "format": "alpaca"}, {"path": "/b"}]},
+        ),
         ({"lora_r": None, "datasets.0": None}, SPEC | {"datasets": [{"path": "/b"}]}),
         ({"lora_r": None, "nowhere.at.all": None, "datasets.7.path": None}, SPEC),
     ],
-)  # fmt: skip
+)
 def test_a_fix_sets_takes_out_and_lays_sections_over_those_that_are_there(
     fix: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -51,14 +53,22 @@ def test_an_error_carries_its_fix_from_process_to_process() -> None:
 
 
 def test_the_faults_of_a_file_come_one_by_one_and_their_fixes_together() -> None:
-    error = InvalidSpecError([
-        Problem("lora_r", 2, "unknown key", "write lora.r: 8", {"lora_r": None, "lora.r": 8}),
-        Problem("base_model", 1, "is a file"),
-        Problem("rank", 3, "unknown key", "write lora.r: 16", {"rank": None, "lora.r": 16}),
-    ])  # fmt: skip
+    error = InvalidSpecError(
+        [
+            Problem("lora_r", 2, "unknown key", "write lora.r: 8", {"lora_r": None, "lora.r": 8}),
+            Problem("base_model", 1, "is a file"),
+            Problem("rank", 3, "unknown key", "write lora.r: 16", {"rank": None, "lora.r": 16}),
+        ]
+    )
     first, second, _ = faults(error)
-    assert first == {"key": "lora_r", "line": 2, "code": "spec_invalid", "message": "unknown key",
-                     "hint": "write lora.r: 8", "fix": {"lora_r": None, "lora.r": 8}}  # fmt: skip
+    assert first == {
+        "key": "lora_r",
+        "line": 2,
+        "code": "spec_invalid",
+        "message": "unknown key",
+        "hint": "write lora.r: 8",
+        "fix": {"lora_r": None, "lora.r": 8},
+    }
     assert second["fix"] is None
     assert error.fix == {"lora_r": None, "lora.r": 8, "rank": None}
 
@@ -85,12 +95,28 @@ def test_a_reason_tells_the_edits() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("4bit", "4bit"), ("all-linear", "all-linear"), ("/srv/x.jsonl", "/srv/x.jsonl"), ("job:a", "job:a"),
-        ("true", '"true"'), ("1e5", '"1e5"'), ("010", '"010"'), ("0x1f", '"0x1f"'), ("a: b", '"a: b"'), ("", '""'),
-        ("2026-01-01", '"2026-01-01"'), ("none", "none"), (0.05, "0.05"), (2e-05, "2e-05"), (3.0, "3"), (True, "true"),
-        (["q", "v"], "[q, v]"), ({"gpus": 0}, "{gpus: 0}"), (1e-7 / 3, str(1e-7 / 3)), ("a:", '"a:"'),
+        ("4bit", "4bit"),
+        ("all-linear", "all-linear"),
+        ("/srv/x.jsonl", "/srv/x.jsonl"),
+        ("job:a", "job:a"),
+        ("true", '"true"'),
+        ("1e5", '"1e5"'),
+        ("010", '"010"'),
+        ("0x1f", '"0x1f"'),
+        ("a: b", '"a: b"'),
+        ("", '""'),
+        ("2026-01-01", '"2026-01-01"'),
+        ("none", "none"),
+        (0.05, "0.05"),
+        (2e-05, "2e-05"),
+        (3.0, "3"),
+        (True, "true"),
+        (["q", "v"], "[q, v]"),
+        ({"gpus": 0}, "{gpus: 0}"),
+        (1e-7 / 3, str(1e-7 / 3)),
+        ("a:", '"a:"'),
     ],
-)  # fmt: skip
+)
 def test_a_value_is_written_as_a_job_file_has_it(value: Any, text: str) -> None:
     assert written(value) == text
     read = document.parse(f"a: {text}\n".encode(), ".yaml").data["a"]

@@ -86,10 +86,17 @@ def test_mail_goes_to_allowed_domains(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "anna@sub.example.org", "anna@evil.org", "anna@evil.org,b@example.org", "a@b@example.org", "@example.org",
-        "anna@example.org\nBcc: x@evil.org", "-oQ/tmp@example.org", '"a b"@example.org', "anna@example.org>",
+        "anna@sub.example.org",
+        "anna@evil.org",
+        "anna@evil.org,b@example.org",
+        "a@b@example.org",
+        "@example.org",
+        "anna@example.org\nBcc: x@evil.org",
+        "-oQ/tmp@example.org",
+        '"a b"@example.org',
+        "anna@example.org>",
     ],
-)  # fmt: skip
+)
 def test_and_nowhere_else(address: str) -> None:
     assert recipient.why_not_mail(address, MAILING) is not None
 

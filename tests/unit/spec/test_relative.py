@@ -35,9 +35,15 @@ def test_the_paths_of_a_yaml_file_become_absolute_and_all_else_stays(tmp_path: P
         "data/x", f"{tmp_path}/data/x"
     ).replace("image: images", f"image: {tmp_path}/images").replace("~/y", f"{home}/y")
     assert [change.key for change in changes] == [
-        "base_model", "chat_template", "output_dir", "adapter", "datasets.0.path", "datasets.0.media_dir.image",
-        "datasets.1.path", "datasets.3.path",
-    ]  # fmt: skip
+        "base_model",
+        "chat_template",
+        "output_dir",
+        "adapter",
+        "datasets.0.path",
+        "datasets.0.media_dir.image",
+        "datasets.1.path",
+        "datasets.3.path",
+    ]
     assert document.parse(text, ".yaml").lines == document.parse(YAML.encode(), ".yaml").lines
 
 
@@ -60,11 +66,20 @@ def test_the_same_in_json_and_toml(tmp_path: Path, suffix: str, text: str) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "base_model: Qwen/Qwen3-1.7B", "base_model: gpt2", "base_model: job:first", "base_model: /srv/m",
-        "adapter: qlora", "chat_template: llama3", "output_dir: s3://bucket/x", "name: a.jsonl", "base_model: ''",
-        "wandb_project: ./x", "training_chat_template: trl", "training_chat_template: TRL",
+        "base_model: Qwen/Qwen3-1.7B",
+        "base_model: gpt2",
+        "base_model: job:first",
+        "base_model: /srv/m",
+        "adapter: qlora",
+        "chat_template: llama3",
+        "output_dir: s3://bucket/x",
+        "name: a.jsonl",
+        "base_model: ''",
+        "wandb_project: ./x",
+        "training_chat_template: trl",
+        "training_chat_template: TRL",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_relative_path_stays(tmp_path: Path, text: str) -> None:
     assert absolute(text.encode(), ".yaml", tmp_path) == (text.encode(), ())
 
@@ -130,8 +145,12 @@ def test_what_a_shell_would_have_expanded_is(tmp_path: Path, monkeypatch: pytest
     made, changes = absolute(text.encode(), ".yaml", tmp_path)
     data = document.parse(made, ".yaml").data
     assert [data[key] for key in ("base_model", "output_dir", "adapter", "name", "model_path")] == [
-        "/home/anna/m", "/work/x/out", "/srv/home/anna/a", "$HOME", "/home/anna/n",
-    ]  # fmt: skip
+        "/home/anna/m",
+        "/work/x/out",
+        "/srv/home/anna/a",
+        "$HOME",
+        "/home/anna/n",
+    ]
     assert data["datasets"][0]["path"] == str(Path("~root").expanduser() / "d.jsonl")
     assert [each["path"] for each in data["datasets"][1:]] == ["~nobody-at-all/d.jsonl", "$UNSET/d.jsonl"]
     assert "base_model: $HOME/m is read as /home/anna/m" in map(str, changes)

@@ -118,15 +118,31 @@ def test_a_merge_takes_a_base_model_and_an_adapter_and_waits_for_no_gpu() -> Non
 @pytest.mark.parametrize("key", sorted(set(JobSpec.model_fields) - rule.MERGE_KEYS))
 def test_a_merge_has_nothing_of_training(key: str) -> None:
     values = {
-        "datasets": [{"path": "/d"}], "eval_datasets": [{"path": "/d"}], "eval_split": 0.1, "lora": {},
-        "backend": "unsloth", "quantization": "4bit", "attn_implementation": "sdpa", "training": {"max_steps": 3},
-        "save_merged": "bfloat16", "predictions": {"num_samples": 1}, "save_interval_sec": 5.0,
-        "early_stopping_patience": 2, "guard": {"metric": "exact_match"}, "trial": True, "report_to": ["wandb"],
-        "chat_template_kwargs": {"a": 1}, "media": {"num_frames": 4}, "divergence": {"num_steps": 2},
-        "adapter_dtype": "bfloat16", "training_chat_template": "trl", "parts": {"vision": "eye"},
+        "datasets": [{"path": "/d"}],
+        "eval_datasets": [{"path": "/d"}],
+        "eval_split": 0.1,
+        "lora": {},
+        "backend": "unsloth",
+        "quantization": "4bit",
+        "attn_implementation": "sdpa",
+        "training": {"max_steps": 3},
+        "save_merged": "bfloat16",
+        "predictions": {"num_samples": 1},
+        "save_interval_sec": 5.0,
+        "early_stopping_patience": 2,
+        "guard": {"metric": "exact_match"},
+        "trial": True,
+        "report_to": ["wandb"],
+        "chat_template_kwargs": {"a": 1},
+        "media": {"num_frames": 4},
+        "divergence": {"num_steps": 2},
+        "adapter_dtype": "bfloat16",
+        "training_chat_template": "trl",
+        "parts": {"vision": "eye"},
         "train_parts": ["projector"],
-        "master_weights": "none", "save_dtype": "float32",
-    }  # fmt: skip
+        "master_weights": "none",
+        "save_dtype": "float32",
+    }
     assert f"{key}: a merge has none" in refusal({**MERGE, key: values[key]})
 
 
@@ -239,9 +255,13 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -
     os.mkfifo(tmp_path / "fifo.yaml")
     (tmp_path / "device.yaml").symlink_to("/dev/zero")
     for name, said in {
-        "link": "is a symbolic link", "dangling": "is a symbolic link", "directory": "is a directory",
-        "fifo": "is a FIFO", "device": "is a symbolic link", "missing": "no such file",
-    }.items():  # fmt: skip
+        "link": "is a symbolic link",
+        "dangling": "is a symbolic link",
+        "directory": "is a directory",
+        "fifo": "is a FIFO",
+        "device": "is a symbolic link",
+        "missing": "no such file",
+    }.items():
         with pytest.raises(SpecError, match=said):
             spec.load(tmp_path / f"{name}.yaml")
     with pytest.raises(SpecError, match="is a device"):
@@ -269,7 +289,8 @@ _specs = st.fixed_dictionaries(
         "base_model": _path,
         "datasets": st.lists(
             st.fixed_dictionaries({"path": _path}, optional={"columns": st.dictionaries(_text, st.just("c"))}),
-            min_size=1, max_size=3,
+            min_size=1,
+            max_size=3,
         ),
     },
     optional={
@@ -288,7 +309,7 @@ _specs = st.fixed_dictionaries(
         ),
         "report_to": st.lists(st.sampled_from(["wandb", "mlflow"]), max_size=2),
     },
-)  # fmt: skip
+)
 
 
 def _toml(value: Any) -> str:
@@ -324,10 +345,21 @@ def test_the_same_spec_is_the_same_in_all_three_formats(data: dict[str, Any]) ->
     assert JobSpec.model_validate(json.loads(loaded.model_dump_json())) == loaded
 
 
-_keys = st.sampled_from([
-    *JobSpec.model_fields, "r", "path", "lr", "hf_token", "warmup_ratio", "learning_rate", "eval_strategy", "fraction",
-    "metric", "x",
-])  # fmt: skip
+_keys = st.sampled_from(
+    [
+        *JobSpec.model_fields,
+        "r",
+        "path",
+        "lr",
+        "hf_token",
+        "warmup_ratio",
+        "learning_rate",
+        "eval_strategy",
+        "fraction",
+        "metric",
+        "x",
+    ]
+)
 _anything = st.recursive(
     st.none()
     | st.booleans()
@@ -379,11 +411,13 @@ def test_a_stale_page_is_found(tmp_path: Path) -> None:
 def test_the_sample_configuration_has_every_key_with_its_default() -> None:
     text = (ROOT / "etc/honed.toml").read_text()
     assert Config.model_validate(tomllib.loads(text)) == Config()
-    told = tomllib.loads("\n".join(
-        line if line.startswith("[") else line.removeprefix("#")
-        for line in text.splitlines()
-        if line.startswith("[") or (line.startswith("#") and not line.startswith("# ") and "(not set)" not in line)
-    ))  # fmt: skip
+    told = tomllib.loads(
+        "\n".join(
+            line if line.startswith("[") else line.removeprefix("#")
+            for line in text.splitlines()
+            if line.startswith("[") or (line.startswith("#") and not line.startswith("# ") and "(not set)" not in line)
+        )
+    )
     assert Config.model_validate(told) == Config()
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:  # type: ignore[union-attr]

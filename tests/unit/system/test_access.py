@@ -72,10 +72,13 @@ def test_modes_and_acls_are_weighed_as_the_kernel_does(open_dir: Path, wanted: i
         path.chmod(mode)
         cases.append(path)
     acls = [
-        Acl(6, 0, 0, {STRANGER.uid: 7}, {}), Acl(6, 7, 7, {STRANGER.uid: 0}, {}), Acl(6, 0, 7, {}, {54322: 4}),
-        Acl(6, 0, 7, {1000: 7}, {}), Acl(6, 0, 0, {STRANGER.uid: 7}, {}, mask=4),
+        Acl(6, 0, 0, {STRANGER.uid: 7}, {}),
+        Acl(6, 7, 7, {STRANGER.uid: 0}, {}),
+        Acl(6, 0, 7, {}, {54322: 4}),
+        Acl(6, 0, 7, {1000: 7}, {}),
+        Acl(6, 0, 0, {STRANGER.uid: 7}, {}, mask=4),
         Acl(6, 4, 0, {}, {54321: 2, 54322: 5}),
-    ]  # fmt: skip
+    ]
     for n, acl in enumerate(acls if supports_acls(open_dir) else []):
         path = open_dir / f"acl-{n}"
         path.touch()

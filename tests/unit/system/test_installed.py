@@ -47,9 +47,12 @@ def test_looking_imports_nothing_of_the_training_stack() -> None:
         "print([name for name in ('torch', 'transformers', 'trl', 'peft', 'unsloth') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(Path(installed.__file__).parents[2])},
-        capture_output=True, check=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(Path(installed.__file__).parents[2])},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -88,18 +88,26 @@ def test_a_field_that_journald_would_drop_in_silence_is_a_bug(name: str) -> None
 
 def test_an_entry_has_its_fields_its_priority_and_its_explanation(receiver: Receiver) -> None:
     logger_to(receiver).warning(
-        "job %d (%s): attempt %d: %s", 7, "capitals", 1, "diverged",
+        "job %d (%s): attempt %d: %s",
+        7,
+        "capitals",
+        1,
+        "diverged",
         extra=about(job(), message.of_error("diverged"), code="diverged", step=12, loss=float("nan"), hint=None),
-    )  # fmt: skip
+    )
     entry = receiver.receive()
     assert entry["MESSAGE"] == "job 7 (capitals): attempt 1: diverged"
     assert entry["PRIORITY"] == "4"
     assert entry["SYSLOG_IDENTIFIER"] == "honed"
     assert entry["MESSAGE_ID"] == message.of_error("diverged").id
     assert {key: entry[key] for key in entry if key.startswith("HONED_") and key != "HONED_LOGGER"} == {
-        "HONED_JOB": "7", "HONED_NAME": "capitals", "HONED_STATE": "queued", "HONED_CODE": "diverged",
-        "HONED_STEP": "12", "HONED_LOSS": "nan",
-    }  # fmt: skip
+        "HONED_JOB": "7",
+        "HONED_NAME": "capitals",
+        "HONED_STATE": "queued",
+        "HONED_CODE": "diverged",
+        "HONED_STEP": "12",
+        "HONED_LOSS": "nan",
+    }
     assert entry["CODE_FILE"] == __file__
 
 

@@ -82,9 +82,7 @@ def test_an_error_has_its_quotes_as_evidence_and_in_neither_message_nor_hint() -
     error = DatasetError(SENTENCE, hint=f"write {quote.mark('it')} so")
     assert (error.message, error.evidence, error.told, error.hint) == (HIDDEN, SHOWN, SHOWN, "write … so")
     assert str(error) == HIDDEN
-    assert error.as_dict() == {
-        "code": "dataset_invalid", "message": HIDDEN, "hint": "write … so", "evidence": SHOWN,
-    }  # fmt: skip
+    assert error.as_dict() == {"code": "dataset_invalid", "message": HIDDEN, "hint": "write … so", "evidence": SHOWN}
     assert "evidence" not in DatasetError("it is gone").as_dict()
 
 
@@ -120,8 +118,11 @@ def test_of_an_exception_everybody_is_told_what_the_system_says_and_no_library(e
 
 def test_a_job_file_is_refused_with_its_keys_and_without_its_values() -> None:
     with pytest.raises(InvalidSpecError) as caught:
-        loads(b'{"base_model": "/m", "datasets": [{"path": "/d"}], "predictions": {"prompts": "Who is Ann?"},'
-              b' "training": {"learning_rate": "2e-4"}, "Who is Bob?": 1}', ".json")  # fmt: skip
+        loads(
+            b'{"base_model": "/m", "datasets": [{"path": "/d"}], "predictions": {"prompts": "Who is Ann?"},'
+            b' "training": {"learning_rate": "2e-4"}, "Who is Bob?": 1}',
+            ".json",
+        )
     error = caught.value
     assert error.message.splitlines() == [
         "line 1: training.learning_rate: expected a number, more than 0 and at most 1, got … (without quotes)",
@@ -132,8 +133,9 @@ def test_a_job_file_is_refused_with_its_keys_and_without_its_values() -> None:
     assert "'Who is Bob?': unknown key" in error.evidence
     _, prompts, _ = faults(error)
     assert (prompts["message"], prompts["evidence"]) == (
-        "expected a list of texts, or null, got …", "expected a list of texts, or null, got 'Who is Ann?'",
-    )  # fmt: skip
+        "expected a list of texts, or null, got …",
+        "expected a list of texts, or null, got 'Who is Ann?'",
+    )
 
 
 def test_the_place_in_a_job_file_is_put_before_both_sentences() -> None:
@@ -196,8 +198,14 @@ def test_what_the_check_of_a_job_file_stumbles_over_is_in_its_answer_and_not_in_
     )
     asked = base64.b64encode(b"Who is Ann?").decode()
     request = {"id": 7, "spec_name": "asked", "spec": asked, "config": {}}
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(request) + "\n", capture_output=True,
-                          text=True, timeout=60, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(request) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     error = json.loads(done.stdout.removeprefix('{"ready": true}\n'))["error"]
     assert error["message"].endswith("ValueError: …")
     assert error["evidence"].endswith("ValueError: invalid literal for int() with base 10: 'Who is Ann?'")
@@ -214,8 +222,10 @@ def test_a_worker_tells_a_sentence_for_the_log_and_its_evidence_beside_it(tmp_pa
     events.close()
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(each["message"], each.get("evidence"), each.get("code")) for each in told] == [
-        (HIDDEN, SHOWN, None), (HIDDEN, SHOWN, "mask_invalid"), ("nothing is quoted", None, None),
-    ]  # fmt: skip
+        (HIDDEN, SHOWN, None),
+        (HIDDEN, SHOWN, "mask_invalid"),
+        ("nothing is quoted", None, None),
+    ]
 
 
 def test_a_status_line_has_no_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +238,13 @@ def test_a_status_line_has_no_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_notice_has_neither_what_an_error_quotes_nor_values_of_the_job_file() -> None:
     error = MaskError(SENTENCE, hint="look", fix={"predictions.prompts": ["Who is Ann?"]}).as_dict()
-    shown = {"error": error, "metrics": {}, "attempts": [], "artifacts": {"output_dir": "/o", "report": None},
-             "submitted_at": "now"}  # fmt: skip
+    shown = {
+        "error": error,
+        "metrics": {},
+        "attempts": [],
+        "artifacts": {"output_dir": "/o", "report": None},
+        "submitted_at": "now",
+    }
     job = Job(id=7, name="n", submitted_at=0.0, source="n.json", uid=1, output_dir="/o")
     made = notification.payload(job, shown)
     assert made["error"] == {"code": "mask_invalid", "message": HIDDEN, "hint": "look"}

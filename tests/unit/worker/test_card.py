@@ -47,13 +47,29 @@ def _assignment(root: Path, kind: str, hostile: str) -> Assignment:
     layout.dir.mkdir(parents=True)
     model_dir = root / "model"
     model_dir.mkdir()
-    precision = {"load_dtype": "float32", "compute_dtype": None, "bf16": False, "fp16": False, "reasons": {},
-                 "adapter_dtype": "float32", "quantization": "none", "attn_implementation": "sdpa"}  # fmt: skip
+    precision = {
+        "load_dtype": "float32",
+        "compute_dtype": None,
+        "bf16": False,
+        "fp16": False,
+        "reasons": {},
+        "adapter_dtype": "float32",
+        "quantization": "none",
+        "attn_implementation": "sdpa",
+    }
     spec = {"base_model": "/d/model", "datasets": [{"path": "/d/rows.jsonl"}], "lora": {"r": 4}}
-    layout.plan_path.write_text(json.dumps({
-        "job": {"id": 1, "name": hostile, "instance": "/i"}, "spec": spec, "base_model_path": str(model_dir),
-        "output_dir": str(root / "out"), "backend": {"name": "transformers"}, "precision": precision,
-    }))  # fmt: skip
+    layout.plan_path.write_text(
+        json.dumps(
+            {
+                "job": {"id": 1, "name": hostile, "instance": "/i"},
+                "spec": spec,
+                "base_model_path": str(model_dir),
+                "output_dir": str(root / "out"),
+                "backend": {"name": "transformers"},
+                "precision": precision,
+            }
+        )
+    )
     read = assignments.read(layout.dir, 1)
     datasets = [each.model_copy(update={"path": hostile}) for each in read.spec.datasets]
     named = {"kind": kind, "base_model": hostile, "adapter": hostile, "datasets": datasets}

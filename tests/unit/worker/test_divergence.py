@@ -21,10 +21,12 @@ def healthy(seed: int, num_steps: int) -> list[tuple[float, float]]:
     """Batches of one or two rows: a warm-up with large gradients, a falling loss, and heavy tails in both."""
     chance = random.Random(seed)
     return [
-        ((0.3 + 3.0 * math.exp(-step / 200)) * chance.lognormvariate(0.0, 0.6),
-         (1.0 + 30.0 * math.exp(-step / 5)) * chance.lognormvariate(0.0, 0.8))
+        (
+            (0.3 + 3.0 * math.exp(-step / 200)) * chance.lognormvariate(0.0, 0.6),
+            (1.0 + 30.0 * math.exp(-step / 5)) * chance.lognormvariate(0.0, 0.8),
+        )
         for step in range(num_steps)
-    ]  # fmt: skip
+    ]
 
 
 def test_ten_thousand_noisy_steps_do_not_trip_it() -> None:

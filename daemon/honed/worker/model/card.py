@@ -27,15 +27,30 @@ def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str
         f"- {_code(item.path)}" + (f" at {found['commit']}" if (found := commits.get(f"datasets.{number}")) else "")
         for number, item in enumerate(spec.datasets)
     ]
-    return "\n".join([
-        "---", f"base_model: {_yaml(spec.base_model)}", f"library_name: {library}",
-        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
-        f"# {_text(assignment.name)}", "",
-        f"A {kind} of {_code(spec.base_model)}, trained by honed {__version__} (job {assignment.job_id}).", "",
-        "Trained on:", "", *data, "",
-        "Figures at the end:", "", *figures, "",
-        f"Everything else (spec, plan, versions, hashes of the data, seed) is in {manifest}.", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {_yaml(spec.base_model)}",
+            f"library_name: {library}",
+            f"pipeline_tag: {_task(assignment.base_model_path)}",
+            "---",
+            "",
+            f"# {_text(assignment.name)}",
+            "",
+            f"A {kind} of {_code(spec.base_model)}, trained by honed {__version__} (job {assignment.job_id}).",
+            "",
+            "Trained on:",
+            "",
+            *data,
+            "",
+            "Figures at the end:",
+            "",
+            *figures,
+            "",
+            f"Everything else (spec, plan, versions, hashes of the data, seed) is in {manifest}.",
+            "",
+        ]
+    )
 
 
 def _yaml(text: str) -> str:
@@ -77,11 +92,20 @@ def _task(base: Path) -> str:
 
 def _merged(assignment: Assignment, manifest: str) -> str:
     spec = assignment.spec
-    return "\n".join([
-        "---", f"base_model: {_yaml(spec.base_model)}", "library_name: transformers",
-        f"pipeline_tag: {_task(assignment.base_model_path)}", "---", "",
-        f"# {_text(assignment.name)}", "",
-        f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every parameter "
-        f"in {assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).", "",
-        f"Everything else (spec, plan, versions) is in {manifest}.", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {_yaml(spec.base_model)}",
+            "library_name: transformers",
+            f"pipeline_tag: {_task(assignment.base_model_path)}",
+            "---",
+            "",
+            f"# {_text(assignment.name)}",
+            "",
+            f"{_code(assignment.base_model_path)} with the adapter {_code(spec.adapter)} merged into it, every "
+            f"parameter in {assignment.precision.load_dtype}, by honed {__version__} (job {assignment.job_id}).",
+            "",
+            f"Everything else (spec, plan, versions) is in {manifest}.",
+            "",
+        ]
+    )

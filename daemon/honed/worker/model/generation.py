@@ -15,34 +15,96 @@ from typing import Any
 
 FILE = "generation_config.json"
 #: What stays the base's: the ids and words that begin, end and fill answers, and how a call is made: it changes none.
-KEPT = frozenset({
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "stop_strings",
-    "disable_compile", "prefill_chunk_size", "transformers_version", "_commit_hash", "_from_model_config",
-})  # fmt: skip
+KEPT = frozenset(
+    {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "stop_strings",
+        "disable_compile",
+        "prefill_chunk_size",
+        "transformers_version",
+        "_commit_hash",
+        "_from_model_config",
+    }
+)
 #: What is as if the base said nothing of it. Anything else that transformers knows is treated the same way; a test
 #: holds both lists against the installed version.
-NEUTRAL = frozenset({
-    # length and time of an answer, which are the job's
-    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "max_cache_len",
-    "exponential_decay_length_penalty", "length_penalty", "early_stopping",
-    # how tokens are chosen
-    "do_sample", "num_beams", "num_beam_groups", "diversity_penalty", "num_return_sequences", "penalty_alpha",
-    "constraints", "force_words_ids", "low_memory",
-    # drawing
-    "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    # scores that are changed
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale", "dola_layers",
-    "forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "token_healing", "renormalize_logits",
-    "remove_invalid_values",
-    # other ways to the same tokens, which are the same only in theory
-    "use_cache", "cache_implementation", "cache_config", "compile_config", "continuous_batching_config", "use_mtp",
-    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "assistant_ensemble_weight", "target_lookbehind",
-    "speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size",
-    # what a call returns
-    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-})  # fmt: skip
+NEUTRAL = frozenset(
+    {
+        # length and time of an answer, which are the job's
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "max_time",
+        "max_cache_len",
+        "exponential_decay_length_penalty",
+        "length_penalty",
+        "early_stopping",
+        # how tokens are chosen
+        "do_sample",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "num_return_sequences",
+        "penalty_alpha",
+        "constraints",
+        "force_words_ids",
+        "low_memory",
+        # drawing
+        "temperature",
+        "top_k",
+        "top_p",
+        "top_h",
+        "min_p",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        # scores that are changed
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "guidance_scale",
+        "dola_layers",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "watermarking_config",
+        "token_healing",
+        "renormalize_logits",
+        "remove_invalid_values",
+        # other ways to the same tokens, which are the same only in theory
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "compile_config",
+        "continuous_batching_config",
+        "use_mtp",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_lookbehind",
+        "assistant_ensemble_weight",
+        "target_lookbehind",
+        "speculation_type",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        # what a call returns
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+    }
+)
 
 
 @contextmanager

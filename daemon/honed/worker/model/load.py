@@ -118,9 +118,13 @@ def freeze(model: Any, assignment: Assignment) -> None:
 
 #: What torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects say of it.
 _OUT_OF_MEMORY_WORDS = (
-    "can't allocate memory", "std::bad_alloc", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory", "Cannot allocate memory",
-)  # fmt: skip
+    "can't allocate memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "Cannot allocate memory",
+)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -77,10 +77,15 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
     events.log("info", f"merges {adapter_dir} into {job.base_model_path}, in {dtype}")
     with export.beside(job.output_dir) as place:
         merged = merge(
-            job.base_model_path, adapter_dir, place,
-            dtype=dtype, config=config, chat_template=job.spec.chat_template,
-            trust_remote_code=job.spec.trust_remote_code, progress=progress,
-        )  # fmt: skip
+            job.base_model_path,
+            adapter_dir,
+            place,
+            dtype=dtype,
+            config=config,
+            chat_template=job.spec.chat_template,
+            trust_remote_code=job.spec.trust_remote_code,
+            progress=progress,
+        )
         events.log("info", str(merged))
 
         stop.check()

@@ -281,11 +281,13 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
     made = rows.dataset.select(places)
     return replace(
-        rows, dataset=made, examples=[rows.examples[place] for place in places],
+        rows,
+        dataset=made,
+        examples=[rows.examples[place] for place in places],
         truncated=[rows.truncated[place] for place in places],
         by_ids={hash(tuple(ids)): number for number, ids in enumerate(made["input_ids"])},
         num_tokens=sum(lengths[place] for place in places),
-    )  # fmt: skip
+    )
 
 
 def lengths(numbers: Iterable[int]) -> dict[str, Any]:

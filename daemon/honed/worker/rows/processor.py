@@ -211,9 +211,13 @@ def _video(media: Media, limits: MediaLimits) -> tuple[Any, dict[str, Any]]:
     same = [frame if frame.size == (width, height) else frame.resize((width, height)) for frame in frames]
     number = len(frames)
     facts = {
-        "total_num_frames": number, "fps": rate or FRAME_RATE, "frames_indices": list(range(number)), "width": width,
-        "height": height, "duration": number / (rate or FRAME_RATE),
-    }  # fmt: skip
+        "total_num_frames": number,
+        "fps": rate or FRAME_RATE,
+        "frames_indices": list(range(number)),
+        "width": width,
+        "height": height,
+        "duration": number / (rate or FRAME_RATE),
+    }
     return np.stack([np.asarray(frame) for frame in same]), facts
 
 

@@ -59,9 +59,13 @@ class RunCallback(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         self._events.emit(
-            "step", step=state.global_step, num_steps=state.max_steps, epoch=state.epoch, eta_sec=self._eta_sec(state),
+            "step",
+            step=state.global_step,
+            num_steps=state.max_steps,
+            epoch=state.epoch,
+            eta_sec=self._eta_sec(state),
             **{name: logs[name] for name in FIGURES if name in logs},
-        )  # fmt: skip
+        )
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop.beat()

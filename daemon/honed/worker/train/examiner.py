@@ -172,9 +172,14 @@ class Examiner:
         before = self._progress.guard_before
         line = None if before is None else before - guard.max_drop
         self._events.emit(
-            "guard", step=step, epoch=float(epoch), metric=guard.metric, line=line, num_failed=answers.num_failed,
+            "guard",
+            step=step,
+            epoch=float(epoch),
+            metric=guard.metric,
+            line=line,
+            num_failed=answers.num_failed,
             scores=scores,
-        )  # fmt: skip
+        )
         num_asked, num_failed = len(answers.texts), answers.num_failed
         if guard.metric not in scores:
             self._log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")

@@ -92,12 +92,26 @@ def check(
     taken = str(trainer.args.loss_type)
     found = _compare(trainer, data, job, log)
     if isinstance(found, Comparison) and not found.agrees:
-        _settle(f"the loss to be trained ({taken}) is not the model's: {found.words}", trainer, data, job, plain,
-                is_resumed=is_resumed, log=log)  # fmt: skip
+        _settle(
+            f"the loss to be trained ({taken}) is not the model's: {found.words}",
+            trainer,
+            data,
+            job,
+            plain,
+            is_resumed=is_resumed,
+            log=log,
+        )
     elif isinstance(found, Exception):
         if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
-            _settle(f"the loss to be trained ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
-                    trainer, data, job, plain, is_resumed=is_resumed, log=log)  # fmt: skip
+            _settle(
+                f"the loss to be trained ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
+                trainer,
+                data,
+                job,
+                plain,
+                is_resumed=is_resumed,
+                log=log,
+            )
         else:
             log(
                 "warning",
@@ -195,9 +209,12 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
         if not num_tokens:
             return None
         with (
-            undisturbed(model), torch.no_grad(), _without_balancing(trainer), _figures_kept(trainer),
+            undisturbed(model),
+            torch.no_grad(),
+            _without_balancing(trainer),
+            _figures_kept(trainer),
             _autocast(model, job),
-        ):  # fmt: skip
+        ):
             seen = {name: value for name, value in inputs.items() if name != "labels"}
             logits: Any = getattr(model(**seen, use_cache=False), "logits", None)
             if not torch.is_tensor(logits) or logits.shape[:2] != labels.shape:

@@ -201,8 +201,7 @@ class Predictor:
         if (sample := self._sample) is None:
             return {} if self._is_bases else {"do_sample": False, "num_beams": 1}
         # transformers would take the 50 likeliest tokens alone.
-        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0,
-                "num_beams": 1}  # fmt: skip
+        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0, "num_beams": 1}
 
     def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
         """The questions as one batch, padded on the left, on the model's device."""

@@ -14,18 +14,22 @@ def prepare(job: Assignment, environment: MutableMapping[str, str] = os.environ)
     directory = job.layout.dir
     if "wandb" in asked:
         environment.pop("WANDB_API_KEY", None)
-        environment.update({
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(directory),  # it makes a directory wandb/ there
-            **{f"WANDB_{name}_DIR": str(directory / "wandb" / name.lower()) for name in ("CACHE", "CONFIG", "DATA")},
-            "WANDB_CONSOLE": "off",  # worker.log has it
-            "WANDB_DISABLE_CODE": "true",
-            "WANDB_DISABLE_GIT": "true",
-            "WANDB_ERROR_REPORTING": "false",
-            "WANDB_LOG_MODEL": "false",
-            "WANDB_SILENT": "true",
-            "WANDB_WATCH": "false",
-        })  # fmt: skip
+        environment.update(
+            {
+                "WANDB_MODE": "offline",
+                "WANDB_DIR": str(directory),  # it makes a directory wandb/ there
+                **{
+                    f"WANDB_{name}_DIR": str(directory / "wandb" / name.lower()) for name in ("CACHE", "CONFIG", "DATA")
+                },
+                "WANDB_CONSOLE": "off",  # worker.log has it
+                "WANDB_DISABLE_CODE": "true",
+                "WANDB_DISABLE_GIT": "true",
+                "WANDB_ERROR_REPORTING": "false",
+                "WANDB_LOG_MODEL": "false",
+                "WANDB_SILENT": "true",
+                "WANDB_WATCH": "false",
+            }
+        )
     if "tensorboard" in asked:
         environment["TENSORBOARD_LOGGING_DIR"] = str(directory / "tensorboard" / str(job.attempt.dir.name))
     if "mlflow" in asked:
