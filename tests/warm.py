@@ -5,7 +5,7 @@ they then do. A server of each test process imports once, and a process is a for
 there it is what its command line asks for: the shim forks, the worker is the shim's child, signals, sessions, exit
 statuses and the kernel's looks at them are a cold one's. There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
-bitsandbytes, wandb, a merge) begins anew, by exec.
+bitsandbytes, wandb, a merge) begins anew, by exec, and so does a process for which there is a sitecustomize.
 
 Tests of how a process starts, of what it imports, and those that put other modules in the place of some use subprocess.
 """
@@ -314,6 +314,8 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
     os.chdir(request["cwd"])
     tempfile.tempdir = None
     exec_anew = os.execvp
+    if any(Path(place, "sitecustomize.py").exists() for place in places if place):
+        exec_anew(request["command"][0], request["command"])  # what it plants, only a start of Python runs
 
     def execvp(_file: str, command: Sequence[str]) -> NoReturn:
         go_on_as(list(command), exec_anew)

@@ -58,6 +58,15 @@ def instance(tmp_path: Path) -> Iterator[Jumping]:
     made.end()
 
 
+def test_the_clock_of_these_tests_jumps(instance: Jumping) -> None:
+    instance.set_clock(86400.0)
+    instance.drop("succeed-1")
+    assert instance.drain() == 0
+    job = instance.job("succeed-1")
+    assert job is not None
+    assert job.submitted_at > time.time() + 80000
+
+
 @pytest.mark.parametrize("jump_sec", [DAY_SEC, -DAY_SEC])
 def test_a_clock_that_jumps_changes_no_order_and_no_timeout(instance: Jumping, jump_sec: float) -> None:
     instance.start()
