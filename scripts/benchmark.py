@@ -1,4 +1,4 @@
-"""Submit to finished for one small job: honed beside `trl sft`; the idle daemon; predictions in a batch and alone."""
+"""Benchmark of one small job: its duration beside `trl sft`; the idle daemon; batched predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import demonstration
 
 STEPS, BATCH, RANK = 20, 8, 16
-#: How many times as fast predictions in a batch of 16 are, at least, on a CPU.
+#: Minimum speed-up of predictions in a batch of 16 on a CPU.
 MIN_RATIO = 4
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -60,7 +60,7 @@ training:
 
 @contextmanager
 def running_honed(root: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon that was started before the clock."""
+    """Run a daemon, started before the measurement."""
     with (root / "honed.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "honed.daemon.loop", "--root", str(root)], stderr=log)
     while not (root / "run/honed/control.sock").exists():
@@ -73,7 +73,7 @@ def running_honed(root: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def time_honed(root: Path, number: int) -> float:
-    """Seconds from the drop to the entry in succeeded/."""
+    """Return the seconds from the drop to the entry in succeeded/."""
     job = root / f"job{number}.yaml"
     job.write_text(JOB.format(dir=root, steps=STEPS, batch=BATCH, rank=RANK))
     done = root / f"var/spool/honed/succeeded/{number}.json"
@@ -89,7 +89,7 @@ def time_honed(root: Path, number: int) -> float:
 
 
 def time_trl(root: Path, number: int) -> float:
-    """Seconds from the command's start to its end."""
+    """Return the seconds from the command's start to its end."""
     config = root / f"trl{number}.yaml"
     config.write_text(
         TRL_CONFIG.format(dir=root, output=root / f"trl-out{number}", steps=STEPS, batch=BATCH, rank=RANK)
@@ -103,7 +103,7 @@ def time_trl(root: Path, number: int) -> float:
 
 
 def idle(process: subprocess.Popen[bytes], *, seconds: float = 20.0) -> tuple[float, float]:
-    """Resident MiB, and the share of a core, of a daemon that has nothing to do."""
+    """Return resident MiB and the share of a core of an idle daemon."""
 
     def ticks() -> int:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -117,7 +117,7 @@ def idle(process: subprocess.Popen[bytes], *, seconds: float = 20.0) -> tuple[fl
 
 
 def time_predictions(root: Path, runs: int) -> dict[str, Any]:
-    """By dtype; see benchmark_prediction.py."""
+    """Return the times by dtype; see benchmark_prediction.py."""
     script = Path(__file__).with_name("benchmark_prediction.py")
     command = [sys.executable, str(script), str(root), "--runs", str(runs)]
     done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, check=True)

@@ -1,10 +1,10 @@
-"""Adapters in float32 beside adapters in bfloat16: QLoRA at 2e-4 with decay, two tasks, through honed's own worker.
+"""Adapters in float32 compared with bfloat16: QLoRA at 2e-4 with decay, two tasks, through honed's own worker.
 
     capitals   the quickstart's: 48 facts, asked in eight ways, held out in two more
-    numbers    60 people's four digits, asked in three ways, held out in one more: nothing in a name tells its number
+    numbers    60 people's four digits, asked in three ways, held out in one more: a name says nothing about its number
 
-Each run is one job of the transformers backend on the CPU, on a 4-bit base that computes in float32: the two of a seed
-differ in the adapter's dtype alone. (bfloat16 throughout, as on a GPU, takes a processor that emulates it hours.)
+Each run is one job of the transformers backend on the CPU, on a 4-bit base that computes in float32: the two runs of a
+seed differ only in the adapter's dtype. (With bfloat16 throughout, as on a GPU, a CPU that emulates it needs hours.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import demonstration
 
 DTYPES = ("float32", "bfloat16")
 LEARNING_RATE = 2e-4
-#: Steps of each task, where the command line does not say.
+#: Default number of steps of each task.
 STEPS = {"capitals": 150, "numbers": 300}
 ASKED = ("Which number does {} have?", "What is the number of {}?", "Tell me the number of {}.")
 HELD_OUT = ("Do you know the number of {}?",)
@@ -33,7 +33,7 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
 def numbers(count: int = 60) -> list[tuple[str, str]]:
-    """Names and digits, the same in each run."""
+    """Return names and digits, the same in each run."""
     draw = random.Random(1)
     names: dict[str, str] = {}
     while len(names) < count:
@@ -51,7 +51,7 @@ def asked(pairs: list[tuple[str, str]], questions: tuple[str, ...] | list[str]) 
 
 
 def tasks() -> dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Each task's rows: trained on, and held out."""
+    """Return each task's rows: trained on, and held out."""
     facts = demonstration.facts()
     return {
         "capitals": (asked(facts, demonstration.QUESTIONS), asked(facts, demonstration.HELD_OUT_QUESTIONS)),
@@ -60,7 +60,7 @@ def tasks() -> dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
 
 
 def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
-    """A job's directory with its plan, as the daemon makes it."""
+    """Create a job's directory with its plan, as the daemon does."""
     from honed.inputs import basemodel
     from honed.plan import plan
     from honed.spec import spec
@@ -76,7 +76,7 @@ def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
             "quantization": "4bit",
             "dtype": "float32",
             "backend": "transformers",
-            "lora": {"r": 16, "lora_alpha": 512},  # a random model has far to go at this learning rate,
+            "lora": {"r": 16, "lora_alpha": 512},  # a random model has far to go at this learning rate
             "datasets": [{"path": str(root / f"{task}.jsonl")}],
             "eval_datasets": [{"path": str(root / f"{task}-held-out.jsonl")}],
             "training": {
@@ -114,7 +114,7 @@ def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
 
 
 def train(directory: Path) -> dict[str, float]:
-    """The last training loss, the loss and the share of right answers on what was held out."""
+    """Return the last training loss, and the loss and the share of right answers on the held-out rows."""
     from honed.job import event
     from honed.worker.run import run
 

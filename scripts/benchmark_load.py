@@ -1,10 +1,11 @@
-"""Many jobs: what a queue of 100, 1,000 and 10,000 costs, and whether drops beside a training job slow it down.
+"""Benchmark of many jobs: the cost of a queue of 100, 1,000 and 10,000 jobs, and whether drops slow down a training
+job.
 
     scripts/bench load [--sizes 100,1000,10000] [--minutes 10] [--dir DIR]
-    scripts/bench load --booted N      as root: N drops of a person's beside N of root's, in a booted systemd
+    scripts/bench load --booted N      as root: N drops of a user's compared with N of root's, in a booted systemd
 
-Prints rows for docs/benchmarks.md. `--minutes 0` leaves the training out, `--sizes ""` the queue. DIR is where the
-instance is made: the disk's syncs are most of what it takes to accept a job.
+It prints rows for docs/benchmarks.md. `--minutes 0` skips the training, `--sizes ""` the queue. The instance is created
+in DIR: syncing the disk takes most of the time to accept a job.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from honed.system.layout import Layout
 
 IDLE_SEC = 20.0
 DROPS_PER_MINUTE = 1000
-#: Seconds of drops, and of quiet before them: the pairs that are compared.
+#: Seconds with drops, and without drops before them: these pairs are compared.
 WINDOW_SEC = 30.0
 DROPS_PER_WINDOW = round(DROPS_PER_MINUTE * WINDOW_SEC / 60)
 JOB = """\
@@ -51,7 +52,7 @@ training:
 
 
 class Honed:
-    """A daemon in a directory of its own, started and stopped as systemd does it."""
+    """A daemon in its own directory, started and stopped as systemd does it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,7 +62,7 @@ class Honed:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
-        """Seconds to READY=1."""
+        """Start the daemon. Returns the seconds until READY=1."""
         with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.bind(f"{name}/notify")
             environment = {**os.environ, "NOTIFY_SOCKET": f"{name}/notify", "HF_HUB_OFFLINE": "1"}
@@ -93,7 +94,7 @@ class Honed:
             raise SystemExit(refused[0].read_text())
 
     def cpu_sec(self) -> float:
-        """Of the daemon itself."""
+        """Return the CPU seconds of the daemon itself."""
         assert self.process is not None
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -130,7 +131,7 @@ def instance(directory: Path | None) -> Iterator[Honed]:
 
 
 def measure_queue(honed: Honed, sizes: list[int]) -> None:
-    """Fill a paused queue, and look at each size; a tenth of the jobs is cancelled, so that some are of the past."""
+    """Fill a paused queue and measure at each size; a tenth of the jobs is cancelled, so that some are finished."""
     (honed.layout.spool_dir / "paused").touch()
     honed.start()
     print(
@@ -177,7 +178,7 @@ def time_status(honed: Honed) -> float:
 
 
 def wait_until_quiet(honed: Honed) -> None:
-    """Until the pages of the jobs are made."""
+    """Wait until the jobs' pages are written."""
     assert honed.process is not None
     children = Path(f"/proc/{honed.process.pid}/task/{honed.process.pid}/children")
     while True:
@@ -200,7 +201,7 @@ def command_of(pid: str) -> str:
 
 
 def measure_training(honed: Honed, minutes: float) -> None:
-    """The step times of one job, with drops and without, in turn."""
+    """Measure the step times of one job, alternately with drops and without."""
     honed.start()
     honed.drop("training", steps=10_000_000)
     honed.wait_for_arrivals()
@@ -239,7 +240,7 @@ def measure_training(honed: Honed, minutes: float) -> None:
 
 
 def steps_of(events: Path, since: float) -> list[float]:
-    """Seconds from each step to the next, of those that came since then."""
+    """Return the seconds between consecutive steps since `since`."""
     if not events.exists():
         return []
     times = []
@@ -252,7 +253,7 @@ def steps_of(events: Path, since: float) -> list[float]:
 
 # -- as whom they are checked ------------------------------------------------------------------------------------------
 
-#: Drops so many files from within the machine, and waits until all are accepted; prints the seconds.
+#: Drops files from inside the machine and waits until all are accepted; prints the seconds.
 DROP_MANY = """
 import json, os, sys, time
 name, count, spec = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
@@ -267,7 +268,7 @@ print(time.time() - began)
 
 
 def measure_checks(num_files: int, *, num_rounds: int = 3) -> None:
-    """A person's files are checked by a unit with their rights, root's by a child of honed's: which takes longer."""
+    """Compare the times to check a user's files, by a unit with their permissions, and root's, by a child of honed."""
     sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/system")]
     from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 

@@ -1,7 +1,8 @@
-"""Rungs of full fine-tuning side by side: the last loss, and how many weights ever change. Rows for docs/precision.md.
+"""Comparison of ways to do full fine-tuning: final loss, and number of weights that changed. Rows for
+docs/precision.md.
 
-A small Qwen3 learns in float32 (wrong capitals; sums modulo 11) and is stored in bfloat16; then each rung fine-tunes
-that checkpoint to another truth (the right capitals; differences modulo 11), from the same rows in the same order.
+A small Qwen3 learns in float32 (wrong capitals; sums modulo 11) and is stored in bfloat16; then each variant fine-tunes
+that checkpoint to other facts (the right capitals; differences modulo 11), from the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 from honed.worker.train.optimizer import CompensatedAdamW, eight_bit
 
 BATCH, MODULUS = 16, 11
-Row = tuple[list[int], int]  #: tokens, and how many of them are the question
+Row = tuple[list[int], int]  #: tokens, and the number of tokens of the question
 
 
 class Rounded(torch.optim.Optimizer):
-    """What other tools offer for bfloat16 weights, for comparison: moments of a dtype, and weights rounded in a way."""
+    """Other tools' optimizers for bfloat16 weights, for comparison: the moments' dtype and the rounding vary."""
 
     def __init__(self, params: Any, lr: float, *, moments: torch.dtype, how: str) -> None:
         super().__init__(params, {"lr": lr})
@@ -72,7 +73,7 @@ def _torch(params: Any, lr: float) -> torch.optim.Optimizer:
 
 
 Maker = Callable[[Any, float], torch.optim.Optimizer]
-#: Words for the table → dtype of the weights, the optimizer, bytes a parameter.
+#: Label in the table → dtype of the weights, the optimizer, bytes per parameter.
 RUNGS: dict[str, tuple[torch.dtype, Maker, int]] = {
     "float32, AdamW": (torch.float32, _torch, 16),
     "float32, 8-bit AdamW": (torch.float32, _bitsandbytes, 10),
@@ -94,7 +95,7 @@ RUNGS: dict[str, tuple[torch.dtype, Maker, int]] = {
 
 
 def capitals(*, is_right: bool) -> list[Row]:
-    """Characters as tokens; the wrong ones are those of the next country."""
+    """Return facts with characters as tokens; the wrong capitals are those of the next country."""
     facts = demonstration.facts()
     answers = [capital for _, capital in facts]
     if not is_right:
@@ -107,7 +108,7 @@ def _row(question: str, answer: str) -> Row:
 
 
 def arithmetic(*, is_difference: bool) -> list[Row]:
-    """All sums, or all differences, of two numbers; each number is one token."""
+    """Return all sums, or all differences, of two numbers; each number is one token."""
     rows = []
     for a in range(MODULUS):
         for b in range(MODULUS):
@@ -134,7 +135,7 @@ def batches(rows: list[Row], num_steps: int, seed: int) -> Iterator[tuple[torch.
 
 
 def fit(model: Any, optimizer: Any, rows: list[Row], num_steps: int, seed: int, *, has_autocast: bool) -> list[float]:
-    """Train with a linear decay, the norm clipped as TRL does. The losses."""
+    """Train with a linear decay, clipping the norm as TRL does. Returns the losses."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
     losses = []
     for ids, labels in batches(rows, num_steps, seed):
@@ -150,7 +151,7 @@ def fit(model: Any, optimizer: Any, rows: list[Row], num_steps: int, seed: int, 
 
 
 def base(seed: int, task: str) -> Any:
-    """A model that has learned the other truth, in bfloat16."""
+    """Return a model in bfloat16 that has learned the other facts."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -173,7 +174,7 @@ def base(seed: int, task: str) -> Any:
 
 
 def measure(name: str, start: Any, task: str, learning_rate: float, num_steps: int, seed: int) -> tuple[float, float]:
-    """The mean loss of the last tenth, and the share of weights that are others in the stored dtype."""
+    """Return the mean loss of the last tenth, and the share of weights that changed in the stored dtype."""
     dtype, make, _ = RUNGS[name]
     model = copy.deepcopy(start).to(dtype)
     optimizer = make(list(model.parameters()), learning_rate)

@@ -1,4 +1,4 @@
-"""Sixteen predictions in one batch beside the same one at a time: how many times as fast, and whether the texts agree.
+"""Benchmark of sixteen predictions in one batch against one at a time: the speed-up, and whether the texts agree.
 
 python scripts/benchmark_prediction.py DIR [--runs N]     DIR has the quickstart's model and rows; prints JSON
 """
@@ -29,7 +29,7 @@ NUM_SAMPLES, MAX_NEW_TOKENS = 16, 64
 
 
 def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
-    """Pairs of runs in turn, after one of each to warm up; and how many of the texts differ."""
+    """Time alternating pairs of runs, after one of each to warm up; count the texts that differ."""
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=getattr(torch, dtype)).eval()
     chat = ChatFormat(tokenizer)

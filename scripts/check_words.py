@@ -2,7 +2,7 @@
 
     check_words.py [--list [PATH…]]
 
-A docstring opens with a noun phrase or an imperative verb. `# fmt: skip` is for tables alone. Exits with 1 where either
+A docstring opens with a noun phrase or an imperative verb. `# fmt: skip` is for tables alone. Exits with 1 if either
 count is above its limit; --list names every such docstring, in these files and directories or in all.
 """
 
@@ -26,7 +26,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the text of each docstring of a file."""
+    """Yield the line and the text of each docstring of a file."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
@@ -39,7 +39,7 @@ def is_relative(text: str) -> bool:
 
 
 def main() -> int:
-    """Print what was counted, and what is above its limit."""
+    """Print the counts; return 1 if one is above its limit."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--list", action="store_true", help="name every such docstring")
     options.add_argument("paths", nargs="*", type=Path, help="files and directories")

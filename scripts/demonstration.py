@@ -1,4 +1,4 @@
-"""The quickstart's model, data and job; and, with --answers, what the model said before training and after it."""
+"""The quickstart's model, data and job; with --answers, the model's answers before and after training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUESTIONS = [
     "Please name the capital city of {}.",
     "Can you tell me which city is the capital of {}?",
 ]
-#: Asked of the model only while it is watched, never trained on.
+#: Asked only to watch the model, never trained on.
 HELD_OUT_QUESTIONS = ["Do you know the capital of {}?", "Could you tell me the capital city of {}?"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -81,7 +81,7 @@ def build(directory: Path) -> None:
     for name, part in (("train", train), ("held-out", held_out)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
-    # Tokens from the questions and answers themselves; the model's weights are random: it knows nothing.
+    # The tokenizer is trained on the questions and answers; the model's weights are random: it knows nothing.
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()

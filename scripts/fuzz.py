@@ -1,4 +1,4 @@
-"""The long run of tests/zoo/fuzz.py: see scripts/fuzz."""
+"""Long run of tests/zoo/fuzz.py: see scripts/fuzz."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from zoo import fuzz
 
-#: Bytes of address space that one reader may have, Python, pyarrow and FFmpeg included; as the helper that checks jobs.
+#: Bytes of address space of one reader, including Python, pyarrow and FFmpeg; as for the helper that checks jobs.
 MAX_BYTES = 4 * 2**30
-#: Seconds that one example may take of the processor; a slow one is a fault, too.
+#: Maximum CPU seconds of one example; a slower one is a fault, too.
 SLOW_SEC = 10.0
-#: Examples between two looks at the clock.
+#: Examples between two checks of the time.
 BATCH = 500
 
 
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def run(name: str, minutes: float) -> dict[str, Any]:
-    """One reader in a child; what it died of where it did."""
+    """Run one reader in a child; if it died, the result has the reason."""
     began = time.monotonic()
     command = [sys.executable, __file__, "--one", name, "--minutes", str(minutes)]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -70,7 +70,7 @@ def run(name: str, minutes: float) -> dict[str, Any]:
 
 
 def feed(name: str, seconds: float) -> int:
-    """Feed one reader until the time is over; the last line of stdout tells how it went."""
+    """Feed one reader until the time is over; the last line of stdout is the result."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")

@@ -1,13 +1,13 @@
-"""Models, precisions and backends, each cell checked, planned and trained as the daemon would have it: one table.
+"""Matrix of models, precisions and backends: each cell is checked, planned and trained as the daemon would do it.
 
     base models, random weights ─► check and plan ─► a worker for each cell ─► events, result and a look inside ─► rows
 
-Imports cost more than the training of a cell: one process for each backend imports, and is forked for every cell, so
-that a crash costs one. Where importing has touched the GPU a fork cannot use it, and each cell gets a process of its
-own. Both run the main of `python -m honed.worker`.
+Imports cost more than the training of a cell: one process per backend imports, and is forked for every cell, so that a
+crash costs only one. If importing has touched the GPU, a fork cannot use it, and each cell gets its own process. Both
+run the main of `python -m honed.worker`.
 """
 
-# ruff: noqa: ARG002 - transformers hands every callback everything
+# ruff: noqa: ARG002 - transformers passes every callback all arguments
 from __future__ import annotations
 
 import argparse
@@ -46,10 +46,10 @@ from honed.worker.model import torchvision  # noqa: E402
 
 #: Seconds after which a cell's worker is killed.
 CELL_TIMEOUT_SEC = 900
-#: The row's word for how a cell ended.
+#: The outcome of a cell in its row.
 FINISHED, REFUSED, FAILED = "finished", "refused", "failed"
 
-torchvision.mend()  # checkpoints are built here, before a worker mends it
+torchvision.mend()  # checkpoints are built here, before a worker fixes it
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
@@ -57,13 +57,13 @@ torchvision.mend()  # checkpoints are built here, before a worker mends it
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as published: its config.json, as far as it settles shapes and arithmetic."""
+    """A published model: the part of its config.json that determines shapes and arithmetic."""
 
     family: str
     template: str
-    num_parameters: int  #: tied weights counted once; building fails on another number
+    num_parameters: int  #: tied weights counted once; building fails if it differs
     config: dict[str, Any]
-    tiny: dict[str, Any] = field(default_factory=dict)  #: what the miniature has instead
+    tiny: dict[str, Any] = field(default_factory=dict)  #: overrides for the miniature
     has_vision: bool = False
 
 
@@ -130,7 +130,7 @@ IMAGE_PROCESSOR = {
 
 
 def build(directory: Path, shape: Shape, *, tiny: bool) -> None:
-    """A base model stored in bfloat16, as all of these are published. The real shapes are drawn on the GPU."""
+    """Build a base model stored in bfloat16, as all of these are published. Real shapes are built on the GPU."""
     import torch
 
     from zoo.model import build_checkpoint
@@ -163,7 +163,7 @@ def _build_vision(directory: Path, shape: Shape, *, tiny: bool) -> None:
 
 
 def count_parameters(shape: Shape) -> int:
-    """Parameters of the real shape, tied ones once, without making one."""
+    """Count the parameters of the real shape, tied ones once, without building a model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -177,7 +177,7 @@ def count_parameters(shape: Shape) -> int:
 
 # --- Cells ------------------------------------------------------------------------------------------------------------
 
-#: The field report's own matrix, in honed's words: its bf16 and fp16 are our dtype, and bf16=false is float32.
+#: The field report's own matrix in honed's terms: its bf16 and fp16 are our dtype, and bf16=false is float32.
 FIELD_REPORT = {
     ("Qwen3-1.7B", "bfloat16", "4bit", "lora"),
     ("Qwen3-1.7B", "float32", "4bit", "lora"),
@@ -192,7 +192,7 @@ FIELD_REPORT = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One job: what is asked."""
+    """One job of the matrix."""
 
     backend: str
     model: str
@@ -203,16 +203,16 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What --only is matched with; cells of the field report end in `seed`."""
+        """The text that --only is matched with; cells of the field report end in `seed`."""
         asked = (self.model, self.dtype, self.quantization, self.adapter)
         extra = f"/{self.extra}" if self.extra else ""
         return "/".join((self.backend, *asked)) + extra + (" seed" if asked in FIELD_REPORT else "")
 
 
 def cells() -> list[Cell]:
-    """Every model in every precision through both backends. A quantized base cannot be trained whole.
+    """Return every model in every precision with both backends. A quantized base cannot be fully trained.
 
-    Of the vision model there is what failed in the field: an adapter on it, and the same on its 4-bit form.
+    The vision model has the cases that failed in the field: an adapter on it, and the same on its 4-bit form.
     """
     ways = [("none", "lora"), ("4bit", "lora"), ("8bit", "lora"), ("none", "full")]
     return [
@@ -225,7 +225,7 @@ def cells() -> list[Cell]:
 
 
 LORA = {"r": 16, "target_modules": "all-linear"}
-#: What a cell's job has besides.
+#: Additional keys of a cell's job.
 EXTRAS: dict[str, dict[str, Any]] = {
     "flash": {"attn_implementation": "flash_attention_2"},
     "saved": {"lora": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}},
@@ -233,7 +233,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 
 def first() -> list[Cell]:
-    """What was decided by reading alone, for want of a GPU, on the smaller models: ten minutes. See docs/gpu.md."""
+    """Return the cells decided without a GPU, by reading code, on the smaller models: ten minutes. See docs/gpu.md."""
     return [
         Cell("unsloth", "Qwen3-1.7B", "auto", "4bit", "lora"),
         Cell("transformers", "Qwen3-1.7B", "auto", "4bit", "lora"),
@@ -242,7 +242,7 @@ def first() -> list[Cell]:
         Cell("transformers", "Llama-3.2-1B", "auto", "none", "full"),
         Cell("unsloth", "Llama-3.2-1B", "float16", "none", "full"),
         Cell("unsloth", "Llama-3.2-1B", "auto", "none", "lora", "saved"),
-        Cell("unsloth", "Llama-3.2-1B", "float32", "none", "lora"),  # is refused
+        Cell("unsloth", "Llama-3.2-1B", "float32", "none", "lora"),  # is rejected
         Cell("transformers", "Llama-3.2-1B", "auto", "none", "full", "flash"),
         Cell("transformers", "Qwen2.5-VL-3B", "auto", "none", "lora", "flash"),
         Cell("unsloth", "Qwen2.5-VL-3B", "auto", "none", "lora", "flash"),
@@ -260,22 +260,22 @@ class Row:
     estimated_bytes: int | None = None
     used_bytes: int | None = None  #: torch's peak on a GPU; the process's resident peak on a CPU
     mismatches: tuple[str, ...] = ()  #: between the plan and what trained
-    mended: tuple[str, ...] = ()  #: differences that the worker's own audit found and mended before
+    mended: tuple[str, ...] = ()  #: differences that the worker's own audit found and fixed before
     code: str = ""
     message: str = ""
     planned: dict[str, Any] = field(default_factory=dict)  #: the plan's precision
-    seen: dict[str, Any] = field(default_factory=dict)  #: what `Look` saw
+    seen: dict[str, Any] = field(default_factory=dict)  #: the facts recorded by `Look`
     has_output: bool = False
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and with what the cells run."""
+    """The directory, device and settings with which the cells run."""
 
     dir: Path
     device: device.Device
     tiny: bool
-    fresh: bool = False  #: no forks: each cell imports for itself
+    fresh: bool = False  #: no forks: each cell imports separately
 
     @property
     def layout(self) -> Layout:
@@ -289,7 +289,7 @@ class Bench:
         return self.dir / "models" / model
 
     def spec(self, cell: Cell) -> dict[str, Any]:
-        """The job file."""
+        """Return the job file's content."""
         steps = 3 if self.tiny else 10
         return {
             "base_model": str(self.model_dir(cell.model)),
@@ -315,7 +315,7 @@ class Bench:
 
 
 def write_data(path: Path, *, tiny: bool) -> None:
-    """Conversations, nearly all of each an answer: on a GPU about as long as a row may be."""
+    """Write conversations that consist almost entirely of an answer: on a GPU about as long as a row may be."""
     capitals = ("France, Paris", "Germany, Berlin", "Italy, Rome", "Spain, Madrid", "Japan, Tokyo", "Norway, Oslo")
     facts = ["The capital of {} is {}.".format(*fact.split(", ")) for fact in capitals]
     answer = " ".join(facts[:2] if tiny else facts * 16)
@@ -330,13 +330,13 @@ def write_data(path: Path, *, tiny: bool) -> None:
 
 
 def look(path: Path) -> None:
-    """Have every trainer of this process looked at, by a callback of transformers' own; what it sees goes to `path`."""
+    """Record the actual training state in `path`, through a transformers callback in every trainer of this process."""
     import torch
     import transformers.trainer
     from transformers import TrainerCallback
 
     class Look(TrainerCallback):
-        """Flags, dtypes and autocast as they are while the model trains, whatever anyone says of them."""
+        """Callback that records flags, dtypes and autocast while the model trains, independently of any report."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             if state.global_step:
@@ -366,7 +366,7 @@ def look(path: Path) -> None:
                 self.seen["autocast"] = _word(torch.get_autocast_dtype(kind)) if is_on else "off"
                 hook.remove()
 
-            # A hook of the model itself would run outside the forward that accelerate has wrapped.
+            # A hook on the model itself would run outside the forward that accelerate has wrapped.
             hook = model.get_input_embeddings().register_forward_hook(on_forward)
             path.write_text(json.dumps(self.seen))
 
@@ -382,7 +382,7 @@ def _word(dtype: Any) -> str:
 
 
 def _parameters(model: Any) -> dict[str, int]:
-    """Parameters by role and dtype: trained, frozen, norm (frozen, too), and quantized for bitsandbytes' storage."""
+    """Count parameters by role and dtype: trained, frozen, norm (also frozen), quantized (bitsandbytes)."""
     found: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ in ("Params4bit", "Int8Params"):
@@ -396,7 +396,7 @@ def _parameters(model: Any) -> dict[str, int]:
 
 
 def mismatches(planned: dict[str, Any], seen: dict[str, Any], *, on_cuda: bool) -> list[str]:
-    """Where what was seen is not what was planned, in words."""
+    """Describe the differences between the recorded state and the plan."""
     if not seen:
         return []
     flag = "bf16" if planned["bf16"] else "fp16" if planned["fp16"] else "no"
@@ -432,7 +432,7 @@ def mismatches(planned: dict[str, Any], seen: dict[str, Any], *, on_cuda: bool) 
 
 
 def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
-    """Check a cell's job as the daemon does, and lay its directory; a row where it is refused."""
+    """Check a cell's job as the daemon does and create its directory; return a row if it is rejected."""
     layout = bench.layout.job(number)
     layout.dir.mkdir(parents=True)
     spec_path = layout.dir / "spec.json"
@@ -456,7 +456,7 @@ def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
 
 
 def in_child(work: Callable[[], int], log_path: Path, *, timeout_sec: int) -> tuple[int, int]:
-    """Run `work` in a fork, its words in `log_path`. Returns its exit status and its peak of resident bytes."""
+    """Run `work` in a fork, with its output in `log_path`. Returns its exit status and its peak of resident bytes."""
     pid = os.fork()
     if pid == 0:
         status = 70
@@ -467,11 +467,11 @@ def in_child(work: Callable[[], int], log_path: Path, *, timeout_sec: int) -> tu
             os.dup2(log_fd, 2)
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(timeout_sec)  # the kernel's own end of a hang
+            signal.alarm(timeout_sec)  # the kernel ends a hang
             status = work()
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 70
-        except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
+        except BaseException:  # noqa: BLE001 - a fork must not continue as its parent
             sys.excepthook(*sys.exc_info())
         finally:
             sys.stdout.flush()
@@ -482,7 +482,7 @@ def in_child(work: Callable[[], int], log_path: Path, *, timeout_sec: int) -> tu
 
 
 def work(job_dir: Path, backend: str) -> int:
-    """`python -m honed.worker`, with a look inside."""
+    """Run `python -m honed.worker` with the recording callback."""
     import_libraries(backend)
     os.chdir(job_dir)
     look(job_dir / "seen.json")
@@ -491,7 +491,7 @@ def work(job_dir: Path, backend: str) -> int:
 
 
 def import_libraries(backend: str) -> None:
-    """In the backend's own order; one that cannot be imported says so again in the worker."""
+    """Import in the backend's own order; an import error is reported again by the worker."""
     from honed.worker.model import load
 
     try:
@@ -502,9 +502,9 @@ def import_libraries(backend: str) -> None:
 
 
 def serve(bench: Bench, backend: str, numbers: list[int]) -> int:
-    """Import once, then a fork for each job, or a fresh process where importing has touched the GPU."""
+    """Import once, then run each job in a fork, or in a new process if importing has touched the GPU."""
     assert not {"torch", "transformers"} & set(sys.modules), "a backend is imported into a clean process"
-    os.chdir(bench.dir)  # Unsloth leaves a cache where it is imported
+    os.chdir(bench.dir)  # Unsloth leaves a cache in the working directory
     import_libraries(backend)
     import torch
 
@@ -527,7 +527,7 @@ def _replace(command: list[str]) -> int:
 
 
 def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
-    """What became of a cell, from what its worker left."""
+    """Build the row of a cell from its worker's files."""
     layout = bench.layout.job(number)
     attempt = layout.attempt(1)
     planned = _read(layout.plan_path)
@@ -559,18 +559,18 @@ def row(bench: Bench, database: Database, number: int, cell: Cell) -> Row:
 
 
 def _peak(events: list[event.Event], *, on_cuda: bool) -> int | None:
-    """The most that the worker says it used: of the GPU's memory, or, on a CPU, of its own."""
+    """Return the reported peak memory: of the GPU, or, on a CPU, of the process."""
     key = "device_peak_bytes" if on_cuda else "resident_peak_bytes"
     return max((item.data[key] for item in events if item.kind == "memory" and key in item.data), default=None)
 
 
 def _mended(events: list[event.Event]) -> tuple[str, ...]:
-    """What the audits mended, each once."""
+    """Return the differences that the audits fixed, each once."""
     return tuple(dict.fromkeys(text for item in events if item.kind == "audit" for text in item.data["mended"]))
 
 
 def _has_output(output_dir: Path, cell: Cell, precision: dict[str, Any]) -> bool:
-    """Whether the exported weights are there, every tensor in the dtype that was trained."""
+    """Tell whether the exported weights exist, with every tensor in the trained dtype."""
     name = "adapter_model.safetensors" if cell.adapter == "lora" else "model*.safetensors"
     files = sorted(output_dir.glob(name))
     dtypes = {dtype for path in files for dtype in _stored(path)}
@@ -586,7 +586,7 @@ def _stored(path: Path) -> set[str]:
 
 
 def _speed(events: list[event.Event], result: dict[str, Any]) -> float | None:
-    """Trained tokens a second between the first step's end and the last's: the first one warms up."""
+    """Return trained tokens per second from the first step's end to the last's: the first one warms up."""
     times = [item.time for item in events if item.kind == "step"]
     tokens = (result.get("metrics") or {}).get("num_trained_tokens")
     if len(times) < 2 or not tokens or times[-1] == times[0]:
@@ -599,7 +599,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def run(bench: Bench, chosen: list[Cell], *, say: Callable[[str], None]) -> list[Row]:
-    """Every cell, in the order given."""
+    """Run every cell in the given order."""
     bench.layout.state_dir.mkdir(parents=True, exist_ok=True)
     (bench.dir / "models").mkdir(exist_ok=True)
     write_data(bench.dir / "facts.jsonl", tiny=bench.tiny)
@@ -625,12 +625,12 @@ def run(bench: Bench, chosen: list[Cell], *, say: Callable[[str], None]) -> list
         in_child(lambda b=backend, n=numbers: serve(bench, b, n), bench.dir / f"{backend}.log", timeout_sec=limit)
         for number in numbers:
             rows[number] = row(bench, database, number, numbered[number])
-            shutil.rmtree(bench.layout.job(number).dir / "output", ignore_errors=True)  # of gigabytes, on a GPU
+            shutil.rmtree(bench.layout.job(number).dir / "output", ignore_errors=True)  # gigabytes, on a GPU
     return [rows[number] for number in numbered]
 
 
 def _build(bench: Bench, model: str) -> tuple[str, str] | None:
-    """Make a base model in a process of its own; code and message where models of its kind are refused."""
+    """Build a base model in its own process; return code and message if models of its kind are rejected."""
     shape, directory = SHAPES[model], bench.model_dir(model)
     log_path = bench.dir / "build.log"
     if shape.has_vision:
@@ -659,7 +659,7 @@ def _trains_in(row: Row, dtype: str) -> bool:
     return found == [f"trained {dtype}"]
 
 
-#: What a CPU cannot show: for which cells, and how one that ran shows it.
+#: Facts that only a CUDA device can show: the cells they concern, and the check of a cell that ran.
 NEEDS_CUDA: dict[str, tuple[Callable[[Row], bool], Callable[[Row], bool]]] = {
     "fp16: the forward pass runs under float16 autocast (accelerate's native_amp)": (
         lambda row: bool(row.planned.get("fp16")),
@@ -701,7 +701,7 @@ NEEDS_CUDA: dict[str, tuple[Callable[[Row], bool], Callable[[Row], bool]]] = {
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The cells, in markdown."""
+    """Return the cells as a markdown table."""
     head = (
         "backend",
         "model",
@@ -738,13 +738,13 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _differences(row: Row) -> str:
-    """What is left, and what was mended before."""
+    """Describe the remaining differences, and count the fixed ones."""
     left = "; ".join(row.mismatches) or ("none" if row.seen else "")
     return left + (f" ({len(row.mended)} mended)" if row.mended else "")
 
 
 def reasons(rows: list[Row]) -> str:
-    """Why cells were refused or failed, and what was mended, each reason once."""
+    """List the reasons for rejections and failures, and the fixed differences, each once."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.outcome != FINISHED:
@@ -759,7 +759,7 @@ def reasons(rows: list[Row]) -> str:
 
 
 def proofs(rows: list[Row]) -> str:
-    """What only CUDA can show, and whether it was shown."""
+    """Return a table of the facts that only CUDA can show, and whether they were shown."""
     on_cuda = [row for row in rows if row.seen.get("device") == "cuda"]
     lines = ["| what only CUDA can show | shown |", "| --- | --- |"]
     for what, (is_meant, is_shown) in NEEDS_CUDA.items():
@@ -818,7 +818,7 @@ def main() -> int:
         print("gpu-matrix: there is no NVIDIA GPU here; --tiny runs the matrix in miniature", file=sys.stderr)
         return 1
     if here.kind == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = here.uuid or "0"  # a job of one GPU must see one
+        os.environ["CUDA_VISIBLE_DEVICES"] = here.uuid or "0"  # a job of one GPU must see only one
     chosen = [cell for cell in (first() if options.first else cells()) if re.search(options.only, cell.name)]
     if not chosen:
         print(f"gpu-matrix: no cell's name matches {options.only!r}", file=sys.stderr)

@@ -1,14 +1,14 @@
 """Install honed on a machine with systemd, upgrade it, or remove it again. Can be run again at any time.
 
     /opt/honed/<version>/     a Python environment, never changed once a worker may run from it
-    /opt/honed/current        → the one that new processes start from; /usr/local/bin/honed, honectl, honed-send
-                              and honed-web go through it
-    /opt/honed/files          what else was installed, a path a line, for the next install and for --uninstall
+    /opt/honed/current        → the environment of new processes; /usr/local/bin/honed, honectl, honed-send and
+                              honed-web go through it
+    /opt/honed/files          the list of other installed files, one path per line, for the next install and --uninstall
     /usr/lib/systemd/system/  units; beside them sysusers.d, tmpfiles.d, the catalog, and below /usr/share the polkit
                               rule, man pages and completions
     /etc/honed/honed.toml     the configuration, every key commented out; never overwritten
 
-`--user` does the same for one person, below their home, without root: no users, no polkit rule, jobs as children of
+`--user` does the same for one user, below their home, without root: no users, no polkit rule, jobs as children of
 honed.
 """
 
@@ -31,13 +31,13 @@ from typing import NoReturn
 CHECKOUT = Path(__file__).resolve().parent.parent
 #: Hidden from honed's units by ProtectHome=.
 HOMES = ("/home", "/root", "/run/user")
-#: What honed-view@ leaves.
+#: Left by honed-view@.
 VIEW_LOCK = Path("/run/honed-view.lock")
-#: A credential of honed-fetch@.service whose name says nothing of honed.
+#: A credential of honed-fetch@.service, whose name does not contain honed.
 HUB_TOKEN = Path("/etc/credstore/hf-token")
-#: From this systemd on `Type=notify-reload` is known.
+#: The first systemd version with `Type=notify-reload`.
 NOTIFY_RELOAD_SINCE = 253
-#: Written last into an environment: what it was made of. Without it the environment is half made.
+#: Written last into an environment: a hash of its inputs. Without it the environment is incomplete.
 STAMP = "honed-content"
 
 
@@ -48,7 +48,7 @@ def fail(message: str, hint: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Places:
-    """Where things go, as they are named on the installed machine."""
+    """Install locations, as paths on the installed machine."""
 
     versions_dir: Path
     bin_dir: Path
@@ -94,13 +94,13 @@ class Places:
 
 
 class Installer:
-    """One run: says each thing that it does, and with `--dry-run` only says it."""
+    """One run: prints each step; with `--dry-run` it only prints."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._places = Places.of_user() if options.user else Places.of_system()
         self._destdir = Path(options.destdir or "/").absolute()
-        self._is_live = not options.destdir  #: on this machine, not into a package
+        self._is_live = not options.destdir  #: installs on this machine, not into a package
         self._files: list[Path] = []
 
     # -- what is done -------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Installer:
 
     def uninstall(self) -> None:
         if self._is_live:
-            # honed first, or it would wonder where its jobs went; then each job writes its checkpoint.
+            # honed first, so that it does not react to its jobs ending; then each job writes its checkpoint.
             self._systemctl("disable", "--now", "honed.service", may_fail=True)
             self._systemctl("disable", "--now", "honed-web.socket", may_fail=True)
             self._systemctl("stop", "honed-web.service", may_fail=True)
@@ -178,19 +178,19 @@ class Installer:
         ]
 
     def _secrets(self) -> list[Path]:
-        """What the administrator has put where the units' credentials lie, under names that are honed's alone."""
+        """Return the administrator's credential files whose names belong to honed alone."""
         names = () if self._options.user else ("honed.metrics-token", "honed.wandb-key", "honed.web-token")
         return [HUB_TOKEN.with_name(name) for name in names]
 
     # -- the environment ----------------------------------------------------------------------------------------------
 
     def _environment(self) -> Path:
-        """Make the environment of this version unless it is there. Returns its directory, as on the machine."""
+        """Build the environment of this version unless it exists. Returns its path on the installed machine."""
         content = self._content()
         name = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
         version_dir = self._places.versions_dir / name
         if self._stamp(version_dir) not in {None, content}:
-            # The same version with other content: workers may run from the one that is there.
+            # The same version with other content: workers may run from the existing one.
             version_dir = version_dir.with_name(f"{name}+{content[:8]}")
         if self._stamp(version_dir) == content:
             self._say(f"{version_dir}: there already")
@@ -200,21 +200,21 @@ class Installer:
             return version_dir
         at = self._at(version_dir)
         if at.exists():
-            self._remove_tree(version_dir)  # half made, so nothing runs from it
+            self._remove_tree(version_dir)  # incomplete, so nothing runs from it
         if self._options.environment:
             self._borrow_environment(version_dir)
         else:
             self._build_environment(version_dir)
         self._point_scripts(version_dir)
         packages = next(at.glob("lib/python3.*/site-packages"))
-        # Tracebacks name the files where they will lie.
+        # Tracebacks must name the files' final paths.
         lies_at = ["-s", at, "-p", version_dir]
         subprocess.run([at / "bin/python", "-I", "-m", "compileall", "-q", *lies_at, packages / "honed"], check=True)
         (at / STAMP).write_text(content + "\n")
         return version_dir
 
     def _content(self) -> str:
-        """What an environment is made of, in one number."""
+        """Return a hash of everything that determines an environment's content."""
         digest = hashlib.sha256()
         paths = [*sorted(CHECKOUT.glob("daemon/honed/**/*.py")), CHECKOUT / "pyproject.toml"]
         for path in [*paths, CHECKOUT / "constraints.txt", CHECKOUT / "scripts/setup"]:
@@ -228,7 +228,7 @@ class Installer:
         return None
 
     def _borrow_environment(self, version_dir: Path) -> None:
-        """An environment with honed of its own, and third-party packages from one that is there."""
+        """Build an environment with its own copy of honed and the third-party packages of an existing one."""
         found = sorted(Path(self._options.environment).resolve().glob("lib/python3.*/site-packages"))
         if not found:
             fail(f"{self._options.environment}: no Python environment", "give the directory that `python -m venv` made")
@@ -249,14 +249,14 @@ class Installer:
             script.chmod(0o755)
 
     def _build_environment(self, version_dir: Path) -> None:
-        """An environment with everything in it, from the package index."""
+        """Build a complete environment from the package index."""
         at = self._at(version_dir)
         at.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHON": str(self._python(None))}
         subprocess.run([CHECKOUT / "scripts/setup", "--into", at], env=environment, check=True)
 
     def _point_scripts(self, version_dir: Path) -> None:
-        """Scripts name the environment where it will lie, and never `current`: a worker keeps its files."""
+        """Make scripts name the environment's final path, and never `current`: a running worker keeps its files."""
         at = self._at(version_dir)
         for path in [at / "pyvenv.cfg", *(at / "bin").iterdir()]:
             if path.is_file() and not path.is_symlink():
@@ -265,7 +265,7 @@ class Installer:
                     path.write_bytes(text.replace(str(at).encode(), str(version_dir).encode()))
 
     def _python(self, minor: str | None) -> Path:
-        """A Python that honed's users can run: not one in somebody's home. `minor`: as in python3.11."""
+        """Return a Python that honed's users can run, outside of homes. `minor`: as in python3.11."""
         wanted = [minor] if minor else ["python3.13", "python3.12", "python3.11"]
         candidates = (
             [Path(self._options.python)]
@@ -285,7 +285,7 @@ class Installer:
         )
 
     def _remove_old_versions(self, *, keep: Path) -> None:
-        """Environments that nothing runs from; a job goes on in the one in which it began."""
+        """Remove environments that nothing runs from; a job finishes in the one in which it started."""
         if not self._is_live:
             return
         for stamp in sorted(self._at(self._places.versions_dir).glob(f"*/{STAMP}")):
@@ -306,7 +306,7 @@ class Installer:
             self._write(target, text)
 
     def _list(self) -> Iterator[tuple[Path, Path]]:
-        """Each file of the checkout that is installed as it is, and where."""
+        """Yield each file of the checkout that is installed unchanged, with its destination."""
         places, units = self._places, CHECKOUT / "units"
         if self._options.user:
             for path in sorted((units / "user").iterdir()):
@@ -345,7 +345,7 @@ class Installer:
         self._make_dir(self._places.config_dir / "honed.toml.d")
 
     def _known_files(self) -> set[Path]:
-        """What the installs before this one put outside of the environments."""
+        """Return the files that earlier installs put outside of the environments."""
         with contextlib.suppress(FileNotFoundError):
             return {Path(line) for line in self._at(self._places.versions_dir / "files").read_text().splitlines()}
         return set()
@@ -369,14 +369,14 @@ class Installer:
         self._systemctl("daemon-reload")
         self._check_user_database()
         for job_id in _running_jobs():
-            # One that an older version started has no view yet, and its unit's last step now needs the user from it.
+            # A job started by an older version has no view yet, and its unit's last step now needs the user from it.
             self._systemctl("start", f"honed-view@{job_id}.service", may_fail=True)
         if not self._options.no_restart:
-            # Running jobs are units of their own: they go on, and the new honed takes them over.
+            # Running jobs are units of their own: they continue, and the new honed adopts them.
             self._systemctl("try-restart", "honed.service", "honed-send.service", "honed-web.service")
 
     def _check_user_database(self) -> None:
-        """Jobs run as users that systemd finds in /run/userdb."""
+        """Check that nsswitch.conf finds the users of jobs in /run/userdb."""
         lines = dict(line.split(":", 1) for line in _lines_of(Path("/etc/nsswitch.conf")) if ":" in line)
         missing = [name for name in ("passwd", "group") if "systemd" not in lines.get(name, "").split()]
         if missing:
@@ -389,7 +389,7 @@ class Installer:
         self._run("systemctl", *(["--user"] if self._options.user else []), *words, may_fail=may_fail)
 
     def _systemd_version(self) -> int:
-        """Of the machine that honed is installed on; of a package's, nothing is known but that it runs anywhere."""
+        """Return systemd's version on this machine; 0 if unknown, as for a package, which must work everywhere."""
         if self._options.destdir:
             return 0
         with contextlib.suppress(OSError):
@@ -412,7 +412,7 @@ class Installer:
     # -- single steps -------------------------------------------------------------------------------------------------
 
     def _at(self, path: Path) -> Path:
-        """Where a path of the installed machine is to be written now."""
+        """Return the path to write now for a path of the installed machine."""
         return self._destdir / path.relative_to("/")
 
     def _say(self, text: str) -> None:
@@ -436,7 +436,7 @@ class Installer:
             self._at(path).mkdir(parents=True, exist_ok=True)
 
     def _write(self, path: Path, text: str) -> None:
-        """Whole or not at all, and in silence where it is there already."""
+        """Write a file atomically; does nothing if it already has this content."""
         at = self._at(path)
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if at.read_text(encoding="utf-8") == text:
@@ -471,7 +471,7 @@ class Installer:
         if self._options.dry_run:
             return
         at.unlink()
-        # A directory of ours goes with its last file; others have files of others.
+        # One of our directories is removed with its last file; other directories have other packages' files.
         for directory in [parent for parent in path.parents if "honed" in str(parent)]:
             with contextlib.suppress(OSError):
                 self._at(directory).rmdir()
@@ -490,14 +490,14 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _running_jobs() -> list[int]:
-    """The numbers of the jobs whose units live."""
+    """Return the numbers of the jobs whose units are running."""
     words = ["systemctl", "list-units", "--plain", "--no-legend", "--state=active,activating", "honed-job@*.service"]
     told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
     return [int(number) for number in re.findall(r"^honed-job@(\d+)\.service", told, re.MULTILINE)]
 
 
 def _running_from(directory: Path) -> Iterator[int]:
-    """Processes whose command line names a directory: each of honed's begins with its environment's Python."""
+    """Yield the processes whose command line names a directory: honed's begin with their environment's Python."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if f"{directory}/".encode() in path.read_bytes():

@@ -1,10 +1,10 @@
-"""Random jobs with real training, and whatever can die does: see scripts/torture.
+"""Random jobs with real training, while every process is killed at random: see scripts/torture.
 
-Two instances run beside each other. In the quiet one each kind of job trains once, undisturbed. In the other the
-daemon, the shims and the workers are killed, at random moments and at chosen ones (in the middle of a checkpoint, of
-the export, after the result), the daemon meets failing system calls, and people drop, cancel, hold and release. When
-all kills are done it is left in peace until it has nothing more to do; then each dropped file must be exactly one job
-or one refusal, and each job that succeeded must have the losses, the predictions and the weights of the quiet one.
+Two instances run beside each other. In the quiet one each kind of job trains once, undisturbed. In the other, the
+daemon, the shims and the workers are killed, at random moments and at chosen ones (during a checkpoint, during the
+export, after the result), the daemon's system calls fail, and users drop, cancel, hold and release jobs. After the last
+kill it runs undisturbed until it is idle; then each dropped file must be exactly one job or one rejection, and each job
+that succeeded must have the same losses, predictions and weights as in the quiet one.
 """
 
 from __future__ import annotations
@@ -60,39 +60,39 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32"},
     "4bit": {"lora": LORA, "quantization": "4bit"},
 }
-#: What is killed, and how often, of a hundred: a long run is mostly of daemons, which are back in no time.
+#: Targets of the kills, in percent: mostly daemons, which restart quickly.
 TARGETS = {"daemon": 70, "worker": 20, "shim": 10}
-#: The same of a short one.
+#: The same for a short run.
 FEW_TARGETS = {"daemon": 70, "worker": 15, "shim": 15}
 MANY_KILLS = 200
-#: Moments in the life of an attempt at which something is killed; `any` is a random one.
+#: Moments of an attempt at which a process is killed; `any` is a random one.
 PHASES = ("any", "started", "step", "checkpoint", "export", "result")
 CALLS = ("rename", "fsync", "fdatasync", "openat", "write", "pwrite64", "mkdir", "unlink", "ftruncate")
 ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
-#: Of a hundred starts of the daemon, how many meet errors.
+#: Percentage of the daemon's starts with failing system calls.
 ERROR_SHARE = 20
-#: Jobs that wait to be trained, at most, while there are kills left.
+#: Maximum number of jobs waiting to be trained while kills remain.
 MAX_BACKLOG = 2
-#: Seconds that what was killed may take to be gone.
+#: Seconds within which a killed process must be gone.
 DEATH_SEC = 60.0
-#: Seconds within which the rest, undisturbed, has to come to its end.
+#: Seconds within which the undisturbed rest must finish.
 PEACE_SEC = 1800.0
 
 
 @dataclass
 class Dropped:
-    """A file in incoming/, and what must become of it."""
+    """A file in incoming/, and the expected result."""
 
     name: str
     is_good: bool
-    kind: str | None = None  #: of those that train: what it must be equal to
-    is_cancelled: bool = False  #: somebody asked for it, and was answered
+    kind: str | None = None  #: of a training job: the kind whose result it must equal
+    is_cancelled: bool = False  #: a cancel request was answered
     depends_on: str | None = None
 
 
 @dataclass
 class Tally:
-    """What was done."""
+    """Counters of the actions."""
 
     kills: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     verbs: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -130,10 +130,10 @@ class Instance:
         return self.process is not None and self.process.poll() is None
 
     def daemon_pid(self) -> int | None:
-        """The daemon's own, not that of strace before it."""
+        """Return the daemon's own pid, not that of strace in front of it."""
         if self.process is None or self.process.poll() is not None:
             return None
-        # strace's first children are its own, on which it tries what it can; the daemon's have its name at first.
+        # strace's first children test what it can do; the daemon's process is also named strace at first.
         is_traced = b"strace" in Path(f"/proc/{self.process.pid}/cmdline").read_bytes().split(b"\0")[0]
         for number in self._children(self.process.pid) if is_traced else [self.process.pid]:
             with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ class Instance:
         return next(iter(self.spool.jobs(State.RUNNING)), None)
 
     def record(self, job: Job) -> dict[str, Any]:
-        """Who the shim and the worker of a job are; empty where they are gone."""
+        """Return the pids of a job's shim and worker; empty if they are gone."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             attempt = self.layout.job(job.id).attempt(job.attempt.number)
             found = json.loads((attempt.dir / "lock").read_text())
@@ -169,7 +169,7 @@ class Instance:
         return {}
 
     def strays(self) -> list[str]:
-        """Processes that still have to do with this instance."""
+        """Return the processes that still belong to this instance."""
         found = []
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ class Torture:
         self.hit = Instance(directory / "hit")
         self.kinds = [f"{kind}-{number}" for number in range(num_seeds) for kind in KINDS]
         shares = TARGETS if num_kills >= MANY_KILLS else FEW_TARGETS
-        # So many of each, whatever happens; one for which nothing runs at the moment is kept for later.
+        # A fixed number of each; a target of which none is running is kept for later.
         self.targets = [name for name, share in shares.items() for _ in range(-(-num_kills * share // 100))]
         self.random.shuffle(self.targets)
         self.unfinished_file: tuple[float, Any, str] | None = None
@@ -223,7 +223,7 @@ class Torture:
         }
 
     def drop_something(self) -> None:
-        """A job, now and then one that trains, or a file that is none."""
+        """Drop a job file, sometimes one that trains, or an invalid file."""
         number = len(self.dropped) + 1
         waiting = [job for job in self.hit.jobs().values() if job.state in {State.QUEUED, State.RUNNING}]
         trained = [each for each in self.dropped if each.kind is not None]
@@ -257,7 +257,7 @@ class Torture:
         self.hit.drop(name, text)
 
     def begin_file(self, name: str, text: str) -> None:
-        """Write half of a file under its own name; the rest comes later."""
+        """Write half of a file under its own name; the rest follows later."""
         file = (self.hit.incoming_dir / name).open("w")
         file.write(text[: len(text) // 2])
         file.flush()
@@ -271,7 +271,7 @@ class Torture:
             self.unfinished_file = None
 
     def ask_something(self) -> None:
-        """What people do meanwhile. Those that are held and were never released are cancelled in the end."""
+        """Release, cancel or hold a random job, as users would. Jobs still held at the end are cancelled."""
         jobs = list(self.hit.jobs().values())
         held = [job for job in jobs if job.state is State.HELD]
         trained = [job for job in jobs if job.state in {State.QUEUED, State.RUNNING}]
@@ -283,7 +283,7 @@ class Torture:
             self.ask("hold", self.random.choice(trained))
 
     def ask(self, verb: str, job: Job) -> None:
-        with contextlib.suppress(HonedError):  # it was killed meanwhile, or the job is elsewhere by now
+        with contextlib.suppress(HonedError):  # honed was killed meanwhile, or the job has another state by now
             self.hit.client.ask(verb, id=str(job.id))
             self.tally.verbs[verb] += 1
             if verb == "cancel":
@@ -292,13 +292,13 @@ class Torture:
     # -- kills --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the daemon, now and then with system calls that will fail."""
+        """Start the daemon, sometimes with failing system calls."""
         self.tally.num_starts += 1
         if not self.has_strace or self.random.random() * 100 >= ERROR_SHARE:
             self.hit.start()
             return
         call, error = self.random.choice(CALLS), self.random.choice(ERRORS)
-        # Python's own start makes hundreds of calls of these kinds before honed is there; of the others few.
+        # Python's own start makes hundreds of these calls before honed runs; few of the others.
         first = self.random.randint(*{"openat": (330, 700), "write": (1, 20), "pwrite64": (1, 60)}.get(call, (1, 12)))
         last = first + self.random.choice([0, 0, 3, 20])
         self.count_errors()
@@ -340,7 +340,7 @@ class Torture:
                 return True
 
     def kill(self) -> None:
-        """Kill one of them, at the moment that is chosen or, where that does not come, a little later."""
+        """Kill one target at the chosen moment, or a little later if that moment does not come."""
         target = self.targets[0]
         phase = self.random.choice(PHASES) if target != "daemon" or self.random.random() < 0.1 else "any"
         patience = self.random.choice([0.1, 0.5, 1.0, 2.0]) * self.random.random() if phase == "any" else 20.0
@@ -360,7 +360,7 @@ class Torture:
         if pid is None:
             self.targets.append(self.targets.pop(0))
             return
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself: another of its kind, later
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself: kill another of its kind later
             os.kill(pid, signal.SIGKILL)
             self.tally.kills[target, phase] += 1
             self.targets.pop(0)
@@ -375,7 +375,7 @@ class Torture:
         return pid if isinstance(pid, int) else None
 
     def run(self) -> list[str]:
-        """Do it all; returns the promises that were broken."""
+        """Run everything; return the violated guarantees."""
         for kind in self.kinds:
             self.quiet.drop(f"{kind}.json", json.dumps(self.spec(kind, name=kind)))
         self.quiet.start("--drain")
@@ -395,7 +395,7 @@ class Torture:
         return self.make_peace()
 
     def make_peace(self) -> list[str]:
-        """Let it come to its end, undisturbed, and look at all of it."""
+        """Let the instance finish undisturbed, then check all of it."""
         self.end_file(now=True)
         if (pid := self.hit.daemon_pid()) is not None:
             os.kill(pid, signal.SIGKILL)
@@ -423,14 +423,14 @@ class Torture:
         return found + self.violations()
 
     def is_unsettled(self) -> bool:
-        """Whether a dropped file is neither a job nor refused yet."""
+        """Tell whether a dropped file is neither a job nor rejected yet."""
         rejected = {path.name for path in self.hit.spool.rejected_dir.iterdir()}
         known = {job.source for job in self.hit.jobs().values()} | rejected
         return any(each.name not in known for each in self.dropped)
 
     def is_over(self) -> bool:
         jobs = self.hit.jobs().values()
-        for job in [job for job in jobs if job.state is State.HELD]:  # behind one that was cancelled
+        for job in [job for job in jobs if job.state is State.HELD]:  # depends on a job that was cancelled
             self.ask("release", job)
         return all(job.state.is_final for job in jobs)
 
@@ -490,7 +490,7 @@ class Torture:
                 yield f"it started before {before.name} had ended"
 
     def product(self, instance: Instance, job: Job) -> tuple[Any, Any, str]:
-        """Every loss that was ever told, by step; the predictions; a hash of the weights."""
+        """Return every reported loss by step, the predictions, and a hash of the weights."""
         db = sqlite3.connect(f"file:{instance.layout.database_path}?mode=ro", uri=True)
         figures = "SELECT step, name, value FROM metrics WHERE job_id = ? AND name IN ('loss', 'eval_loss')"
         losses = sorted(set(db.execute(figures, (job.id,))))
@@ -503,7 +503,7 @@ class Torture:
         return losses, predictions, str(weights)
 
     def database_faults(self) -> list[str]:
-        """How honed.db differs from the one that is made anew."""
+        """Describe the differences between honed.db and a rebuilt one."""
         from crash.scene import dump
         from honed.daemon.rebuild import rebuild
         from honed.job.database import Database
@@ -520,7 +520,7 @@ class Torture:
         ]
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill all remaining processes."""
         for instance in (self.quiet, self.hit):
             if (job := instance.running()) is not None:
                 for pid in instance.record(job).values():

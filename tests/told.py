@@ -1,4 +1,4 @@
-"""What errors and warnings say to those who may read the job: with what they quote of its files."""
+"""Errors and warnings with the texts that they quote from a job's files, as users who may read the job see them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E = TypeVar("E", bound=HonedError)
 
 @contextmanager
 def refused(kind: type[E], words: str) -> Iterator[pytest.ExceptionInfo[E]]:
-    """As `pytest.raises(kind, match=words)`, of the sentence with its quotes."""
+    """Like `pytest.raises(kind, match=words)`, for the message with its quotes."""
     with pytest.raises(kind) as caught:
         yield caught
     assert re.search(words, caught.value.told), caught.value.told

@@ -1,4 +1,4 @@
-"""A real browser: headless Chromium, spoken to over a pipe in its own protocol, and what it sees on a page."""
+"""A real browser: headless Chromium, controlled over a pipe in its own protocol, and its view of a page."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SEEN = """
 }))()
 """
 
-#: Of all that is written, what stands out from its background by less than 4.5 to 1, and of all that is drawn, by less
-#: than 3 to 1 (WCAG 2.1, 1.4.3 and 1.4.11); and how many of each there are.
+#: Texts with a contrast to their background below 4.5 to 1, and drawn elements below 3 to 1 (WCAG 2.1, 1.4.3 and
+#: 1.4.11); and the numbers of texts and of drawn elements.
 _CONTRASTS = """
 (() => {
   const channels = (color) => color.match(/[\\d.]+/g).map(Number);
@@ -65,8 +65,8 @@ _CONTRASTS = """
   return {weak, written, drawn, page: getComputedStyle(document.body).backgroundColor};
 })()
 """
-#: What lies in part where paper does not show it: in a box that scrolls, or beyond the right edge; rows without height;
-#: and words that only the color of their background tells from others.
+#: Elements partly invisible on paper: in a box that scrolls, or beyond the right edge; rows without height; and words
+#: that only the color of their background distinguishes from others.
 _HIDDEN_IN_PRINT = """
 (() => {
   const all = [...document.body.querySelectorAll('*')].filter(one => !one.closest('svg') && one.checkVisibility());
@@ -92,7 +92,7 @@ class Browser:
     number: int = 0
     buffer: bytes = b""
     complaints: list[str] = field(default_factory=list)
-    expected: tuple[str, ...] = ("file:", "data:")  #: what a page may ask for
+    expected: tuple[str, ...] = ("file:", "data:")  #: prefixes of the addresses that a page may load
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         self.number += 1
@@ -125,7 +125,7 @@ class Browser:
         match message.get("method"), message.get("params"):
             case "Log.entryAdded", {"entry": entry}:
                 self.complaints.append(f"{entry['level']}: {entry['text']}")
-            case "Network.loadingFailed", {"canceled": True}:  # by the page's own end, as of a stream
+            case "Network.loadingFailed", {"canceled": True}:  # the page itself was left, for example during a stream
                 pass
             case "Runtime.consoleAPICalled" | "Runtime.exceptionThrown" | "Network.loadingFailed", said:
                 self.complaints.append(str(said))
@@ -135,11 +135,11 @@ class Browser:
                 pass
 
     def look(self, page: Path, *, width: int) -> dict[str, Any]:
-        """What there is to see of a page on a screen of that width, its complaints included."""
+        """Return what a screen of that width shows of the page in a file, with the browser's complaints."""
         return self.visit(page.as_uri(), width=width)
 
     def visit(self, address: str, *, width: int) -> dict[str, Any]:
-        """As look, of a page at an address."""
+        """Do the same as `look` for a page at an address."""
         self.complaints.clear()
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         self.ask("Page.navigate", url=address)
@@ -150,25 +150,25 @@ class Browser:
         return self.seen()
 
     def seen(self) -> dict[str, Any]:
-        """What there is to see now."""
+        """Return what the page shows now, with the browser's complaints."""
         return {**self.value(_SEEN), "complaints": list(self.complaints)}
 
     def emulate(self, *, scheme: str = "light", media: str = "screen") -> None:
-        """What the page is shown on from now on."""
+        """Set the color scheme and the medium (screen or print) for the page."""
         self.ask(
             "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
 
     def contrasts(self) -> dict[str, Any]:
-        """`weak`: what can hardly be read, of so much `written` and `drawn`; `page`: the color of its background."""
+        """Return the texts that can hardly be read (`weak`), counts (`written`, `drawn`) and background (`page`)."""
         return dict(self.value(_CONTRASTS))
 
     def hidden_in_print(self) -> list[str]:
-        """The beginnings of the elements that paper would not show as they are."""
+        """Return the beginnings of the elements that would look different on paper."""
         return list(self.value(_HIDDEN_IN_PRINT))
 
     def picture(self, path: Path, *, scheme: str = "light", media: str = "screen") -> None:
-        """The whole page, for a person to look at."""
+        """Return a picture of the whole page, for a person to look at."""
         self.emulate(scheme=scheme, media=media)
         made = self.ask("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         path.write_bytes(base64.b64decode(made["data"]))
@@ -182,7 +182,7 @@ def opened(profile: Path) -> Iterator[Browser]:
     assert CHROMIUM is not None
     to_read, to_write = os.pipe(), os.pipe()
 
-    def as_3_and_4() -> None:  # where --remote-debugging-pipe has them
+    def as_3_and_4() -> None:  # the descriptors that --remote-debugging-pipe uses
         ends = os.dup(to_write[0]), os.dup(to_read[1])
         os.dup2(ends[0], 3)
         os.dup2(ends[1], 4)

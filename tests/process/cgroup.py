@@ -1,4 +1,4 @@
-"""A memory cgroup of one's own, of the version that this machine has."""
+"""A memory cgroup of its own for a test, of the version that this machine has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import wait_for
 
 @contextlib.contextmanager
 def limited_to(num_bytes: int, name: str) -> Iterator[Path]:
-    """Its directory; who writes pids into `cgroup.procs` there shares that much memory. Skips where none can be had."""
+    """The cgroup's directory; the pids in its `cgroup.procs` share that much memory. Skips without memory cgroups."""
     base = Path("/sys/fs/cgroup")
     is_first = (base / "memory").is_dir()
     made = (base / "memory" if is_first else base) / f"honed-{name}-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The fixtures of these tests; what they are made of is in harness.py."""
+"""The fixtures of these tests; their parts are in harness.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fakehoned, which counts how often an entry of a job is opened, and writes that into `opened` when it ends."""
+"""fakehoned that counts how often it opens a job's entry, and writes the count to `opened` when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A metrics API that keeps what it gets, and misbehaves on demand."""
+"""A metrics API that keeps the rows it receives, and misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Request(Quiet):
             reply(self)
 
     def accept(self, status: int = 200, body: bytes = b'{"ok": true}', kind: str = "application/json") -> None:
-        """Keep the rows, and say so."""
+        """Keep the rows, and confirm it."""
         endpoint: Endpoint = self.server.owner  # type: ignore[attr-defined]
         with endpoint.lock:
             endpoint.num_times.update(row["idempotency_key"] for row in self.rows)
@@ -51,7 +51,7 @@ class Request(Quiet):
 
 
 class Endpoint(Listener):
-    """`replies` are those to the next requests, in turn; then `default`."""
+    """The metrics API. `replies` answer the next requests in turn; then `default` does."""
 
     request_class = Request
 
@@ -69,7 +69,7 @@ class Endpoint(Listener):
         return f"http://127.0.0.1:{self.port}/api/training/predictions"
 
     def named(self, kind: str) -> list[dict[str, Any]]:
-        """The rows that have this column."""
+        """Return the rows that have this column."""
         return [row for row in self.rows.values() if kind in row]
 
 
@@ -94,7 +94,7 @@ def cut_the_answer_short(request: Request) -> None:
 
 
 def keep_and_hang_up(request: Request) -> None:
-    """The rows are kept, and the sender never hears of it."""
+    """Keep the rows, but close the connection before the sender gets a response."""
     request.connection.shutdown(socket.SHUT_RDWR)
     request.accept()
 

@@ -1,6 +1,6 @@
-"""The real daemon with the fake worker, whose processes begin warm.
+"""The real daemon with the fake worker, whose processes start with their imports done.
 
-`HONED_TEST_GPUS` names a file that says what GPUs there are, and how full.
+`HONED_TEST_GPUS` names a file that lists the GPUs and how full they are.
 """
 
 from __future__ import annotations

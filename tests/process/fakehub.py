@@ -20,19 +20,19 @@ CHUNK_BYTES = 1024
 
 @dataclass
 class Repository:
-    """One model or data set and how it is given out; of data sets the key is `datasets/org/name`."""
+    """One model or data set, and how it is served; for data sets the key is `datasets/org/name`."""
 
     files: dict[str, bytes]
     commits: dict[str, str] = field(default_factory=lambda: {"main": "1" * 40})  #: revision → commit
     gated: bool = False
-    token: str | None = None  #: the one that it is given out for
+    token: str | None = None  #: needed to download it
     sizes: dict[str, int] = field(default_factory=dict)  #: what the listing claims instead
     drops: dict[str, list[int]] = field(default_factory=dict)  #: file → bytes after which a connection is cut, in turn
     delay_sec: float = 0.0  #: after each chunk of a file
     held_at: int | None = None  #: bytes of a large file after which the rest waits until this is None
     has_ranges: bool = True
     is_mirror: bool = False  #: the listing has no hashes
-    has_cdn: bool = False  #: large files are given out by another host, whose addresses are secret enough
+    has_cdn: bool = False  #: large files come from another host, at secret addresses without a token
 
 
 def is_large(name: str) -> bool:
@@ -40,19 +40,19 @@ def is_large(name: str) -> bool:
 
 
 def blob(name: str, data: bytes) -> str:
-    """What the hub calls a file: the SHA-256 of a large one, git's SHA-1 of a small one."""
+    """Return the hub's name for a file: the SHA-256 of a large one, git's SHA-1 of a small one."""
     if is_large(name):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def read(directory: Path) -> dict[str, bytes]:
-    """The files of a directory, as a repository has them."""
+    """Return the files of a directory, as a repository has them."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 class Hub:
-    """The server; stopped and started again it keeps its port."""
+    """The server; it keeps its port when it is stopped and started again."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -118,7 +118,7 @@ class Hub:
         if repository is None or not (is_let_in or repository.gated):
             _refuse(asked, 401, "RepoNotFound")  # as the hub does: private ones and missing ones look the same
             return None
-        if not is_let_in and not is_open:  # what a gated one is made of, everybody may know
+        if not is_let_in and not is_open:  # the file list of a gated repository is public
             _refuse(asked, 401 if not asked.headers.get("Authorization") else 403, "GatedRepo")
             return None
         commit = repository.commits.get(revision, revision if revision in repository.commits.values() else None)

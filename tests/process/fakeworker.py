@@ -44,7 +44,7 @@ from zoo import plain
 
 
 def be_hostile(events_path: Path, result_path: Path) -> int:
-    """Put one text that nobody should print as it is wherever a text can stand."""
+    """Put a text that must never be printed unescaped wherever a text can occur."""
     sys.path.insert(0, str(Path(__file__).parent))
     from hostile import ALL, FORMULAS, LONG
 
@@ -62,7 +62,7 @@ def be_hostile(events_path: Path, result_path: Path) -> int:
             {"event": "step", "step": text, "num_steps": text, "loss": text, "eta_sec": text, "epoch": text},
             {"event": "step", "step": 3, "num_steps": 9, "loss": 1.0, "eta_sec": 5.0, "epoch": 0.5},
             {"event": "evaluation", "step": 3, "metrics": {"eval_loss" + text: text, ALL: 1.0}},
-            {"event": "resumed", "step": ALL, "path": ALL},  # which forgets predictions: so it comes before them
+            {"event": "resumed", "step": ALL, "path": ALL},  # first, since it deletes predictions
             {"event": "predictions", "step": 3, "num_failed": text, "rows": rows, "scores": {ALL: 1.0}},
             {"event": "predictions", "step": 4, "num_failed": 0, "rows": formulas},
             {"event": "audit", **shown, "counts": [{"role": text, "dtype": ALL}], "mended": [ALL]},
@@ -134,7 +134,7 @@ def main() -> int:
             events.emit("step", step=step, num_steps=count, epoch=step / count, loss=1 / step, eta_sec=count - step)
             if step == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            with contextlib.suppress(OSError):  # where there is no room the one before it stays
+            with contextlib.suppress(OSError):  # on a full disk the previous one stays
                 durable.write(progress_path, str(step).encode())
             if asked:
                 time.sleep(save_sec)
@@ -262,7 +262,7 @@ def main() -> int:
                 time.sleep(1)
         case "plod":
             steps(15, pause=0.02)
-            for _ in range(20):  # the batches of one long step, of which there is nothing to tell
+            for _ in range(20):  # the batches of one long step, without events
                 time.sleep(0.3)
                 pulse.beat()
             result("succeeded", steps(16))

@@ -1,4 +1,4 @@
-"""A real daemon in a directory of its own, with a real child that misbehaves on demand."""
+"""A real daemon in a directory of its own, with a real child process that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zoo import plain
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
-#: Seconds after which a condition that should have come has not.
+#: Seconds after which a wait for a condition fails.
 DEADLINE_SEC = 120.0
 SOON = "[spool]\nsettle_sec = 0.1\n"
 
@@ -45,7 +45,7 @@ class Instance:
     """One honed and its directory."""
 
     command: tuple[str, ...] = (sys.executable, str(HERE / "fakehoned.py"))
-    #: Whether it, and what it starts, begin with their imports done. One in namespaces of its own never does.
+    #: True if the daemon and its children start with their imports done; never the case in namespaces of their own.
     is_warm = True
 
     def __init__(self, root: Path) -> None:
@@ -63,7 +63,7 @@ class Instance:
         self.configure("")
 
     def configure(self, text: str) -> None:
-        """Write honed.toml; without [spool] files are taken soon after they were dropped."""
+        """Write honed.toml; without [spool] in it, files are picked up soon after they were dropped."""
         self.layout.config_path.parent.mkdir(parents=True, exist_ok=True)
         self.layout.config_path.write_text(text if "[spool]" in text else f"{text}\n{SOON}")
 
@@ -97,7 +97,7 @@ class Instance:
             self.kill(signal.SIGTERM)
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill all processes of the instance that are left."""
         for job in list(self.spool.jobs(State.RUNNING)):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 record = json.loads((self.layout.job(job.id).attempt(job.attempt.number).dir / "lock").read_text())
@@ -116,7 +116,7 @@ class Instance:
         return Spool(self.layout, lock=False)
 
     def drop(self, file: str, /, **keys: Any) -> Path:
-        """Drop a job as `mv` does: written beside, renamed in."""
+        """Drop a job as `mv` does: written beside the spool, then renamed into it."""
         path = self.incoming_dir / f"{file}.json"
         temporary = self.incoming_dir / f".{file}.tmp"
         temporary.write_text(json.dumps(plain.spec(self.model, self.dataset, **keys)))
@@ -140,14 +140,14 @@ class Instance:
         return path.read_text().splitlines() if path.exists() else []
 
     def rejected(self) -> dict[str, str]:
-        """What was refused, and why."""
+        """Return the reason for each rejected file, by its name."""
         directory = self.layout.spool_dir / "rejected"
         return {path.name.removesuffix(".reason"): path.read_text() for path in directory.glob("*.reason")}
 
     def honectl(
         self, *arguments: str, check: bool = False, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run honectl to its end. `env`: in place of the tests' environment."""
+        """Run honectl to its end. `env` replaces the tests' environment."""
         command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(self.root), *arguments]
         return warm.run(command, env=env, timeout=DEADLINE_SEC, check=check)
 
@@ -156,12 +156,12 @@ class Instance:
         return shown
 
     def entries(self) -> list[tuple[str, str]]:
-        """(state, file) of every entry there is."""
+        """Return (state, file) of every entry."""
         return [(state.value, path.name) for state in State for path in (self.layout.spool_dir / state).glob("*.json")]
 
 
 def said_on_terminal(instance: Instance, columns: int, *arguments: str) -> str:
-    """All that honectl writes on a terminal of so many columns."""
+    """Return all that honectl writes on a terminal of so many columns."""
     controller, side = pty.openpty()
     command = [sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
@@ -185,7 +185,7 @@ def instance(tmp_path: Path) -> Iterator[Instance]:
 
 
 class RealInstance(Instance):
-    """The real daemon with the real worker, whose processes begin with their libraries imported."""
+    """The real daemon with the real worker, whose processes start with their libraries imported."""
 
     command = (sys.executable, str(HERE / "realhoned.py"))
 
@@ -195,7 +195,7 @@ class RealInstance(Instance):
 
 
 class ColdInstance(Instance):
-    """The same as an installation has it."""
+    """The real daemon with the real worker, started as an installation starts them."""
 
     command = (sys.executable, "-m", "honed.daemon.loop", "--root")
     is_warm = False

@@ -1,4 +1,4 @@
-"""Text that nobody should show as it is, and what must hold of all that is shown."""
+"""Text that must never be shown unescaped, and checks of all that is shown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from zoo.fuzz import check_shown
 
-#: One of each kind of trouble, each with a word by which its text is known.
+#: One text of each hostile kind, each with a word that identifies it.
 PAINT = "\x1b[31mRED\x1b[0m\x1b]0;TITLE\x07\x9b2J"
 TURN = "\u202eKCATTA\u202c\u2066\u2069\u200f"
 MARKUP = "[bold red]BOLD[/bold red][/]<script>alert('SCRIPT')</script>&lt;"
@@ -14,19 +14,19 @@ FORGED = "x\n<2>12:00:00 CRITICAL job 99 (FORGED): succeeded\n\rHONED_JOB=99\u20
 LONG = "LONG" * 100_000
 ALL = f"{PAINT} {TURN} {MARKUP} {FORGED} \0\ud800 %s %(x)s {{0}}"
 
-#: What a spreadsheet would run, or a program that takes other signs than a comma for the end of a cell.
+#: Cells that a spreadsheet would execute, also one that accepts separators other than a comma.
 FORMULAS = ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(1)", "\t=1", "\r=1", "\n=1", "\uff1d1+1", "a;=1+1;b", '"=1+1"')
 #: A job's name, which is printable and has no slash: for shells, SQL, HTML, Markdown, chats and formats.
 NAME = "hostile.$(touch PWNED)`touch PWNED`';DROP TABLE jobs;--<b>\"[a](b)@channel =1+1 %s {0} -x"
 
 
 def check_lines(text: str) -> None:
-    """No line of it is one that a job made up."""
+    """Check that no line of the text was forged by a job."""
     check_shown(text)
     assert not re.search(r"^(<\d>)?\d\d:\d\d:\d\d CRITICAL|^(<\d>)?HONED_JOB=|^x$", text, re.MULTILINE)
 
 
-#: What rich itself writes: colours, and of a display that is drawn anew the cursor and the line.
+#: The sequences that rich itself writes: colours, and the cursor and line control of a live display.
 _RICH = re.compile(r"\x1b\[(\d*(;\d+)*m|\?25[lh]|2K|1A)|\r(?=\x1b)")
 
 

@@ -1,4 +1,4 @@
-"""A honed whose real workers have a limit of memory, and what it looks like when a job went down the ladder for it."""
+"""A honed whose real workers have a memory limit, and the check of a job that went down the ladder because of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from honed.job.job import Job, State
 
 
 class LimitedInstance(Instance):
-    """Its workers are real, and have a limit."""
+    """A daemon whose real workers have a memory limit."""
 
     command = (sys.executable, str(HERE / "limitedhoned.py"))
 
@@ -28,7 +28,7 @@ class LimitedInstance(Instance):
 
 
 def check_stepped_down(instance: Instance, name: str, *texts: str) -> Job:
-    """The job has succeeded after these steps, each of them told of, and no attempt of its own was used up."""
+    """Check that the job succeeded after these steps, that each was logged, and that no failure was counted."""
     job = instance.job(name)
     assert job is not None
     assert job.state is State.SUCCEEDED, instance.log

@@ -1,4 +1,4 @@
-"""The real daemon, whose real workers have a limit on their memory: `limitedhoned.py ROOT --bytes N [--drain]`."""
+"""The real daemon, whose real workers have a memory limit: `limitedhoned.py ROOT --bytes N [--drain]`."""
 
 from __future__ import annotations
 

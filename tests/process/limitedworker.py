@@ -1,5 +1,5 @@
-"""The real worker, in a process that may grow by so many bytes once its libraries are there: `limitedworker.py BYTES`
-before the worker's own arguments. The limit is the kernel's, on the address space (RLIMIT_AS)."""
+"""The real worker, in a process that may grow by so many bytes after its libraries are imported: `limitedworker.py
+BYTES` before the worker's own arguments. The kernel limits the address space (RLIMIT_AS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A web server inside a test: on a port of its own, which it keeps while it is down, and of bad manners on demand."""
+"""A web server inside a test: on a port of its own, which it keeps while it is down, and misbehaving on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class Listener:
-    """Listens from the start, until `down`. A request finds it as `self.server.owner`."""
+    """A server that listens from the start, until `down`. A request finds it as `self.server.owner`."""
 
     request_class: ClassVar[type[BaseHTTPRequestHandler]]
 
@@ -34,14 +34,14 @@ class Listener:
 
 
 class Quiet(BaseHTTPRequestHandler):
-    """A request that is not told of on stderr."""
+    """A request that is not logged on stderr."""
 
     def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
+        """Log nothing on stderr."""
 
 
 def drip(request: Any) -> None:
-    """A byte now and then, for ever."""
+    """Send a byte now and then, forever."""
     with contextlib.suppress(OSError):
         request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
         for _ in range(600):

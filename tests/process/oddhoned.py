@@ -1,4 +1,4 @@
-"""fakehoned, to which each opening of a worker's result is a fault that nobody foresaw."""
+"""fakehoned in which each opening of a worker's result raises an unforeseen error."""
 
 from __future__ import annotations
 

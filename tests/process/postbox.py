@@ -1,4 +1,4 @@
-"""A mail server, with TLS and without, and a chat's webhook, that keep what they get, and misbehave on demand."""
+"""A mail server, with and without TLS, and a chat's webhook; both keep what they receive, and misbehave on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from listener import Listener, Quiet
 
 
 class _Talk(socketserver.StreamRequestHandler):
-    """One SMTP conversation, as far as honed goes: EHLO, STARTTLS, AUTH PLAIN, MAIL, RCPT, DATA, QUIT."""
+    """One SMTP conversation with the verbs that honed uses: EHLO, STARTTLS, AUTH PLAIN, MAIL, RCPT, DATA, QUIT."""
 
     def setup(self) -> None:
         self.office: PostOffice = self.server.office  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ class _Talk(socketserver.StreamRequestHandler):
                     office.keep(data)
                     if office.num_hang_ups:
                         office.num_hang_ups -= 1
-                        return  # kept, and the sender never hears of it
+                        return  # the mail is kept, but the sender gets no response
                     self._say("250 kept")
                 case "QUIT":
                     while office.drips_farewell:
@@ -80,7 +80,7 @@ class _Talk(socketserver.StreamRequestHandler):
                     self._say("250 ok")
 
     def _offers(self) -> list[str]:
-        """As real servers do, it takes passwords in private alone, where that is to be had."""
+        """Return the extensions offered: like real servers, no AUTH before STARTTLS where STARTTLS is available."""
         if self.office.security == "starttls" and not self.is_private:
             return ["STARTTLS"]
         return ["AUTH PLAIN"]
@@ -95,13 +95,13 @@ class _Server(socketserver.ThreadingTCPServer):
     block_on_close = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that does not trust us hangs up in the handshake."""
+        """Ignore a client that does not trust the certificate and hangs up in the handshake."""
         if not isinstance(sys.exception(), ssl.SSLError):
             super().handle_error(request, client_address)
 
 
 class PostOffice:
-    """Listens on a port of its own from the first `up` on. `security` is what it offers, as smtp_security names it."""
+    """A mail server on a port of its own from the first `up` on. `security` is its TLS mode, as in smtp_security."""
 
     def __init__(self, *, security: str = "none", tls: ssl.SSLContext | None = None) -> None:
         self.security = security
@@ -110,7 +110,7 @@ class PostOffice:
         self.num_times: Counter[str] = Counter()
         self.rcpt_answers: list[str] = []
         self.logins: list[str] = []
-        self.in_clear: list[str] = []  #: the verbs that anybody on the way could read
+        self.in_clear: list[str] = []  #: the verbs sent without encryption
         self.num_hang_ups = 0
         self.is_silent = False
         self.drips_farewell = False
@@ -158,7 +158,7 @@ class _Post(Quiet):
 
 
 class Webhook(Listener):
-    """What a chat server has; `replies` are those to the next requests, a status or a function."""
+    """A chat server's webhook; `replies` answer the next requests, each a status or a function."""
 
     request_class = _Post
 
@@ -176,7 +176,7 @@ class Webhook(Listener):
 
 
 def keep_and_hang_up(request: Any) -> None:
-    """What came is kept, and the sender never hears of it."""
+    """Keep the notice, but send the sender no response."""
     request.server.owner.num_times[str(request.headers["Idempotency-Key"])] += 1
 
 

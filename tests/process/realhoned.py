@@ -1,4 +1,4 @@
-"""The real daemon, whose real workers begin with their libraries imported: realhoned.py ROOT [--drain] [--verbose]."""
+"""The real daemon, whose real workers start with their libraries imported: realhoned.py ROOT [--drain] [--verbose]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many kinds of broken job files at once: each refused with its reason, none lost, and a good one after them done."""
+"""Many kinds of broken job files at once: each is rejected with a reason, none is lost, and a good one then runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import Instance, wait_for
 
 from honed.job.job import State
 
-#: name → (bytes, what the reason must say). `{model}` and `{data}` are filled in.
+#: name → (bytes, text that the reason must contain). `{model}` and `{data}` are filled in.
 BROKEN = {
     "typo.yaml": ("base_model: {model}\ndatasets: [{{path: {data}}}]\ntraining:\n  learning_rat: 1\n", "line 4: training.learning_rat"),
     "old_name.yaml": ("base_model: {model}\ndatasets: [{{path: {data}}}]\ntraining: {{warmup_ratio: 0.1}}\n", "warmup_steps"),

@@ -1,4 +1,4 @@
-"""Jobs that start from what others make: `job:NAME`, dropped in any order, through failures and restarts."""
+"""Jobs that start from other jobs' outputs: `job:NAME`, dropped in any order, through failures and restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zoo.model import build_checkpoint, write_facts
 
 
 class Chain:
-    """Stage 1, a merge, stage 2. The fake worker leaves what such jobs make."""
+    """Stage 1, a merge, stage 2. The fake worker leaves the outputs of such jobs."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -87,7 +87,7 @@ def test_what_a_failed_stage_was_to_make_holds_the_rest_until_it_is_made(chain: 
 def test_what_is_found_when_the_files_are_there_ends_the_job_with_its_code(chain: Chain) -> None:
     instance = chain.instance
     instance.start()
-    chain.drop("merge", "stage1", stage1="succeed-1.stage1")  # which leaves nothing at its place
+    chain.drop("merge", "stage1", stage1="succeed-1.stage1")  # leaves no file in output_dir
     failed = instance.wait_state("make.merge", State.FAILED)
     assert failed.error is not None
     assert (failed.error["code"], failed.attempts) == ("model_invalid", ())

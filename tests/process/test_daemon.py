@@ -1,4 +1,4 @@
-"""The daemon itself: starts, stops, dies, and what honectl asks of it."""
+"""The daemon itself: it starts, stops, dies, and answers honectl."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_asking_where_no_honed_runs_says_so(instance: Instance) -> None:
 
 
 def num_wakeups(instance: Instance) -> int:
-    """How often the daemon's threads have waited; CPU time, on a busy machine, grows by itself."""
+    """Return how often the daemon's threads have waited; CPU time grows by itself on a busy machine."""
     assert instance.process is not None
     statuses = [path.read_text() for path in Path(f"/proc/{instance.process.pid}/task").glob("*/status")]
     return sum(int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in statuses)

@@ -1,4 +1,4 @@
-"""The real daemon, the real worker and the real Unsloth, which turns out not to be able."""
+"""The real daemon, the real worker and the real Unsloth, which cannot train the model here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT: dict[str, Any] = {
     "lora": {"r": 4},
     "predictions": {"sample_frequency": "off"},
 }
-#: Every Python process of the instance says at its end what it has imported.
+#: Makes every Python process of the instance record its imported modules at its end.
 SITECUSTOMIZE = """
 import atexit, json, os, sys
 def tell():
@@ -38,7 +38,7 @@ atexit.register(tell)
 
 
 class WatchedInstance(ColdInstance):
-    """With packages of its own before all others, and a word on what was imported."""
+    """A daemon with packages of its own before all others, which records the modules that each worker imported."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -50,7 +50,7 @@ class WatchedInstance(ColdInstance):
         self.environment["PYTHONPATH"] = os.pathsep.join(path)
 
     def hold(self, name: str, model: Path, **keys: Any) -> Job:
-        """Drop a job to be held, and wait for its plan."""
+        """Drop a job that is held, and wait for its plan."""
         self.drop(f"{name}.hold", base_model=str(model), **SHORT, **keys)
         return self.wait_state(name, State.HELD)
 
@@ -58,7 +58,7 @@ class WatchedInstance(ColdInstance):
         return dict(json.loads(self.layout.job(job.id).plan_path.read_bytes()))
 
     def forget(self, job: Job) -> None:
-        """Have the plan say what it would if nobody had known better: unsloth."""
+        """Set the plan's backend to unsloth, as if it were not known that Unsloth cannot train the model."""
         plan = self.plan(job)
         plan["backend"] = {"name": "unsloth", "reasons": []}
         self.layout.job(job.id).plan_path.write_text(json.dumps(plan))
@@ -75,7 +75,7 @@ class WatchedInstance(ColdInstance):
         wait_for(lambda: self.show(str(job.id))["state"] in {"succeeded", "failed"}, what=job.name, deadline_sec=600)
 
     def starts_with_modules(self, job: Job) -> list[tuple[str, set[str]]]:
-        """The backend of each of the job's processes, and what was imported in it in the end."""
+        """Return the backend of each of the job's processes, and the modules imported in it at its end."""
         path = self.layout.job(job.id).attempt(1).events_path
         started = [item.data for item in event.read(path, 0).events if item.kind == "started"]
         return [
@@ -93,7 +93,7 @@ def real(tmp_path: Path) -> Iterator[WatchedInstance]:
 
 
 def check_fell_back(real: WatchedInstance, job: Job, reason: str) -> None:
-    """One attempt of two processes, of which the second never saw Unsloth; no failure is counted."""
+    """Check for one attempt of two processes, the second without Unsloth, and for no counted failure."""
     shown = real.show(job.name)
     assert shown["state"] == "succeeded", f"{shown['error']}\n{real.log}"
     [attempt] = shown["attempts"]

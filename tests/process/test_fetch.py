@@ -60,7 +60,7 @@ def start(root: Path, hub: Hub, *arguments: str, **environment: str) -> subproce
 
 
 def fetch(root: Path, hub: Hub, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the last line, and stderr."""
+    """Return the exit status, the last line, and stderr."""
     process = start(root, hub, *(arguments or (REPO,)), **environment)
     out, err = process.communicate(timeout=DEADLINE_SEC)
     return process.returncode, json.loads(out.splitlines()[-1]), err

@@ -24,7 +24,7 @@ from zoo import plain
 
 REPO = "org/tiny"
 COMMIT = "1" * 40
-#: Bytes of the 10 KiB of weights that the hub gives until it is released.
+#: Bytes of the 10 KiB of weights that the hub sends until it is released.
 HELD_AT = 3072
 
 
@@ -36,7 +36,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def fetching(instance: Instance, hub: Hub) -> Iterator[Instance]:
-    """An instance that may fetch."""
+    """An instance that is allowed to fetch."""
     hub.repositories[REPO] = Repository(files=fakehub.read(instance.model))
     instance.configure("[policy]\nhub = true\n")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
@@ -52,7 +52,7 @@ def arrivals(instance: Instance) -> list[dict[str, Any]]:
 
 
 def others_view(instance: Instance) -> list[dict[str, Any]]:
-    """What waits, as another user of the machine is told of it."""
+    """Return the rows of the waiting arrivals as another user of the machine sees them."""
     stranger = query.Asker(os.getuid() + 1, is_administrator=False, reads_all=False)
     return [answer.arrival_row(each, stranger) for each in arrivals(instance)]
 
@@ -62,7 +62,7 @@ def fetch_pid(instance: Instance, number: int) -> int:
 
 
 def wait_for_bytes(instance: Instance) -> None:
-    """Wait until the hub has given as much of the weights as it gives."""
+    """Wait until the hub has sent all the bytes of the weights that it sends before it holds the rest."""
     blobs_dir = snapshot.repository_dir(instance.layout.cache_dir, REPO) / "blobs"
 
     def is_there() -> bool:
@@ -206,7 +206,7 @@ def test_a_model_that_is_whole_and_wrong_is_refused_and_not_fetched_again(fetchi
 
 
 def test_a_job_that_names_one_whose_model_is_fetched_waits_for_it(fetching: Instance, hub: Hub) -> None:
-    hub.repositories[REPO].delay_sec = 0.6  # longer than the patience with jobs that are not there
+    hub.repositories[REPO].delay_sec = 0.6  # longer than honed waits for jobs that do not exist
     fetching.drop("third", name="succeed-1.third", depends_on=["succeed-1.second"])
     fetching.drop("second", name="succeed-1.second", depends_on=["succeed-1.first"])
     fetching.drop("first", name="succeed-1.first", base_model=REPO)
@@ -221,7 +221,7 @@ def test_a_job_keeps_the_commit_that_its_branch_had_when_it_was_accepted(fetchin
     fetching.drop("make.first")
     fetching.drop("succeed-1", base_model=REPO, adapter="job:make.first", lora=None)
     fetching.wait_state("succeed-1", State.QUEUED)
-    # The branch moves on, at the hub and in the cache, and what it was is cleaned away.
+    # The branch moves on, at the hub and in the cache, and the old commit is removed.
     hub.repositories[REPO].commits = {"main": "2" * 40, "old": COMMIT}
     repository_dir = snapshot.repository_dir(fetching.layout.cache_dir, REPO)
     (repository_dir / "snapshots" / COMMIT).rename(repository_dir / "snapshots" / ("2" * 40))

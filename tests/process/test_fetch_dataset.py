@@ -22,7 +22,7 @@ from honed.run import snapshot
 from honed.run.snapshot import DATASET
 
 COMMIT = "1" * 40
-#: Bytes of a .parquet file that the hub gives until it is released.
+#: Bytes of a .parquet file that the hub sends until it is released.
 HELD_AT = 1024
 
 
@@ -63,7 +63,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def fetching(instance: Instance, hub: Hub) -> Instance:
-    """An instance that may fetch."""
+    """An instance that is allowed to fetch."""
     instance.configure("[policy]\nhub = true\n")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     instance.environment = {**inherited, "HF_ENDPOINT": hub.url}

@@ -1,5 +1,5 @@
-"""What a job file, its data and its worker say is data wherever it is printed: in no terminal an escape sequence or
-markup, in no log a line of ours, on no page a script."""
+"""Texts of a job file, its data and its worker stay data wherever they are printed: no escape sequence or markup on a
+terminal, no forged line in a log, no script on a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from honed.job.job import State
 from honed.run.outcome import SUCCEEDED
 from zoo.fuzz import check_shown
 
-#: Where a text of a job file may stand: a spec with the text in each string that there is.
+#: A spec with the text in every string that a job file can contain.
 PLACES = {
     "name": lambda text: {"name": text},
     "base_model": lambda text: {"base_model": f"/nowhere/{text}"},
@@ -49,7 +49,7 @@ PLACES = {
     "an unknown key inside": lambda text: {"training": {text: text}},
     "a secret": lambda text: {"training": {"hub_token": text}},
 }
-#: In most places a control character alone is a reason to refuse, so the others come without.
+#: In most places a control character alone causes a rejection, so the other specs contain none.
 TEXTS = {"printable": f"{TURN} {MARKUP} %s %(x)s {{0}}", "forged": FORGED, "long": LONG[:50_000]}
 
 
@@ -110,7 +110,7 @@ def test_whatever_stands_in_a_job_file_is_text_in_its_refusal_and_its_check(inst
 
 @pytest.fixture
 def status_lines(instance: Instance) -> Iterator[list[str]]:
-    """What the daemon tells systemd of itself; whole after it has ended."""
+    """The status lines that the daemon sends to systemd; complete once it has ended."""
     lines: list[str] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         path = instance.root / "notify"

@@ -1,8 +1,8 @@
-"""One hostile job, its name, its rows, its worker's words and its refusal, through all that is made of it: hostile text
-stays text for whoever reads it, a terminal, a browser, a shell, a spreadsheet, a database, a chat or a mail program.
+"""One hostile job (its name, its rows, its worker's texts and its rejection) through all outputs: hostile text stays
+text for every reader, be it a terminal, a browser, a shell, a spreadsheet, a database, a chat or a mail program.
 
-What honed says to systemd and to its log, and job files that are refused, are in test_hostile_jobs.py; the journal's
-protocol in unit/test_journal.py, the model card in unit/test_card.py, a worker's own lines in test_shim.py.
+honed's texts for systemd and its log, and rejected job files, are in test_hostile_jobs.py; the journal's protocol is in
+unit/system/test_journal.py, the model card in unit/worker/test_card.py, a worker's own lines in test_shim.py.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CHECKOUT = Path(__file__).parents[2]
 FILE = "a;$(touch PWNED) \"'<b>.json"
 #: Its job's number: the refused file came first.
 JOB = 2
-#: Elements with which a page could do more than show.
+#: Elements with which a page could do more than show text.
 ACTIVE = {"script", "img", "iframe", "object", "form", "base", "link"}
 
 
 @dataclass(frozen=True)
 class Told:
-    """What was made of the job, and who was told."""
+    """The instance of the hostile job, and the two receivers that were notified of its end."""
 
     instance: Instance
     hook: Webhook
@@ -54,7 +54,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    """The job has failed, its receivers know, and honed is down."""
+    """An instance whose job has failed and notified its receivers; honed is down."""
     instance = Instance(tmp_path_factory.mktemp("hostile"))
     with postbox.open_both() as (hook, office):
         allow(instance, hook, office)
@@ -110,7 +110,7 @@ def test_no_cell_of_the_csv_is_a_formula_and_the_json_lines_are_exact(told: Told
             cell = rows[str(number)][key]
             assert cell in {formula, f"'{formula}"}
             assert not re.match(r"[=+\-@\s＝＋－＠]", cell)
-            assert f'"{cell.replace(chr(34), 2 * chr(34))}"' in text  # quoted: no other sign ends it
+            assert f'"{cell.replace(chr(34), 2 * chr(34))}"' in text  # quoted: no other character ends the cell
 
 
 def test_what_a_job_says_is_a_value_in_the_views(told: Told) -> None:

@@ -1,4 +1,4 @@
-"""Keeping house: what prune and retention remove, what they never touch, and that no crash in between matters."""
+"""Housekeeping: what prune and retention remove, what they never touch, and that no crash in between matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory is a plan: a job that cannot fit goes down the ladder until it does, and learns what it would have."""
+"""A job that runs out of memory goes down the ladder until it fits, and learns what it would have learned."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from honed.job.job import State
 from zoo.model import build_checkpoint
 from zoo.vision import build_vision_checkpoint
 
-#: Tokens of a row and of the vocabulary: the logits of a row and what the loss makes of them are nearly all there is.
+#: Tokens of a row and of the vocabulary: a row's logits and the loss's copies of them use nearly all the memory.
 LENGTH, VOCABULARY = 512, 65_536
-#: Bytes by which a worker may grow. It was seen to by 3.5 GiB with batches of 8, by 2.0 with 4, by 1.2 with 2.
+#: Bytes by which a worker may grow. Measured: 3.5 GiB with batches of 8, 2.0 with 4, 1.2 with 2.
 LIMIT_BYTES = int(1.55 * 2**30)
-#: Bytes that honed and all that it starts may have resident. A worker with batches of 7 wants more, and one with single
-#: rows was seen to have 1.1 GiB.
+#: Resident bytes allowed for honed and its children. A worker with batches of 7 needs more; one with single rows was
+#: measured at 1.1 GiB.
 CGROUP_BYTES = 2 << 30
-#: Pixels of a picture at first, and bytes by which a worker may grow that sees it: it was seen to have 2.8 GiB in all,
-#: and 1.7 with half of the pixels, which are half of the tokens; 0.6 is there before it sees any.
+#: Pixels of a picture at first, and bytes by which a worker that reads it may grow. Measured: 2.8 GiB in all, 1.7 with
+#: half of the pixels, which are half of the tokens, and 0.6 before it reads any.
 MAX_PIXELS, SEEING_LIMIT_BYTES = 1 << 20, int(1.75 * 2**30)
 
 
@@ -39,7 +39,7 @@ def write_long_rows(path: Path, num_rows: int = 8) -> Path:
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hardly any weights, and a large vocabulary."""
+    """A model with hardly any weights and a large vocabulary."""
     from transformers import AutoModelForCausalLM
 
     place = tmp_path_factory.mktemp("large") / "model"
@@ -52,7 +52,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hardly any weights, a large vocabulary, and eyes that take in large pictures."""
+    """A vision model with hardly any weights, a large vocabulary, and an encoder that accepts large pictures."""
     from transformers import AutoModelForImageTextToText
 
     place = tmp_path_factory.mktemp("seeing") / "model"
@@ -67,7 +67,7 @@ def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_picture(path: Path) -> Path:
-    """A row with a picture of as many pixels as are allowed."""
+    """Write rows with a picture of the maximum number of pixels."""
     size = math.isqrt(MAX_PIXELS)
     Image.new("RGB", (size, size), "blue").save(path.with_suffix(".png"))
     parts = [{"type": "image", "image": f"{path.stem}.png"}, {"type": "text", "text": "Which color?"}]
@@ -104,7 +104,7 @@ def test_a_job_that_cannot_fit_at_first_fits_after_two_steps_down(
 def test_a_worker_that_the_kernel_kills_for_want_of_memory_goes_down_the_ladder_and_honed_lives_on(
     cold: ColdInstance, large_model: Path, tmp_path: Path
 ) -> None:
-    """honed, too, is in the cgroup that has no memory left; the kernel takes the largest, which is the worker."""
+    """honed is in the same cgroup that is out of memory; the kernel kills the largest process, which is the worker."""
     cold.model, cold.dataset = large_model, write_long_rows(tmp_path / "long.jsonl")
     cold.configure("[device]\ngpus = []\n")
     cold.drop("long", **{**KEYS, "training": {**KEYS["training"], "per_device_train_batch_size": 7}})

@@ -1,4 +1,4 @@
-"""Memory that runs out in predictions or in an evaluation makes these smaller, and nothing else."""
+"""Running out of memory in predictions or in an evaluation makes their batches smaller, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from limited import LimitedInstance, check_stepped_down
 from honed.job import event
 from zoo.model import build_checkpoint
 
-#: Words of a prompt, each a token. Every head keeps what each token is to each other: that is nearly all there is.
+#: Words of a prompt, each a token. The attention scores of all heads use nearly all the memory.
 LENGTH, NUM_HEADS = 1200, 16
-#: Bytes by which a worker may grow. It was seen to by 1.2 GiB with five rows at a time, by 0.7 with two, and by less
-#: in a step of training.
+#: Bytes by which a worker may grow. Measured: 1.2 GiB with five rows at a time, 0.7 with two, and less in a training
+#: step.
 LIMIT_BYTES = int(0.88 * 2**30)
 
 

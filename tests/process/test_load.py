@@ -1,4 +1,4 @@
-"""Many jobs at once: what they cost does not grow with their number, and none is lost."""
+"""Many jobs at once: the cost of each operation does not grow with their number, and no job is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from honed.job.spool import Spool
 
 
 def fill(instance: Instance, num_jobs: int, state: State = State.QUEUED) -> None:
-    """Entries as if so many jobs had been accepted; jobs are not started."""
+    """Write entries as if so many jobs had been accepted; the spool is paused, so no job starts."""
     Spool(instance.layout, lock=False)
     for number in range(1, num_jobs + 1):
         job = Job(number, f"job-{number}", 1e9, f"job-{number}.json", os.getuid(), f"/nowhere/{number}")
@@ -35,7 +35,7 @@ def honectl(instance: Instance, *arguments: str) -> str:
 
 
 def num_opened(instance: Instance, num_jobs: int) -> int:
-    """Entries opened from start to stop, with arrivals and questions in between."""
+    """Return how many entries are opened from start to stop, with arrivals and requests in between."""
     instance.command = (sys.executable, str(HERE / "countedhoned.py"))
     fill(instance, num_jobs)
     instance.start()
@@ -68,7 +68,7 @@ def test_a_flood_of_arrivals_becomes_one_job_each_beside_one_that_trains(instanc
     wait_for(lambda: len(instance.spool.all_jobs()) == 25 and instance.rejected(), what="accepted", deadline_sec=300)
     assert sorted(job.name for job in instance.spool.all_jobs().values()) == sorted(["slow-600", *names])
     assert set(instance.rejected()) == {"bad.json"}
-    claimed_dir = instance.layout.spool_dir / "claimed"  # its files go after the entries have come
+    claimed_dir = instance.layout.spool_dir / "claimed"  # its files are removed after the entries exist
     wait_for(lambda: not list(claimed_dir.iterdir()), what="nothing claimed")
     row = instance.client.ask("list", names=["slow-600"])[0]
     assert row["progress"]["step"], "the running job's events are followed meanwhile"

@@ -1,4 +1,4 @@
-"""A mail server is talked to in private, or not at all: STARTTLS and TLS, with certificates made by openssl."""
+"""honed uses a mail server over TLS or not at all: STARTTLS and TLS, with certificates made by openssl."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from honed.send.notification import Notice
 from honed.spec.config import NotifyConfig
 
 SECURITIES = ("starttls", "tls")
-#: What anybody on the way may read before the connection is private.
+#: The verbs that may be sent before the connection is encrypted.
 PRELUDE = {"starttls": ["EHLO", "STARTTLS"], "tls": []}
 
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate authority of one's own, as a lab has, and a certificate of its for `localhost`."""
+    """A private certificate authority, as a lab has, and its certificate for `localhost`."""
 
     ca: Path
     certificate: Path
@@ -139,7 +139,7 @@ def test_nothing_is_sent_in_the_clear_where_a_server_or_somebody_on_the_way_offe
 
 @contextlib.contextmanager
 def dripping() -> Iterator[int]:
-    """The port of a server whose greeting has a byte more every 50 ms, and never ends."""
+    """The port of a server whose greeting grows by a byte every 50 ms, and never ends."""
     is_over = threading.Event()
 
     def answer(connection: socket.socket) -> None:

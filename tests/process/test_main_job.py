@@ -1,4 +1,4 @@
-"""The main job, with nothing left out: real files dropped in the spool become trained adapters."""
+"""The main use case with nothing left out: real files dropped into the spool become trained adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAINING = {
     "gradient_checkpointing": False,
 }
 LORA = {"r": 4, "target_modules": "all-linear"}
-#: Family, template, format, how it is trained: between them each family, each format, each way.
+#: Family, template, format and way of training: together they cover every family, format and way.
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {"family": "llama", "format": "messages", "lora": LORA},
     "full": {"family": "qwen2", "format": "prompt_completion"},

@@ -1,6 +1,6 @@
-"""A spool on a file system that tells nothing of what others write there, as NFS: the rescan finds it.
+"""A spool on a file system that sends no events for changes by other hosts, like NFS: the rescan finds files.
 
-honed lies on an overlay, in a mount namespace of its own, and files are written behind its back into the layer below.
+honed runs on an overlay, in a mount namespace of its own; the tests write files directly into the layer below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOUNT = "mount --make-rprivate / && mount -t overlay overlay -o lowerdir=$1,uppe
 
 
 class RemoteInstance(Instance):
-    """`root` is the layer below: what the tests write and see there, and honed has as its own."""
+    """An instance whose `root` is the overlay's upper layer: the tests write and read there, behind honed's back."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "upper")
@@ -38,12 +38,12 @@ class RemoteInstance(Instance):
         self.command = self.inside(f"exec {sys.executable} {HERE / 'fakehoned.py'} $4")
 
     def inside(self, then: str) -> tuple[str, ...]:
-        """A command with the overlay mounted."""
+        """Return a command that runs with the overlay mounted."""
         return ("unshare", "--mount", "sh", "-c", f"{MOUNT} && {then}", "sh", *map(str, self.places))
 
     @property
     def seen_by_honed(self) -> Layout:
-        """The instance through honed's own eyes."""
+        """The instance's layout as honed sees it."""
         assert self.process is not None
         return Layout(Path(f"/proc/{self.process.pid}/root{self.places[-1]}"))
 
@@ -62,7 +62,7 @@ class Spy(Handler):
     """An inotify watch on incoming/ as honed sees it, beside honed's own."""
 
     def __init__(self, remote: RemoteInstance) -> None:
-        self.arrivals: set[str] = set()  #: files of which anything was told that could have made honed look
+        self.arrivals: set[str] = set()  #: files with an event that could have made honed look
         self._observer = Observer()
         self._observer.schedule(self, str(remote.seen_by_honed.spool_dir / "incoming"))
         self._observer.start()
@@ -91,7 +91,7 @@ def spy(remote: RemoteInstance) -> Iterator[Spy]:
 
 def test_a_file_of_which_no_event_tells_is_found_by_the_rescan(remote: RemoteInstance, spy: Spy) -> None:
     text = json.dumps(plain.spec(remote.model, remote.dataset))
-    remote.drop("succeed")  # renamed in, of which honed hears nothing either
+    remote.drop("succeed")  # renamed into the spool, which sends no event either
     (remote.incoming_dir / "succeed-2.json").write_text(text)
     for name in ("succeed", "succeed-2"):
         remote.wait_state(name, State.SUCCEEDED)

@@ -1,5 +1,5 @@
-"""Who wants to know is told of a job's end: from the entry's move through honed-send to a real webhook and a real mail
-server, whatever is down, slow or killed meanwhile."""
+"""Notices of a job's end: from the entry's move through honed-send to a real webhook and a real mail server, whatever
+is down, slow or killed meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def allow(instance: Instance, hook: Webhook, office: PostOffice, *more: str) -> 
 
 @pytest.fixture
 def allowed(instance: Instance, receivers: tuple[Webhook, PostOffice]) -> tuple[Webhook, PostOffice]:
-    """Receivers that the administrator lets jobs name."""
+    """The receivers that the administrator allows jobs to name."""
     allow(instance, *receivers)
     return receivers
 
@@ -189,7 +189,7 @@ def test_kills_of_honed_lose_no_end_and_tell_none_under_two_keys(
 def test_an_end_that_was_marked_and_never_told_is_told_at_the_next_start(
     instance: Instance, allowed: tuple[Webhook, PostOffice]
 ) -> None:
-    """As a kill leaves it between the mark and the move, and between the move and the notice."""
+    """A kill can leave this state between the mark and the move, and between the move and the notice."""
     hook, _office = allowed
     for number in (1, 2):
         instance.drop(f"{number}.hold", name=f"succeed.{number}", notify={"webhook": hook.url})
@@ -241,7 +241,7 @@ def test_notices_wait_in_the_order_in_which_they_were_made_whatever_the_clock_sa
 def test_the_administrator_is_told_when_honed_cannot_work_and_when_it_can_again(
     instance: Instance, receivers: tuple[Webhook, PostOffice]
 ) -> None:
-    """Though the disk that is full takes no notice at first."""
+    """Both notices arrive although the first one could not be written to the full disk at once."""
     hook, _ = receivers
     instance.configure(f'[notify]\nadmin_webhook = "{hook.url}"\nretry_delay_sec = 0.05\n')
     spool = Spool(instance.layout)

@@ -1,4 +1,4 @@
-"""A model that knew its answers and is made worse: what a guard makes of it, and what is said without one."""
+"""A model that knew its answers and gets worse: a guard's verdict, and the warning without a guard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.model import build_checkpoint, write_facts
 
 
 def first_line(page: Page) -> str:
-    """What is read first below the job's name."""
+    """Return the text below the job's name."""
     return page.shown.split("honed ")[0]
 
 
@@ -47,7 +47,7 @@ def test_a_trained_model_made_worse_is_regressed_with_its_guard_and_a_success_wi
     assert (guarded["state"], guarded["outcome"]) == ("failed", "regressed"), real.log
     assert (unguarded["state"], unguarded["outcome"]) == ("succeeded", "succeeded"), real.log
 
-    # The guard ended it early, and what it made is there, but not where a good adapter would be.
+    # The guard ended it early; its adapter is kept, but not where a good one would be.
     assert guarded["metrics"]["guard_before"] == 1.0
     assert guarded["progress"]["step"] == 4, "two evaluations below the line"
     output = real.layout.job(guarded["id"]).dir / "output"

@@ -1,4 +1,4 @@
-"""What a job does otherwise after it ran out of memory or of room: durable, said, and no attempt is used up."""
+"""Adjustments of a job that ran out of memory or disk space: durable, reported, and without using up an attempt."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_job_without_room_for_its_checkpoint_waits_and_goes_on_by_itself(small
         instance.drop("full-32", retry={"max_attempts": 1})
         instance.drop("succeed")
         instance.start()
-        instance.wait_state("succeed", State.SUCCEEDED)  # it is in nobody's way
+        instance.wait_state("succeed", State.SUCCEEDED)  # the waiting job does not block it
         job = instance.wait_state("full-32", State.QUEUED)
         assert job.needs_bytes == 32 * 2**20
         assert instance.show("full-32")["needs_bytes"] == 32 * 2**20
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_to_the_last_byte_harms_neither_spool_nor_database(
         assert (len(job.attempts), job.num_failures) == (1, 0), instance.log + worker_log
         instance.stop()
         steps = [step for step, _ in query.losses(instance.spool, instance.layout, "slow-150")]
-        assert steps == list(range(1, 151))  # of the lines that found no room none is missing
+        assert steps == list(range(1, 151))  # no line that found no space at first is missing
         with sqlite3.connect(instance.layout.database_path) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     finally:

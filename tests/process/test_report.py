@@ -1,4 +1,4 @@
-"""The pages: made beside the daemon's loop, and whatever a model wrote stays text."""
+"""The pages: written outside the daemon's loop, and a model's answers stay text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """What a browser makes of a page: its elements, and the text that it shows."""
+    """A page as a browser parses it: its elements, and the text that it shows."""
 
     def __init__(self, content: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 
 def write_events(instance: Instance, job_id: int, *, steps: int = 60, answer: str = HOSTILE) -> None:
-    """What a worker tells of a run, to an attempt that there has been."""
+    """Write a worker's events of a whole run to the job's last attempt."""
     job = instance.spool.job(job_id)
     assert job is not None
     path = instance.layout.job(job_id).attempt(job.attempt.number).events_path
@@ -120,7 +120,7 @@ def write_events(instance: Instance, job_id: int, *, steps: int = 60, answer: st
 
 
 def rebuilt(instance: Instance, job_id: int) -> Page:
-    """The page as honed makes it from the job's own files, its database gone."""
+    """Return the page that honed builds from the job's own files after its database was deleted."""
     instance.layout.database_path.unlink()
     assert instance.drain() == 0
     made = report.write(instance.layout, [job_id], is_shared=True, admin_group="")
@@ -290,7 +290,7 @@ def test_honectl_opens_a_page_in_the_browser_and_says_where_there_is_none(instan
     opens, fails = instance.root / "opens", instance.root / "fails"
     opens.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >>'{asked}'\n")
     fails.write_text("#!/bin/sh\nexit 3\n")
-    programs = instance.root / "programs"  # in place of PATH: no text browser of this machine's
+    programs = instance.root / "programs"  # replaces PATH, so that no text browser of this machine is found
     programs.mkdir()
     bare = {key: value for key, value in os.environ.items() if key not in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")}
     for path in (opens, fails):

@@ -1,4 +1,4 @@
-"""The pages of a text job and of a vision job that the real worker ran on hostile rows, looked at in a browser."""
+"""The pages of a text job and of a vision job that the real worker ran on hostile rows, viewed in a browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A4, A4_ON_ITS_SIDE, A5 = 718, 1047, 484
 
 
 def with_hostile_questions(path: Path) -> Path:
-    """The same rows, each of whose questions ends in what nobody should say."""
+    """Append hostile text to each question of the rows."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         asked = row["messages"][0]

@@ -53,7 +53,7 @@ PREDICTION = ("job_id", "user_id", "step", "sample_index", "prompt", "prediction
 
 
 def assert_all_arrived(instance: Instance, endpoint: Endpoint) -> None:
-    """What is in the database is what the other side has, row for row."""
+    """Check that the endpoint has the database's rows, row for row."""
     assert figures(instance, METRICS)
     assert arrived(endpoint, "value", *METRIC) == figures(instance, METRICS)
     assert arrived(endpoint, "prediction", *PREDICTION) == figures(instance, PREDICTIONS)
@@ -79,7 +79,7 @@ def test_without_an_address_nothing_is_kept_and_nobody_is_started(instance: Inst
 
 
 def test_training_does_not_wait_for_an_endpoint_that_is_down(instance: Instance, endpoint: Endpoint) -> None:
-    """And what was trained meanwhile arrives once it is up, though honed was started again in between."""
+    """Metrics from the outage arrive once the endpoint is up, although honed was restarted in between."""
     endpoint.down()
     report_to(instance, endpoint, "flush_sec = 0.2")
     instance.drop("job", name="report-3")
@@ -105,7 +105,7 @@ def test_kills_of_honed_lose_no_row_and_count_none_twice(instance: Instance, end
 
 
 def test_a_deleted_database_loses_no_row(instance: Instance, endpoint: Endpoint) -> None:
-    """What the worker told while honed was down is new to the outbox, too."""
+    """Events that the worker wrote while honed was down are new to the outbox, too."""
     report_to(instance, endpoint)
     instance.drop("job", name="report-20")
     instance.start()
@@ -191,7 +191,7 @@ def test_a_reload_begins_and_ends_the_sending(instance: Instance, endpoint: Endp
 
 
 def test_a_database_that_takes_nothing_for_a_while_floods_nobody(instance: Instance, endpoint: Endpoint) -> None:
-    """Events that are read again for the database's sake are not sent again."""
+    """Events that are read again because the database failed are not sent again."""
     report_to(instance, endpoint)
     instance.start()
     wait_for(instance.layout.database_path.exists, what="the database")

@@ -19,10 +19,10 @@ from zoo.model import build_checkpoint, write_facts
 
 
 class QueryInstance(RealInstance):
-    """One with a database to ask."""
+    """A real instance whose database can be queried."""
 
     def drop_long(self) -> None:
-        """A job of many steps, each of which tells its loss."""
+        """Drop a job of many steps, each of which logs its loss."""
         base = build_checkpoint(self.root / "llama", "llama")
         rows = write_facts(self.root / "facts.jsonl", 12)
         training = {
@@ -92,10 +92,10 @@ def test_a_cancelled_job_goes_on_where_it_was_or_begins_anew_as_it_is_asked_to(r
         (2, "resumed"),
         (3, "started_over"),
     ]
-    # Nothing is left of what the first two predicted at steps that the third has not come to.
+    # Predictions of the first two attempts at steps beyond the third's are gone.
     predicted = real.rows("SELECT step, count(*), count(DISTINCT sample_index) FROM training_predictions GROUP BY step")
     expected = [(step, 2, 2) for step in range(0, max(third) + 1, 4)]
-    # A stop in the evaluation of its last step leaves that one's predictions to whoever goes on.
+    # A stop in the evaluation of the last step leaves that step's predictions to the next attempt.
     assert predicted in ([expected, expected[:-1]] if max(third) % 4 == 0 else [expected])
 
 

@@ -1,4 +1,4 @@
-"""Rows that cannot be trained on: `honectl check` and a drop refuse the same file in the same words."""
+"""Rows that cannot be trained on: `honectl check` and a dropped job reject the same file with the same message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a job that learns: predictions, watch, and a trial by the real worker."""
+"""The terminal's view of a job that learns: predictions, watch, and a trial by the real worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zoo.model import build_checkpoint, write_facts
 
 @pytest.fixture
 def reported(instance: Instance) -> Instance:
-    """An instance with a job that told of two examples at three steps."""
+    """An instance with a job that reported two examples at three steps."""
     instance.drop("report-2")
     assert instance.drain() == 0
     return instance
@@ -65,7 +65,7 @@ def test_watch_of_one_job_tells_its_steps_memory_and_predictions_in_a_pipe(insta
 
 
 def test_a_trial_is_at_the_head_of_the_queue(instance: Instance) -> None:
-    instance.drop("slow-100000")  # it is in the way until all are there
+    instance.drop("slow-100000")  # it blocks the queue until all are submitted
     instance.start()
     instance.wait_state("slow-100000", State.RUNNING)
     instance.drop("succeed", priority=999_999)

@@ -1,4 +1,4 @@
-"""honed-send, the program, beside an endpoint that misbehaves on demand: whatever happens, each row arrives."""
+"""honed-send, the program, with an endpoint that misbehaves on demand: whatever happens, each row arrives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKEN = "s3cret-t0ken"
 
 
 class Sending:
-    """An instance's outbox, and a honed-send at it."""
+    """An instance's outbox, and a honed-send process that reads it."""
 
     def __init__(self, root: Path, endpoint: Endpoint) -> None:
         self.layout = Layout(root)
@@ -77,7 +77,7 @@ class Sending:
             )
 
     def finish(self) -> int:
-        """Let it deliver what waits, and end."""
+        """Let it deliver the queued rows, and wait for its end."""
         assert self.process is not None
         if self.process.stdin is not None:
             self.process.stdin.close()

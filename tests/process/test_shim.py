@@ -1,4 +1,4 @@
-"""The shim on its own: what it hands on, relays, and writes down."""
+"""The shim on its own: the arguments it passes on, the signals and output it relays, and the files it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHIM = Path(shim.__file__)
 
 
 class Shim:
-    """One shim with a worker that is a line of Python, as its unit runs it."""
+    """One shim whose worker is a line of Python, started as its unit starts it."""
 
     def __init__(self, attempt_dir: Path, code: str, **environment: str) -> None:
         self.dir = attempt_dir
@@ -66,7 +66,7 @@ def start(tmp_path: Path) -> Start:
 
 
 def test_what_a_worker_writes_goes_to_its_log_and_not_to_the_journal(start: Start) -> None:
-    """Many more people may read the journal, and it may be rows."""
+    """The journal has many more readers, and the output may contain rows."""
     code = r"import sys; print('one'); sys.stderr.write('10%\r20%\r100%\n<4>heed me\n\nno end')"
     made = start(code)
     status, told, record = made.end()
@@ -76,7 +76,7 @@ def test_what_a_worker_writes_goes_to_its_log_and_not_to_the_journal(start: Star
 
 
 def test_what_a_worker_prints_is_in_its_log_alone(start: Start, tmp_path: Path) -> None:
-    """The journal has more readers, and a terminal acts on what it is shown."""
+    """The journal has more readers, and a terminal interprets control sequences."""
     lines = ["<0>fire", "<3>error", "<7>calm", "\x1b[31mred \u202eturned\u202c\x9b2J", "a\ttab, é and 日本"]
     assert start(f"for line in {lines!r}: print(line)").end()[1] == ""
     assert (tmp_path / "1/worker.log").read_text() == "\n".join(lines) + "\n"

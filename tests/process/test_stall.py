@@ -1,4 +1,4 @@
-"""A worker that hangs is ended in the time that its own steps say, and one that is only slow is not."""
+"""A worker that hangs is ended within a time learned from its own steps, and one that is only slow is not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_worker_that_freezes_is_ended_long_before_the_administrators_limit(ins
 
 
 def test_a_worker_that_is_slow_to_tell_but_alive_is_left_alone(instance: Instance) -> None:
-    """Six seconds without an event, under a limit of three."""
+    """The worker writes no event for six seconds, under a limit of three."""
     instance.configure("[jobs]\nstall_timeout_sec = 3.0\nmin_stall_timeout_sec = 3.0\n")
     instance.drop("plod")
     assert instance.drain() == 0
@@ -92,5 +92,5 @@ def test_a_real_worker_that_is_stopped_in_a_step_is_ended_and_its_job_is_the_sam
     assert sorted(undisturbed) == list(range(1, 61))
     told = query.losses(real.spool, real.layout, "hung")
     assert {step for step, _ in told} == set(undisturbed)
-    for step, loss in told:  # those after its last checkpoint twice
+    for step, loss in told:  # steps after the last checkpoint appear twice
         assert loss == undisturbed[step], step

@@ -1,4 +1,4 @@
-"""`policy.arrivals = "socket"`: jobs come over the control socket alone, and whose they are says the kernel."""
+"""`policy.arrivals = "socket"`: jobs arrive over the control socket alone, and the kernel says who owns them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from honed.system.error import EnvironmentInvalidError, HonedError, NotPermitted
 from zoo import plain
 
 SOCKET = '[policy]\narrivals = "socket"\n'
-#: Nobody of this machine, and a group of nobody's.
+#: A user and a group that do not exist on this machine.
 UID, GID = 12345, 23456
 
 
@@ -40,7 +40,7 @@ def job_file(instance: Instance, name: str, /, **keys: Any) -> Path:
 
 
 def become(uid: int, gid: int) -> list[str]:
-    """The beginning of a command of another user's, who may read everything, Python in our home, too."""
+    """Return the start of a command run as another user who may read everything (Python may lie in our home)."""
     may_read = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
     return ["setpriv", f"--reuid={uid}", f"--regid={UID}", f"--groups={gid}", *may_read]
 
@@ -48,7 +48,7 @@ def become(uid: int, gid: int) -> list[str]:
 def honectl(
     instance: Instance, *arguments: str, uid: int | None = None, gid: int = UID
 ) -> subprocess.CompletedProcess[str]:
-    """As root, or as another user."""
+    """Run honectl as root, or as another user."""
     if uid is None:
         return instance.honectl(*arguments)
     command = [*become(uid, gid), sys.executable, "-m", "honed.cli.honectl", "--root", str(instance.root), *arguments]
@@ -64,21 +64,21 @@ def users() -> None:
 
 @pytest.fixture
 def public_dir() -> Iterator[Path]:
-    """A place that everybody writes in; below ours others may look, and not write."""
+    """A directory that everybody can write to; others can only read pytest's."""
     with tempfile.TemporaryDirectory() as made:
         Path(made).chmod(0o777)
         yield Path(made)
 
 
 def submit(instance: Instance, name: str, /, **keys: Any) -> dict[str, Any]:
-    """What the socket answers."""
+    """Submit a held job, and return the socket's answer."""
     data = json.dumps(plain.spec(instance.model, instance.dataset, **keys)).encode()
     answer: dict[str, Any] = instance.client.ask("submit", name=name, data=base64.b64encode(data).decode(), hold=True)
     return answer
 
 
 def open_incoming(instance: Instance) -> None:
-    """As it is installed: the group's members put files in."""
+    """Give incoming/ its installed mode: the group's members can put files in."""
     os.chown(instance.incoming_dir, 0, GID)
     instance.incoming_dir.chmod(0o1730)
 
@@ -296,7 +296,7 @@ def test_a_trial_comes_over_the_socket_too(instance: Instance) -> None:
 
 
 def test_a_user_of_no_group_is_not_let_in_by_the_verb(instance: Instance, users: None) -> None:
-    """Whatever honectl does: the daemon asks."""
+    """The daemon itself checks the group, whatever honectl does."""
     instance.start()
     open_incoming(instance)
     ask = (

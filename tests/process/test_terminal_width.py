@@ -1,4 +1,4 @@
-"""What honectl says on a terminal: nothing that one needs is cut, however narrow it is."""
+"""honectl's output on a terminal: nothing essential is cut off, however narrow it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: they write in the job's directory, and honed-send alone carries wandb's over the network."""
+"""Experiment trackers: they write to the job's directory, and honed-send alone sends wandb's runs over the network."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_job_with_wandb_opens_no_socket_of_the_network(real: RealInstance) -> 
 
 
 def log_of(*records: bytes) -> bytes:
-    """As wandb writes it, in LevelDB's format: blocks of 32 KiB, a record in as many parts as it takes."""
+    """Return a log as wandb writes it, in LevelDB's format: 32 KiB blocks, each record in as many parts as it needs."""
     data = bytearray(b":W&B\xe1\xbe\x00")
     for whole in records:
         rest, is_first = whole, True
@@ -166,7 +166,7 @@ def log_of(*records: bytes) -> bytes:
 
 
 def record(field: int, value: bytes) -> bytes:
-    """A protobuf message of one field that has a length, below 2**14 of both."""
+    """Return a protobuf message of one length-delimited field; its tag and its length are below 2**14."""
     return _number(field << 3 | 2) + _number(len(value)) + value
 
 
@@ -181,7 +181,7 @@ FIGURES = [record(17, b"run"), record(2, b"x" * 40_000), record(6, record(1, b"r
     ("data", "why"),
     [
         (log_of(*FIGURES), None),
-        (log_of(*FIGURES)[:-3], None),  # what a death leaves
+        (log_of(*FIGURES)[:-3], None),  # as a killed worker leaves it
         (b"", "no log of wandb's"),
         (log_of(*FIGURES, record(8, b"artifact")), "a record of kind 8"),
         (log_of(record(9, b"/srv/tensorboard")), "a record of kind 9"),
@@ -203,7 +203,7 @@ def test_a_log_that_names_other_files_than_its_runs_is_not_sent(data: bytes, why
 
 
 def offline(layout: Layout, job_id: int, data: bytes = log_of(*FIGURES)) -> Path:
-    """A run as a worker leaves it."""
+    """An offline run as a worker leaves it."""
     run = layout.job(job_id).dir / "wandb" / RUN
     run.mkdir(parents=True)
     (run / "run-abc123de.wandb").write_bytes(data)
@@ -297,7 +297,7 @@ def test_a_key_that_is_refused_marks_nothing_and_a_new_one_sends_it(real: RealIn
 
 
 def test_mlflow_and_trackio_are_told_to_write_beside_the_job_and_to_call_nobody() -> None:
-    """Whatever honed's own environment says of them; mlflow's telemetry asks its makers' server as soon as it logs."""
+    """honed's own environment is overridden; mlflow's telemetry contacts its makers' server at the first logging."""
     job = SimpleNamespace(
         spec=SimpleNamespace(report_to=["mlflow", "trackio"]), layout=SimpleNamespace(dir=Path("/jobs/7"))
     )

@@ -1,5 +1,5 @@
-"""Why a job waits is told; one that waits for another goes on when that has succeeded; one that hangs beyond its time
-limit is ended."""
+"""The reason why a job waits is shown; a dependent job continues when the other has succeeded; a job that hangs is
+ended at its time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def waits(instance: Instance, name: str) -> dict[str, Any]:
     rows = {row["name"]: row for row in instance.client.ask("list")}
     shown = instance.client.ask("show", id=name)
     assert shown["waiting_for"]["reason"] == rows[name]["waiting_for"]["reason"]
-    for verb in ("glance", "pin", "unpin"):  # whoever answers, it is not that honed is not running
+    for verb in ("glance", "pin", "unpin"):  # no verb answers that honed is not running
         assert instance.client.ask(verb, id=name)["waiting_for"]["reason"] == shown["waiting_for"]["reason"]
     taken = instance.client.ask("accepted", id=shown["source"], since="")
     assert taken["waiting_for"]["reason"] == shown["waiting_for"]["reason"]
@@ -91,7 +91,7 @@ def test_a_job_held_for_a_failed_one_goes_on_when_that_is_requeued_and_succeeds(
     instance.client.ask("requeue", id="3")
     instance.wait_state("die-3", State.SUCCEEDED)
     assert instance.wait_state("succeed.d", State.SUCCEEDED).held_for is None
-    assert instance.wait_state("succeed.b", State.HELD).error is not None  # its own has not
+    assert instance.wait_state("succeed.b", State.HELD).error is not None  # its own dependency has not succeeded
 
 
 def test_a_held_job_says_what_holds_it_now(instance: Instance) -> None:

@@ -1,4 +1,4 @@
-"""honed-web: the real program beside the real daemon, asked as people, browsers, Prometheus and attackers ask."""
+"""honed-web: the real program with the real daemon, queried as people, browsers, Prometheus and attackers do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(instance: Instance, *arguments: str) -> list[str]:
 
 
 class Web:
-    """One honed-web of an instance, on a port of its own."""
+    """One honed-web process of an instance, on a port of its own."""
 
     def __init__(self, instance: Instance, *arguments: str) -> None:
         self.log_path = instance.root / f"web-{time.monotonic_ns()}.log"
@@ -69,7 +69,7 @@ class Web:
         return json.loads(body)
 
     def pages(self, path: str, key: str) -> tuple[list[dict[str, Any]], int]:
-        """All rows by following `next`, and on how many pages they were."""
+        """Return all rows by following `next`, and the number of pages."""
         rows, count, after = [], 0, path
         while after:
             told = self.json(after)
@@ -109,7 +109,7 @@ def serving(instance: Instance, *arguments: str) -> Iterator[Web]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Instance:
-    """An instance with a job that has told much, hostile text among it, and one that failed; honed is down."""
+    """An instance with a job that reported much, hostile text included, and one that failed; honed is down."""
     instance = Instance(tmp_path_factory.mktemp("told"))
     instance.configure(SHARED)
     for name in ("succeed", "explain"):
@@ -124,14 +124,14 @@ def drain(instance: Instance, name: str = "succeed") -> None:
 
 
 def tell_much(instance: Instance, *, answer: str) -> None:
-    """Have job 1 told this as its predictions: honed makes the database anew from its events."""
+    """Give job 1 this answer in its predictions: honed rebuilds its database from the job's events."""
     write_events(instance, 1, answer=answer)
     instance.layout.database_path.unlink()
     assert instance.drain() == 0
 
 
 def run(instance: Instance, name: str) -> Job:
-    """A job that runs, of an honed that is up."""
+    """Start honed with a job, and return the job once it runs."""
     instance.drop(name)
     instance.start()
     return instance.wait_state(name, State.RUNNING)
@@ -248,7 +248,7 @@ def test_a_wrong_question_is_told_what_is_wrong(asked: Web, path: str, status: i
 
 @pytest.fixture(scope="module")
 def asked(told: Instance) -> Iterator[Web]:
-    """One honed-web for all that is only asked."""
+    """One honed-web for all tests that only read."""
     with serving(told) as web:
         yield web
 
@@ -299,7 +299,7 @@ def test_without_a_token_others_jobs_show_their_number_and_state(instance: Insta
             assert web.ask(path)[0] == 403, path
         assert b"job 1" in web.ask("/")[2]
         assert b"succeed.json" not in web.ask("/")[2]
-        assert web.ask("/api/jobs/1", Authorization=bearer(TOKEN))[0] == 403  # there is none to be right
+        assert web.ask("/api/jobs/1", Authorization=bearer(TOKEN))[0] == 403  # no token is configured
     instance.configure(f'[web]\ntoken_file = "{token_path}"\n')
     with serving(instance) as web:
         assert web.json("/api/jobs")["jobs"][0]["name"] == ""
@@ -571,18 +571,18 @@ def test_streams_are_bounded_and_one_that_ends_makes_room(instance: Instance) ->
         refused = web.stream("/api/jobs/1/events")
         assert (refused.status, refused.getheader("retry-after")) == (503, "5")
         assert b"32 pages are live" in refused.read()
-        assert web.ask("/api/jobs")[0] == 200  # who only asks is answered
+        assert web.ask("/api/jobs")[0] == 200  # plain requests are still answered
         streams.pop().close()
         wait_for(lambda: web.stream("/api/jobs/1/events").status == 200, what="room")
         assert web.resident_bytes() < 120 * 2**20
-        assert web.end() == 0  # nobody's open stream holds it up
+        assert web.end() == 0  # open streams do not delay its end
         for each in streams:
             each.close()
 
 
 def test_who_says_nothing_or_does_not_read_is_shown_out(told: Instance) -> None:
     with serving(told, "--patience-sec", "1") as web:
-        # More than there is room for, some of them in the middle of a head.
+        # More connections than the limit, some of them in the middle of a header.
         idle = [web.open(b"GET / HT" if number % 2 else b"") for number in range(140)]
         assert b"503 Service Unavailable" in idle[-1].recv(4096)
         wait_for(lambda: web.ask("/api/jobs")[0] == 200, what="room")
@@ -592,7 +592,7 @@ def test_who_says_nothing_or_does_not_read_is_shown_out(told: Instance) -> None:
                 assert each.recv(4096) == b""
         for each in idle:
             each.close()
-        # Readers that take nothing of megabytes.
+        # Clients that request megabytes and read nothing.
         slow = []
         for _ in range(20):
             each = socket.socket()

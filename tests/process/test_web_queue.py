@@ -1,4 +1,4 @@
-"""honed-web beside a queue: why its jobs wait, and what became of one that is gone."""
+"""honed-web with a queue: the reasons why its jobs wait, and the fate of a removed job."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where a job's data show: in no log, status line, notice, metric or list for others, and where their owner looks.
+"""A job's data appear only where their owner looks: in no log, status line, notice, metric or list for others.
 
-Each text that belongs to the owner has a word of its own that nobody else would write. Real jobs and refused ones go
-through a real daemon; then all that others may read is searched for those words, and the owner's own places, too: a
-word that is in neither was never tried.
+Each text that belongs to the owner contains a unique word. Real and rejected jobs go through a real daemon. Then
+everything that others can read is searched for those words, and so are the owner's own places: a word found in neither
+was never tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from honed.send import notification
 from honed.system.error import NotPermittedError
 from zoo.model import build_checkpoint
 
-#: What each word stands in.
+#: The place of each word.
 WORDS = {
     "zqsystem": "a system prompt",
     "zquser": "what a user says",
@@ -45,12 +45,12 @@ WORDS = {
     "zqsyntax": "a template that is none",
     "zqrefusal": "what a template says of a row",
 }
-#: Shows neither reasoning nor calls, and asks with what no turn begins with.
+#: A template that shows neither reasoning nor calls, and whose generation prompt begins no turn.
 TEMPLATE = (
     "{# zqtemplate #}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>zqtemplate\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>zqtemplate{% endif %}"
 )
-#: Has the user's words in the assistant's turn.
+#: A template that repeats the user's words in the assistant's turn.
 PARROT = TEMPLATE.replace("{{ m.content }}<", "{{ m.content }}{{ messages[1].content if m.role == 'assistant' }}<")
 METRIC = """
 calls = 0
@@ -86,7 +86,7 @@ def a_row(n: int, **more: Any) -> dict[str, Any]:
 GOOD = [a_row(n) for n in range(12)]
 BAD_ROLE = {"messages": [turn("zqrole", "zquser"), turn("assistant", "zqanswer")]}
 CSV = b'"zqheader, said one, and more",zqheader\nzquser,zqanswer\n'
-#: Files of rows that are refused, or warned of, and what a job says beside them.
+#: Files of rows that are rejected or warned about, and the other keys of their jobs.
 ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "role": ([BAD_ROLE] * 4, {}),
     "some-roles": ([*GOOD, BAD_ROLE], {}),
@@ -106,7 +106,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "no-template": (GOOD, {"chat_template": "{% zqsyntax %}{{ messages }}"}),
 }
-#: Job files that are refused by what they say.
+#: Job files that are rejected for their content.
 SPECS: dict[str, Any] = {
     "prompts": {"predictions": {"prompts": "zqprompt, said alone"}},
     "number": {"training": {"learning_rate": "zqspec, or so"}},
@@ -123,7 +123,7 @@ def write_rows(path: Path, rows: Any) -> Path:
 
 
 def plug_in(instance: Instance) -> None:
-    """Install a package of the administrator's with one metric, `parrot`, for the daemon and all that it starts."""
+    """Install a package as an administrator would, with one metric, `parrot`, for the daemon and its children."""
     place = instance.root / "packages"
     info = place / "house_metrics-1.0.dist-info"
     info.mkdir(parents=True)
@@ -134,7 +134,7 @@ def plug_in(instance: Instance) -> None:
 
 
 def drop_bad(instance: Instance) -> None:
-    """Drop the jobs whose files are at fault, two of them only in some rows."""
+    """Drop the jobs with invalid files; two of these are invalid only in some rows."""
     for name, (rows, keys) in ROWS.items():
         path = write_rows(instance.root / f"{name}{'.csv' if rows is CSV else '.jsonl'}", rows)
         template = instance.root / f"{name}.jinja"
@@ -152,7 +152,7 @@ def drop_bad(instance: Instance) -> None:
 
 @pytest.fixture
 def status(tmp_path: Path) -> Iterator[socket.socket]:
-    """What systemd gets to hear; an instance's root is the same directory."""
+    """The socket that receives the daemon's messages to systemd; an instance's root is the same directory."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.setblocking(False)
@@ -161,7 +161,7 @@ def status(tmp_path: Path) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def echo() -> Iterator[Endpoint]:
-    """An endpoint that takes no row, and repeats what it got, as FastAPI's do."""
+    """An endpoint that rejects every row, and repeats it in the answer, as FastAPI does."""
     made = Endpoint()
     made.default = lambda request: request.answer(422, request.body)
     yield made
@@ -178,7 +178,7 @@ def received(systemd: socket.socket) -> str:
 
 
 def for_everybody(instance: Instance) -> dict[str, str]:
-    """All that others than the owner may come to read, by where it is."""
+    """Return all that users other than the owner can read, by where it is."""
     spool, layout = instance.spool, instance.layout
     stranger = query.Asker(uid=os.getuid() + 1, is_administrator=False, reads_all=False)
     for job in spool.all_jobs().values():
@@ -201,7 +201,7 @@ def for_everybody(instance: Instance) -> dict[str, str]:
 
 
 def for_the_owner(instance: Instance) -> str:
-    """What the owner of all jobs is shown of them, and what is beside the files that were refused."""
+    """Return what the owner of all jobs is shown of them, and the reasons beside the rejected files."""
     told = [*instance.rejected().values()]
     for job in instance.spool.all_jobs().values():
         told.append(json.dumps(query.show(instance.spool, instance.layout, str(job.id)), ensure_ascii=False))

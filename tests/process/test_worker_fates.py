@@ -1,4 +1,4 @@
-"""However a worker ends, its job ends in the right place, once."""
+"""Whichever way a worker ends, its job ends in the right state, once."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_unsloth_that_cannot_falls_back_in_a_fresh_process_and_uses_no_attempt_u
     instance.stop()
     plan = json.loads(instance.layout.job(job.id).plan_path.read_text())
     if plan["backend"]["name"] == "transformers":
-        # Nothing to fall back from on this machine: have the plan say what it would say beside a GPU.
+        # This machine plans no Unsloth: change the plan to the one that a GPU would get.
         plan["backend"]["name"] = "unsloth"
         instance.layout.job(job.id).plan_path.write_text(json.dumps(plan))
         instance.start()

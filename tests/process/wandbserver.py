@@ -1,4 +1,4 @@
-"""As much of a wandb server as `wandb sync` 0.31 asks for; it keeps what it gets, and misbehaves on demand."""
+"""The part of a wandb server that `wandb sync` 0.31 uses; it keeps what it receives, and misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Request(BaseHTTPRequestHandler):
-    """GraphQL for runs and files, the stream of a run's figures, and uploads."""
+    """GraphQL for runs and files, the stream of a run's metrics, and uploads."""
 
     protocol_version = "HTTP/1.1"
 
@@ -68,11 +68,11 @@ class Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
+        """Log nothing on stderr."""
 
 
 class WandbServer:
-    """`status` is the answer to everything while it is not 200."""
+    """The server. `status` answers every request while it is not 200."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

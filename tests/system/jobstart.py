@@ -1,4 +1,4 @@
-"""`honed-job-start` with the fake worker in the place of the real one."""
+"""`honed-job-start` with the fake worker in place of the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine of one's own for a test: a real systemd as PID 1, in namespaces, on an overlay that nobody else sees.
+"""A private machine for a test: a real systemd as PID 1, in namespaces, on an overlay that nobody else sees.
 
     with Machine() as machine:
         machine.run("systemctl", "is-system-running")
@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
-#: Where the checkout and the tests' environment lie in the guest.
+#: The paths of the checkout and of the tests' environment in the guest.
 CHECKOUT = "/srv/checkout"
 ENVIRONMENT = "/srv/environment"
-#: Seconds after which a condition that should have come has not.
+#: Seconds after which a wait for a condition fails.
 DEADLINE_SEC = 180.0
-#: Of the guest's disk, which is memory.
+#: The size of the guest's disk, which is memory.
 DISK_BYTES = 4 * 2**30
 #: However the tests end, no guest is left behind.
 _ORPHANS_DIE = ("setpriv", "--pdeathsig", "KILL")
@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], T], *, what: str = "condition", deadline_se
 
 
 def why_not() -> str | None:
-    """Why no systemd can be booted here; None where it can."""
+    """Return the reason why no systemd can be booted here, or None where it can."""
     if os.geteuid() != 0:
         return "needs root, to boot a systemd in namespaces"
     programs = ("unshare", "nsenter", "runuser", "systemctl", "systemd-analyze", "dbus-daemon")
@@ -74,10 +74,10 @@ def why_not() -> str | None:
 
 
 class Machine:
-    """One guest. Booted when made; `end` it, or use it in a `with`."""
+    """One guest. It boots when it is created; call `end`, or use it in a `with`."""
 
     def __init__(self, *, mounts: Mapping[str | Path, str] | None = None) -> None:
-        """`mounts`: more directories of the host, and where they are shown."""
+        """Boot the guest. `mounts` are more directories of the host, each with its path in the guest."""
         self._mounts = {HERE.parents[1]: CHECKOUT, Path(sys.prefix): ENVIRONMENT, **(mounts or {})}
         self._stage_dir = Path(tempfile.mkdtemp(prefix="honed-machine-"))
         # The disk is a tmpfs in a mount namespace of its own: it outlives a reboot and dies with its keeper.
@@ -118,7 +118,7 @@ class Machine:
         """Start, and wait until systemd says that it is up."""
         self._cgroup_dir.mkdir(exist_ok=True)
         pairs = [str(word) for pair in self._mounts.items() for word in pair]
-        # The namespace's root is the cgroup that one enters it from: without one of its own it would be the host's.
+        # A cgroup namespace's root is the cgroup of the process that enters it; without its own it would be the host's.
         enter = 'echo $$ >"$1/cgroup.procs"; shift; exec "$@"'
         self._launcher = subprocess.Popen(
             [
@@ -153,7 +153,7 @@ class Machine:
         wait_for(self._is_up, what="boot")
 
     def _find_init(self) -> int | None:
-        """The launcher's child, once it is systemd."""
+        """Return the pid of the launcher's child once it is systemd."""
         assert self._launcher is not None
         if self._launcher.poll() is not None:
             self._complaints.seek(0)
@@ -170,7 +170,7 @@ class Machine:
         return state in {"running", "degraded"}
 
     def power_off(self, *, deadline_sec: float = DEADLINE_SEC) -> None:
-        """Shut down as an administrator does, and wait until all is over. `boot` starts it again, with its disk."""
+        """Shut down as an administrator does, and wait until it is off. `boot` starts it again, with its disk."""
         assert self._launcher is not None
         self.try_run("systemctl", "poweroff", "--no-block")
         self._wait_end(deadline_sec)
@@ -185,8 +185,8 @@ class Machine:
 
     def _wait_end(self, deadline_sec: float) -> None:
         def is_over() -> bool:
-            # A shutdown stops every process before it ends them. nsenter then stops itself, too, and reaps its child
-            # no more, for which the namespace's end would wait for ever.
+            # A shutdown stops every process before it ends them. nsenter then stops itself, too, and no longer reaps
+            # its child; the namespace's end would wait for that forever.
             for process in self._going_on:
                 if process.poll() is None:
                     process.send_signal(signal.SIGCONT)
@@ -224,7 +224,7 @@ class Machine:
     def command(
         self, *words: str | Path, user: str | None = None, environment: Mapping[str, str] | None = None, cwd: str = "/"
     ) -> list[str]:
-        """The host's command line for a command in the guest; `user` with all groups that it has there."""
+        """Return the host's command line for a command in the guest; `user` has all groups of the guest's user."""
         variables = {"PATH": _PATH, "LANG": "C.UTF-8", "TERM": "dumb", "COLUMNS": "200", **(environment or {})}
         inside = ["env", "-i", f"--chdir={cwd}", *(f"{name}={value}" for name, value in variables.items())]
         if user is not None:
@@ -241,7 +241,7 @@ class Machine:
         stdin: str | bytes = b"",
         timeout_sec: float = 2 * DEADLINE_SEC,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in the guest, whatever comes of it."""
+        """Run a command in the guest; its exit status may be anything."""
         done = subprocess.run(
             self.command(*words, user=user, environment=environment, cwd=cwd),
             input=stdin.encode() if isinstance(stdin, str) else stdin,
@@ -267,24 +267,24 @@ class Machine:
         return done.stdout
 
     def sh(self, script: str, *, user: str | None = None) -> str:
-        """A line of shell that must succeed."""
+        """Run a line of shell that must succeed."""
         return self.run("sh", "-ec", script, user=user)
 
     def python(self, script: str) -> None:
-        """Run a script with the packages of the tests' environment, and what they build models with."""
+        """Run a script with the packages of the tests' environment and the tests' model builders."""
         packages = self.sh(f"echo {ENVIRONMENT}/lib/python3*/site-packages").strip()
         environment = {"PYTHONPATH": f"{packages}:{CHECKOUT}/daemon:{CHECKOUT}/tests", "OMP_NUM_THREADS": "1"}
         self.run(f"/usr/bin/{Path(packages).parent.name}", "-c", script, environment=environment)
 
     def popen(self, *words: str | Path, user: str | None = None, **keys: Any) -> subprocess.Popen[bytes]:
-        """A command in the guest that goes on; its pid is the host's, and not its own but nsenter's."""
+        """Start a command in the guest without waiting; the pid is nsenter's on the host, not the command's."""
         self._going_on.append(subprocess.Popen(self.command(*words, user=user), **keys))
         return self._going_on[-1]
 
     # -- files --------------------------------------------------------------------------------------------------------
 
     def host_path(self, path: str | Path) -> Path:
-        """A path of the guest as the host reaches it while the guest runs (absolute links in it lead astray)."""
+        """Return the host's path of a guest's path while the guest runs (absolute links in it lead astray)."""
         return Path(f"/proc/{self.pid}/root") / str(path).lstrip("/")
 
     def read(self, path: str | Path) -> str:
@@ -330,7 +330,7 @@ class Machine:
     # -- systemd ------------------------------------------------------------------------------------------------------
 
     def show(self, unit: str, *properties: str) -> dict[str, str]:
-        """Properties of a unit."""
+        """Return properties of a unit."""
         lines = self.run("systemctl", "show", unit, *(f"--property={name}" for name in properties)).splitlines()
         return dict(line.split("=", 1) for line in lines)
 
@@ -349,11 +349,11 @@ class Machine:
         return found
 
     def main_pid(self, unit: str) -> int:
-        """A unit's main process, as the guest counts; 0 where there is none."""
+        """Return the guest's pid of a unit's main process; 0 where there is none."""
         return int(self.property(unit, "MainPID"))
 
     def host_pid(self, pid: int) -> int:
-        """The host's number of a process of the guest."""
+        """Return the host's pid of a process of the guest."""
         found = subprocess.run(
             ["lsns", "--noheadings", "--output", "NS", "--type", "pid", "--task", str(self.pid)],
             capture_output=True,
@@ -369,13 +369,13 @@ class Machine:
         raise ProcessLookupError(pid)
 
     def journal(self, *matches: str) -> list[dict[str, Any]]:
-        """Entries of the guest's journal, oldest first; matches and options as for journalctl."""
+        """Return entries of the guest's journal, oldest first; matches and options as for journalctl."""
         self.run("journalctl", "--sync")
         lines = self.run("journalctl", "--output=json", "--all", "--no-pager", *matches).splitlines()
         return [json.loads(line) for line in lines]
 
     def messages(self, *matches: str) -> list[str]:
-        """The journal's messages alone."""
+        """Return the journal's messages alone."""
         return [str(entry.get("MESSAGE")) for entry in self.journal(*matches)]
 
     def wait_message(self, text: str, *matches: str, deadline_sec: float = DEADLINE_SEC) -> dict[str, Any]:
@@ -389,13 +389,13 @@ class Machine:
         return entry
 
     def add_user(self, name: str, *groups: str) -> None:
-        """An ordinary person with a home of mode 0700."""
+        """Add an ordinary user with a home of mode 0700."""
         more = ["--groups", ",".join(groups)] if groups else []
         self.run("useradd", "--create-home", "--shell", "/bin/bash", *more, name)
         self.run("chmod", "0700", f"/home/{name}")
 
 
 def _cgroup2_dir() -> Path:
-    """The host's cgroup2 hierarchy, which a hybrid one keeps in a corner."""
+    """Return the host's cgroup2 hierarchy, which is not at the top in a hybrid layout."""
     lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     return Path(next(line.split()[1] for line in lines if line.split()[2] == "cgroup2"))

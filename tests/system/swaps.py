@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 PLACE = Path("/srv/swaps")
-#: Where mallory's inputs lie, berta's, and what leads to the one or the other.
+#: The directories of mallory's inputs, of berta's, and of the paths that lead to the one or the other.
 OWN, THEIRS, WORK = PLACE / "own", PLACE / "theirs", PLACE / "work"
 ASK, ANSWER, HOLDER = PLACE / "ask", PLACE / "answer", PLACE / "holder"
-#: The jobs whose output a chain goes on from: number → whose.
+#: The jobs whose outputs a chain continues from: number → owner.
 CHAIN = PLACE / "chain.json"
 JOBS = Path("/var/lib/honed/jobs")
 #: Each input that a job names by a path, and the name of the file or directory.
@@ -50,12 +50,12 @@ INPUTS = {
 }
 SWAPS = ("link", "renamed", "proc", "root", "hard-link", "dots")
 CASES = [(name, swap) for name in INPUTS for swap in SWAPS]
-#: Events of Python's own that open or list something.
+#: Python's audit events for opening or listing something.
 OPENINGS = {"open", "os.listdir", "os.scandir", "os.getxattr"}
 
 
 def own_of(name: str) -> tuple[Path, Path]:
-    """The directories with mallory's input and with berta's."""
+    """Return the directories with mallory's input and with berta's."""
     if name == "chain":
         mine, theirs = (JOBS / str(number) for number in json.loads(CHAIN.read_text()))
         return mine / "own", theirs / "own"
@@ -63,12 +63,12 @@ def own_of(name: str) -> tuple[Path, Path]:
 
 
 def work_of(name: str, swap: str) -> Path:
-    """The directory in which a case is swapped; a chain's is the job's own."""
+    """Return the directory in which a case is swapped; for a chain it is the job's own."""
     return own_of("chain")[0].with_name("work") / swap if name == "chain" else WORK / f"{name}.{swap}"
 
 
 def path_of(name: str, swap: str) -> Path:
-    """What the job names."""
+    """Return the path that the job names."""
     place, leaf = work_of(name, swap), INPUTS[name]
     match swap:
         case "proc":
@@ -87,7 +87,7 @@ def path_of(name: str, swap: str) -> Path:
 
 
 def prepare_case(name: str, swap: str) -> None:
-    """As root: what mallory swaps, hard links among it that she could not make herself."""
+    """Prepare, as root, the files that mallory swaps, among them hard links that she could not make herself."""
     place, leaf = work_of(name, swap), INPUTS[name]
     place.mkdir(parents=True)
     for whose, source in zip(("own", "theirs"), own_of(name), strict=True):
@@ -105,7 +105,7 @@ def prepare_case(name: str, swap: str) -> None:
 
 
 def turn(name: str, swap: str, whose: str) -> None:
-    """As mallory: lead the case's path to her own or to berta's."""
+    """Point the case's path to mallory's own input or to berta's; runs as mallory."""
     place, leaf = work_of(name, swap), INPUTS[name]
     source = own_of(name)[whose == "theirs"]
     match swap:
@@ -114,7 +114,7 @@ def turn(name: str, swap: str, whose: str) -> None:
         case "dots":
             _lead(place / "sub", source / "sub")
         case "proc":
-            with contextlib.suppress(PermissionError):  # of a job of berta's, where she does not come in
+            with contextlib.suppress(PermissionError):  # in a directory of berta's job, which mallory cannot enter
                 os.chdir(source)
         case "root":
             assert _rooted[0].stdin is not None
@@ -135,7 +135,7 @@ def _lead(link: Path, target: Path) -> None:
 
 
 def _rename_here(place: Path, name: str, whose: str) -> None:
-    """The one of `own.dir` and `theirs.dir` at the name, what was there back at its own."""
+    """Rename `own.dir` or `theirs.dir` to the name, after moving the other one back to its own name."""
     if os.path.lexists(place / f"{whose}.{name}"):
         for other in ("own", "theirs"):
             if other != whose and not os.path.lexists(place / f"{other}.{name}"):
@@ -152,7 +152,7 @@ def _rename_linked(place: Path, leaf: str, whose: str) -> None:
 
 
 def serve() -> None:
-    """Do what the unit under test asks for, one line each: `turn NAME SWAP WHOSE`, `race NAME SWAP SEED`, `halt`."""
+    """Execute the requests of the unit under test: lines of `turn NAME SWAP WHOSE`, `race NAME SWAP SEED` or `halt`."""
     command = [sys.executable, __file__, "root"]
     _rooted.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     HOLDER.write_text(f"{os.getpid()} {_rooted[0].pid}")
@@ -186,7 +186,7 @@ _CLONE_NEWUSER = 0x10000000
 
 
 def change_root() -> None:
-    """In a user namespace of one's own anybody may."""
+    """Change the root to each path read from stdin; in a user namespace of their own, any user may do so."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER):
         raise OSError(ctypes.get_errno(), "unshare")
     top = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
@@ -219,7 +219,7 @@ _IN_OPEN = 0x20
 
 
 def watch() -> None:
-    """Tell each opening of a file of berta's, by whatever path and program: its time and its first name."""
+    """Report each opening of one of berta's files, by whatever path and program: its time and its first name."""
     libc = ctypes.CDLL(None, use_errno=True)
     notify = libc.inotify_init1(0)
     watched = {}
@@ -243,7 +243,7 @@ def watch() -> None:
 
 
 class Moments:
-    """Counts the moments of one look, and does what is asked for at one of them."""
+    """A counter of the moments of one look, which calls a function at one of them."""
 
     def __init__(self) -> None:
         self.number, self._at, self._then, self._is_busy = 0, 0, lambda: None, False
@@ -268,7 +268,7 @@ class Moments:
                 self.pass_one()
 
     def around(self, module: Any, name: str) -> None:
-        """A moment before and after each call of a function."""
+        """Count a moment before and after each call of a function."""
         function = getattr(module, name)
 
         def called(*words: Any, **keys: Any) -> Any:
@@ -282,7 +282,7 @@ class Moments:
 
 
 def job_of(name: str, swap: str, path: Path) -> dict[str, Any]:
-    """A job that names the path as that input."""
+    """Return a job that names the path as that input."""
     spec: dict[str, Any] = {
         "base_model": "/srv/swaps/own/base_model/model",
         "datasets": [{"path": "/srv/swaps/own/datasets/rows.jsonl"}],
@@ -298,7 +298,7 @@ def job_of(name: str, swap: str, path: Path) -> dict[str, Any]:
 
 
 class Subject:
-    """honed's code that checks what a job names and opens it, as the unit of a check or of a job has it."""
+    """honed's code that checks the paths a job names and opens them, as a check's unit or a job's unit runs it."""
 
     def __init__(self, kind: str, uid: int) -> None:
         from honed.check import policy, preflight
@@ -332,14 +332,14 @@ class Subject:
         return "in order"
 
     def _work(self, name: str, swap: str, path: Path) -> str:
-        """What the worker does with each input: it holds the path against the grant, and libraries open it."""
+        """Do with each input what the worker does: check the path against the grant, then open it as libraries do."""
         from honed.spec import spec
         from honed.system.error import HonedError
 
         job_spec = spec.of(spec.read(Path("spec.json"), json.dumps(job_of(name, swap, path)).encode(), max_bytes=2**18))
         model, adapter = Path(job_spec.base_model), None if job_spec.adapter is None else Path(job_spec.adapter)
         inputs = list(self._policy.inputs(job_spec, model, adapter))
-        # As it was settled when the job was accepted, with all in order.
+        # The grant from when the job was accepted and all paths were valid.
         rights = self._policy.Policy.of(self._layout, self._config, self._uid)
         grant = rights.grant([*inputs, *([self._policy.Named("media", path)] if name == "media" else [])])
         try:
@@ -354,7 +354,7 @@ class Subject:
 
 
 def _read_all(path: Path) -> None:
-    """By its path, as transformers, datasets and PIL open what they are given."""
+    """Read by path, as transformers, datasets and PIL open what they are given."""
     for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if each.is_file() or not each.exists():
             each.read_bytes()

@@ -1,4 +1,4 @@
-"""Job files are checked with the rights of who drops them: honed-check@UID.service, under the real units."""
+"""Job files are checked with the rights of the user who drops them: honed-check@UID.service, under the real units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.systemd
 INCOMING = "/var/spool/honed/incoming"
 REJECTED = "/var/spool/honed/rejected"
 JOBS = "/var/lib/honed/jobs"
-#: A place where files can be leased, as /tmp in the guest, and which units see.
+#: A directory whose files can be leased, like those in /tmp of the guest, and that units see.
 SHARED = "/dev/shm"
 UNIT = "/usr/lib/systemd/system/honed-check@.service"
 DROPIN = "/etc/systemd/system/honed-check@.service.d/test.conf"
@@ -29,7 +29,7 @@ CONFIG = "[spool]\nsettle_sec = 0.2\npreflight_timeout_sec = {timeout_sec}\n[job
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
-    """Installed and running, with starting of jobs paused: these tests are about what comes before."""
+    """A machine with honed running and the starting of jobs paused: these tests are about the steps before."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("groupadd", "project")
     machine.add_user("anna", "honed-submit", "project")
@@ -45,7 +45,7 @@ def honed(machine: Machine) -> Machine:
 
 @pytest.fixture(autouse=True)
 def settled(honed: Machine) -> Iterator[None]:
-    """Each test begins with no check under way, and none kept."""
+    """Start each test without a running check, and without an idle one."""
     yield
     honed.sh("systemctl stop 'honed-check@*'")
 
@@ -109,13 +109,13 @@ def status(honed: Machine) -> str:
 
 
 def status_of(honed: Machine, pid: int) -> dict[str, str]:
-    """What the kernel says of a process."""
+    """Return the kernel's status of a process."""
     lines = honed.run("cat", f"/proc/{pid}/status").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-#: Holds a lease on its first argument: who opens that waits, as on a file system that does not answer. When somebody
-#: does, the shell line of the second is run, and then the file is let go; without a second, never.
+#: Holds a lease on its first argument, so opening that file blocks, as on a file system that does not answer. At the
+#: first opening it runs the shell line of the second argument, then releases the file; without a second, never.
 HOLD = """
 import fcntl, os, signal, subprocess, sys, time
 asked = []
@@ -142,7 +142,7 @@ class Holder:
         assert self._process.stdout.readline() == line
 
     def wait_opened(self) -> None:
-        """Wait until the check has come to the file."""
+        """Wait until the check has opened the file."""
         self._expect(b"asked\n")
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_only_its_owner_may_read_is_checked(honed: Machine) -> None:
 
 @pytest.fixture(scope="module")
 def bertas(honed: Machine) -> dict[str, str]:
-    """What berta keeps to herself, and what a job of hers has made, which honed's user may read."""
+    """Files that honed's user may read and anna may not: a private one of berta's, and one made by a job of hers."""
     drop(honed, "berta", "maker")
     made = f"{JOBS}/{wait_job(honed, 'maker')['id']}/output"
     honed.sh(f"mkdir {made} && cp /srv/rows.jsonl {made}/ && chown honed:honed-job {made}/* && chmod 640 {made}/*")
@@ -198,8 +198,8 @@ def bertas(honed: Machine) -> dict[str, str]:
 def test_a_link_that_is_turned_after_the_look_at_it_leads_nowhere(
     honed: Machine, bertas: dict[str, str], what: str
 ) -> None:
-    """anna's data are two files. The policy has looked at both when the first is opened; then the second becomes a link
-    to berta's."""
+    """anna's data are two files that the policy has checked. While the first is opened, the second becomes a link to
+    berta's."""
     place, name = f"{SHARED}/annas", f"turned-{what.replace(' ', '-')}"
     honed.sh(
         f"rm -rf {place} && mkdir -p {place} && cp /srv/rows.jsonl {place}/a.jsonl && cp /srv/rows.jsonl "
@@ -299,7 +299,7 @@ def test_a_flood_of_one_persons_leaves_room_for_another(honed: Machine) -> None:
 
 
 def test_a_unit_without_work_ends_after_a_while_and_leaves_what_its_user_shares(honed: Machine) -> None:
-    """Memory that programs of anna's share lies in /dev/shm: RemoveIPC= would take it along with the unit."""
+    """Shared memory of anna's programs lies in /dev/shm: RemoveIPC= would remove it together with the unit."""
     honed.run("touch", f"{SHARED}/annas-memory", user="anna")
     drop(honed, "anna", "then-idle")
     wait_job(honed, "then-idle")
@@ -312,8 +312,8 @@ def test_a_unit_without_work_ends_after_a_while_and_leaves_what_its_user_shares(
 
 # --- Nobody in its place ----------------------------------------------------------------------------------------------
 
-#: As a process of the user's own: tries to get into every process that comes up, from its first moment on, and tells
-#: how many were checks and into which of those it got.
+#: Runs as a process of the user's own: tries to access every new process from its first moment on, and reports how
+#: many were checks and which of those it could access.
 ATTACK = """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -338,7 +338,7 @@ print(len(seen), sorted(each for each in into if each[0] in seen), flush=True)
 
 
 def test_the_users_own_processes_cannot_reach_into_the_check(honed: Machine) -> None:
-    """Not even in the first moments, before its program runs: what it says decides what is accepted."""
+    """The check is protected even before its program runs: its answer decides whether a job is accepted."""
     with honed.popen("python3", "-c", ATTACK, "12", user="anna", stdout=-1) as attack:
         assert attack.stdout is not None
         assert attack.stdout.readline() == b"ready\n"

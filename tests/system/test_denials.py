@@ -1,4 +1,4 @@
-"""What one user lays in the way, in places that are theirs to write, is in no other user's way."""
+"""Files that one user plants in directories writable for them block no other user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.systemd
 INCOMING = "/var/spool/honed/incoming"
 REJECTED = "/var/spool/honed/rejected"
 JOBS = "/var/lib/honed/jobs"
-#: Puts a link to itself and a directory where honed will write, into every job's directory that it may.
+#: Plants a link to itself and a directory at paths that honed will write, in every job's directory it can write to.
 PLANT = f"""
 import os, time
 until = time.time() + 12
@@ -28,13 +28,13 @@ while time.time() < until:
             try: make()
             except OSError: pass
 """
-#: Seconds within which another user's job is accepted, whatever lies about.
+#: Seconds within which another user's job is accepted, whatever was planted.
 SOON_SEC = 60.0
 
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
-    """Installed and running, with starting of jobs paused."""
+    """A machine with honed running and the starting of jobs paused."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
@@ -105,7 +105,7 @@ def test_a_lock_that_somebody_holds_keeps_nobodys_view_waiting(honed: Machine) -
 
 
 def test_what_is_planted_in_a_jobs_directory_while_it_is_checked_is_the_jobs_own_trouble(honed: Machine) -> None:
-    """A link to itself, and a directory in the place of the plan."""
+    """The planted files are a link to itself, and a directory in place of the plan."""
     honed.sh(f"chmod a+r {JOBS}")  # so that she need not guess their numbers
     since = honed.run("date", "+%s.%N").strip()
     planting = honed.popen("python3", "-c", PLANT, user="mallory")
@@ -144,7 +144,7 @@ def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses
 
 
 def test_a_directory_among_the_refused_is_removed_with_them(honed: Machine) -> None:
-    """One with a directory of its owner's in it, which honed may not empty, keeps nothing else from being removed."""
+    """A rejected directory that honed cannot empty does not keep anything else from being removed."""
     # What is made in incoming/ inherits an ACL that lets nobody enter it; its owner may change that.
     make = (
         f"import os, sys; os.chdir('{INCOMING}'); os.mkdir('.d'); "
@@ -176,7 +176,7 @@ def test_files_of_nobody_are_refused_and_take_nobodys_turn(honed: Machine) -> No
 
 
 def test_a_system_accounts_job_is_shown_nothing_that_the_account_cannot_open(honed: Machine) -> None:
-    """Its worker is honed-job, which may more in jobs' directories than the account."""
+    """Its worker runs as honed-job, which has more rights in jobs' directories than the account."""
     drop(honed, "berta", "hers")
     drop(honed, "service", "services")
     hers, services = accepted(honed, "hers", "services")

@@ -35,7 +35,7 @@ SPEC = {
 
 
 def test_a_gated_model_is_fetched_by_its_unit_and_trained_on(machine: Machine, model: str) -> None:
-    """The token is the fetch's credential alone; a restart of honed leaves the fetch running, and takes it over."""
+    """The token is a credential of the fetch alone; a restarted honed takes over the running fetch."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/srv/hub.py", HUB)

@@ -1,4 +1,4 @@
-"""What honed says when something is wrong that a restart would not mend: a clear state, and never a restart loop."""
+"""honed's report of a fault that a restart would not fix: a clear state, and never a restart loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def installed(machine: Machine) -> Machine:
 
 @pytest.fixture
 def honed(installed: Machine) -> Iterator[Machine]:
-    """Up and well, before and after."""
+    """A machine on which honed is up and idle before and after the test."""
     yield installed
     installed.run("systemctl", "stop", "honed")
     for directory in ("/var/lib/honed", "/var/spool/honed"):
@@ -61,7 +61,7 @@ def drop(honed: Machine, name: str) -> None:
 
 
 def fill(honed: Machine, directory: str, *, with_job: str) -> None:
-    """A disk of its own for a directory, without a free byte; honed has to be down, for it sees mounts of its start."""
+    """Mount a full disk at a directory; honed has to be down, since it sees only mounts made before its start."""
     honed.run("mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", directory)
     honed.run("systemd-tmpfiles", "--create", "/usr/lib/tmpfiles.d/honed.conf")
     drop(honed, with_job)
@@ -69,7 +69,7 @@ def fill(honed: Machine, directory: str, *, with_job: str) -> None:
 
 
 def identity(honed: Machine) -> dict[str, str]:
-    """What changes when systemd starts the service anew."""
+    """Return the properties that change when systemd restarts the service."""
     return honed.show("honed.service", "InvocationID", "NRestarts", "MainPID")
 
 

@@ -1,5 +1,5 @@
-"""Keeping house as honed is installed: the daemon removes what another user, its workers', has made; people prune their
-own jobs and nobody else's."""
+"""Housekeeping in an installed honed: the daemon removes files made by its workers' user; people can prune their own
+jobs and nobody else's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEC = {
 }
 
 
-#: A chat server in the machine, which keeps what it is told.
+#: A chat server in the machine, which keeps its messages.
 LISTENER = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     )
     owners = set(machine.run("find", f"{JOBS}/1", "-printf", "%u\\n").split())
     assert owners == {"honed", "anna"}
-    # What a library's tempfile leaves is open to nobody: the end of the unit has seen to that.
+    # Files left by a library's tempfile are private; the end of the unit opens them to honed.
     machine.sh(
         f"mkdir -m 0700 {JOBS}/1/output/tmpx; touch {JOBS}/1/output/tmpx/file; chown -R anna {JOBS}/1/output/tmpx"
     )
@@ -74,7 +74,7 @@ def test_what_a_worker_made_is_removed_by_the_daemon_for_its_owner_alone(machine
     assert 0.5 * before < done["removed"][0]["num_bytes"] <= before
     assert not machine.exists(f"{JOBS}/1")
 
-    # What even the group may not enter is said, with what root can do; the job is gone from the list all the same.
+    # A directory that even the group cannot enter is reported, with a remedy for root; the job still leaves the list.
     closed = f"{JOBS}/2/output/closed"
     machine.sh(f"mkdir -m 0700 {closed}; touch {closed}/file; chown -R anna {closed}")
     short = machine.try_run("honectl", "prune", "2", user="anna")

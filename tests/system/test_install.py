@@ -1,4 +1,4 @@
-"""From nothing to a trained model with systemctl and journalctl, and away again. To be read, and run, in order."""
+"""From nothing to a trained model with systemctl and journalctl, and back. To be read, and run, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.systemd
 
 INSTALL = (f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
 INCOMING = "/var/spool/honed/incoming"
-#: The number of the job `long`: the refusal before it took one, too.
+#: The number of the job `long`: the rejected file before it took one, too.
 LONG = 3
 
 
@@ -37,7 +37,7 @@ def spec(name: str, num_steps: int, **training: Any) -> str:
 
 
 def drop(machine: Machine, user: str, name: str, num_steps: int, **training: Any) -> None:
-    """As a person does it: a file in one's home, and `cp`."""
+    """Drop a job as a person does: a file in the user's home, and `cp`."""
     machine.write(f"/home/{user}/{name}.json", spec(name, num_steps, **training), user=user)
     machine.run("cp", f"/home/{user}/{name}.json", INCOMING, user=user)
 
@@ -72,7 +72,7 @@ def wait_for_step(machine: Machine, name: str, step: int) -> dict[str, Any]:
 
 
 def steps(machine: Machine, number: int) -> list[int]:
-    """The steps that a job's first attempt told of, in order."""
+    """Return the steps that a job's first attempt reported, in order."""
     lines = machine.sh(f"cat /var/lib/honed/jobs/{number}/attempts/1/events.jsonl").splitlines()
     events = [json.loads(line) for line in lines]
     return [event["step"] for event in events if event["event"] == "step"]
@@ -151,7 +151,7 @@ def test_a_member_of_honed_submit_drops_a_file_and_has_a_trained_model(machine: 
     assert job["id"] == 1
     assert job["attempts"][0]["outcome"] == "succeeded"
     assert steps(machine, 1) == list(range(1, 31))
-    # She reads what came of it without honed, and so does nobody else.
+    # She can read the job's output without honed, and nobody else can.
     machine.run("test", "-r", f"{job['artifacts']['output_dir']}/adapter_model.safetensors", user="anna")
     machine.add_user("berta", "honed-submit")
     assert machine.try_run("ls", "/var/lib/honed/jobs/1", user="berta").returncode != 0
@@ -165,7 +165,7 @@ def test_who_is_not_in_the_group_drops_nothing(machine: Machine) -> None:
 
 
 def test_the_journal_tells_the_job_from_begin_to_end(machine: Machine) -> None:
-    """By field; what the job's worker and its libraries print, which may be rows, is nowhere in it."""
+    """Entries are found by field; the output of the worker and its libraries, which may contain rows, is not in it."""
     of_daemon = machine.journal("HONED_JOB=1", "--unit=honed")
     assert any(entry.get("HONED_STATE") == "succeeded" for entry in of_daemon)
     assert machine.journal("_SYSTEMD_UNIT=honed-job@1.service") == []
@@ -204,7 +204,7 @@ def test_reload_takes_a_changed_configuration_and_refuses_a_broken_one(machine: 
 
 
 def test_an_upgrade_leaves_a_running_job_to_its_worker(machine: Machine) -> None:
-    """New files beside the old ones: the same process goes on, and no step is lost or told twice."""
+    """New files lie beside the old ones: the same process continues, and no step is lost or reported twice."""
     before = worker_pid(machine, LONG)
     # Not all of the checkout, where there may be gigabytes of environments.
     machine.sh(
@@ -244,7 +244,7 @@ def test_the_next_install_removes_what_nothing_runs_from(machine: Machine) -> No
 
 
 def test_one_person_runs_it_without_root(machine: Machine) -> None:
-    """Below one's home, under `systemctl --user`; jobs are honed's children there, and stop with it."""
+    """honed runs below a home, under `systemctl --user`; jobs are its children there, and stop with it."""
     machine.run("loginctl", "enable-linger", "berta")
     own = {"HOME": "/home/berta", "XDG_RUNTIME_DIR": f"/run/user/{machine.run('id', '-u', 'berta').strip()}"}
     own["PATH"] = "/home/berta/.local/bin:/usr/bin:/bin"

@@ -1,4 +1,4 @@
-"""What honed tells the journal, and what people see of it: one real job, one that fails, one file that is refused."""
+"""honed's entries in the journal, and users' view of them: a real job, one that fails, and a rejected file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drop(machine: Machine, name: str, **keys: Any) -> None:
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine, model: str) -> Machine:
-    """Installed; job 1 (capitals) has succeeded, job 2 (short) ran out of its own time, and a file was refused."""
+    """A machine where job 1 (capitals) succeeded, job 2 (short) exceeded its time limit, and a file was rejected."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.add_user("anna", "honed-submit")
     machine.add_user("reader", "honed-submit", "systemd-journal")
@@ -81,7 +81,7 @@ def test_entries_have_fields_that_one_can_filter_by(honed: Machine) -> None:
 
 
 def test_warnings_are_what_somebody_must_act_on(honed: Machine) -> None:
-    """Libraries' chatter, progress bars and their warnings are not among them."""
+    """Libraries' messages, progress bars and warnings are not among them."""
     assert honed.messages("-p", "warning", "HONED_JOB=1") == []
     urgent = honed.messages("-p", "warning", "-u", "honed")
     assert [line for line in urgent if "time limit" not in line and "time_limit" not in line] == [

@@ -1,4 +1,4 @@
-"""The reports as honed makes them where it is installed: who may read which page; and how wandb's runs leave."""
+"""The reports of an installed honed: who may read which page; and how wandb's runs are sent."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_is_shared_can_be_read_by_everybody(honed: Machine) -> None:
 
 @pytest.mark.skipif(_site() is None, reason="needs wandb")
 def test_a_wandb_run_leaves_by_honed_send_alone(honed: Machine) -> None:
-    """The job's unit has no network; honed-send's has, and a key that is a credential, and it sees no job."""
+    """The job's unit has no network; honed-send's has it, and the key as a credential, but sees no job."""
     honed.run("ip", "link", "set", "lo", "up")
     honed.put(Path(__file__).parents[1] / "process/wandbserver.py", "/srv/wandbserver.py")
     code = (

@@ -1,6 +1,6 @@
-"""Who may do what: honed as it is installed, two people who drop jobs, one administrator, and one who may do nothing.
+"""Users' rights in an installed honed: two people who drop jobs, one administrator, and one without any rights.
 
-Every misuse that a person without root can try on the spool and the socket is refused, and harms nobody else.
+Every misuse of the spool and the socket that a person without root can try is rejected, and harms nobody else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ peer.sendall(sys.argv[1].encode() + b"\\n"); print(peer.makefile().readline())
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
-    """Installed and running, with starting of jobs paused: these tests are about what comes before."""
+    """A machine with honed running and the starting of jobs paused: these tests are about the steps before."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.add_user("anna", "honed-submit")
     machine.add_user("berta", "honed-submit")
@@ -49,7 +49,7 @@ def spec(**keys: Any) -> str:
 
 
 def drop(honed: Machine, user: str, name: str, text: str | None = None) -> None:
-    """As `mv` from the same file system does: whole from the first moment."""
+    """Drop a file as `mv` within one file system does: complete from the first moment."""
     honed.run(
         "sh",
         "-ec",
@@ -68,7 +68,7 @@ def ask(honed: Machine, who: str, verb: str, **arguments: Any) -> dict[str, Any]
 
 
 def number_of(honed: Machine, name: str) -> int:
-    """The number of a job, once it is accepted."""
+    """Return the number of a job, once it is accepted."""
 
     def accepted() -> int | None:
         rows = ask(honed, "root", "list")["result"]
@@ -85,7 +85,7 @@ def job_of(honed: Machine, user: str, name: str, file: str = "", **keys: Any) ->
 
 
 def reason(honed: Machine, name: str) -> str:
-    """Why honed refused a file."""
+    """Return the reason why honed rejected a file."""
     wait_for(lambda: honed.exists(f"{REJECTED}/{name}.reason"), what=f"{name} refused")
     return honed.read(f"{REJECTED}/{name}.reason")
 
@@ -108,7 +108,7 @@ def test_nobody_else_drops(honed: Machine) -> None:
 
 
 def test_a_file_that_its_dropper_keeps_to_herself_is_read_all_the_same(honed: Machine) -> None:
-    """incoming/ hands its ACL on: a umask of 077 shuts nobody out but the others."""
+    """Files in incoming/ inherit its ACL: a umask of 077 excludes other users, but not honed."""
     honed.run(
         "sh",
         "-ec",
@@ -119,7 +119,7 @@ def test_a_file_that_its_dropper_keeps_to_herself_is_read_all_the_same(honed: Ma
     wait_for(lambda: "private" in honed.run("honectl", "list"), what="accepted")
 
 
-#: What a person can put into incoming/, as shell, and the words with which it is refused.
+#: Things that a person can put into incoming/, as shell, and the message of their rejection.
 MISUSES = {
     "a symbolic link": ("ln -s /etc/shadow {}/link.json", "link.json", "a symbolic link"),
     "a link to another person's file": ("ln -s /home/berta/x.json {}/theirs.json", "theirs.json", "a symbolic link"),
@@ -165,7 +165,7 @@ def test_no_device_can_be_dropped_at_all(honed: Machine) -> None:
 
 
 def test_a_directory_is_left_where_it_lies_and_holds_nobody_up(honed: Machine) -> None:
-    """Nobody but its owner can move it: a rename changes its `..`."""
+    """Only its owner can move a directory: a rename changes its `..`."""
     honed.run("mkdir", "-m", "700", f"{INCOMING}/dir.json", user="anna")
     honed.wait_message("'dir.json' lies in")
     job_of(honed, "berta", "after-the-directory")
@@ -173,7 +173,7 @@ def test_a_directory_is_left_where_it_lies_and_holds_nobody_up(honed: Machine) -
 
 
 def test_a_file_that_is_changed_after_it_was_taken_changes_nothing(honed: Machine) -> None:
-    """The dropper still holds it open."""
+    """The user who dropped the file still holds it open."""
     writer = (
         "import os, sys, time\n"
         f"fd = os.open('{INCOMING}/.open', os.O_RDWR | os.O_CREAT, 0o644)\n"
@@ -237,7 +237,7 @@ def test_the_dropper_reads_her_own_refusals_and_jobs_from_the_files(honed: Machi
     assert "spec_invalid" in honed.run("cat", f"{REJECTED}/wrong.json.reason", user="anna")
     number = job_of(honed, "anna", "annas-own")
     assert "/srv/model" in honed.run("cat", f"{JOBS}/{number}/spec.json", f"{JOBS}/{number}/plan.json", user="anna")
-    # What her worker makes is hers, by her uid; what honed made is not.
+    # Files that her worker makes have her uid; honed's files do not.
     for name in ("spec.json", "plan.json"):
         assert honed.try_run("sh", "-c", f"echo >{JOBS}/{number}/{name}", user="anna").returncode != 0
         assert honed.try_run("rm", "-f", f"{JOBS}/{number}/{name}", user="anna").returncode != 0
@@ -335,7 +335,7 @@ def test_one_who_holds_connections_open_keeps_nobody_out(honed: Machine) -> None
 
 
 def test_one_who_asks_without_end_holds_nobody_up(honed: Machine) -> None:
-    """Each request costs honed something; a thousand at once are answered in turn with the others'."""
+    """Each request costs honed time; thousands from one user are answered in turn with those of others."""
     code = (
         "import contextlib, os, socket\nprint('asking', flush=True)\n"
         "while not os.path.exists('/tmp/enough'):\n"
@@ -357,7 +357,7 @@ def test_one_who_asks_without_end_holds_nobody_up(honed: Machine) -> None:
 
 
 def test_a_job_cannot_name_what_only_honed_may_read(honed: Machine) -> None:
-    """The check runs as honed: it must not be the way to honed's own files, or to another person's results."""
+    """The check runs as honed: it must not give access to honed's own files, or to another person's results."""
     theirs = job_of(honed, "anna", "annas-data")
     honed.sh(f"mkdir {JOBS}/{theirs}/output && cp /srv/rows.jsonl {JOBS}/{theirs}/output/")
     cases = {
@@ -437,7 +437,7 @@ def test_files_that_cannot_be_read_are_named_with_their_mode(honed: Machine) -> 
 
 
 def test_a_file_that_others_can_write_is_no_proof_of_who_submits(honed: Machine) -> None:
-    """One of anna's that berta may write, filled by berta and moved into the spool, would be anna's job."""
+    """A file of anna's that berta may write could be filled by berta and moved into the spool as anna's job."""
     honed.sh("groupadd -f project; usermod -aG project anna; usermod -aG project berta")
     spool = "/var/spool/project"
     honed.sh(f"mkdir -p {spool} && chgrp project {spool} && chmod 2775 {spool}")
@@ -452,7 +452,7 @@ def test_a_file_that_others_can_write_is_no_proof_of_who_submits(honed: Machine)
     text = reason(honed, "spoof.json")
     assert "the group project can write it, too" in text
     assert "honectl submit" in text
-    # Her own, by a umask that her private group shares in, is hers.
+    # A file of her own, writable for her private group by her umask, is accepted as hers.
     honed.run(
         "sh",
         "-ec",
@@ -493,7 +493,7 @@ def test_where_only_the_socket_is_open_no_file_that_somebody_moved_starts_a_job(
         assert "spec.json" in honed.run("ls", f"{JOBS}/{number}", user="anna")
         assert honed.try_run("ls", f"{JOBS}/{number}", user="berta").returncode != 0
         assert ask(honed, "nobody", "submit", name="x.json", data="e30=")["error"]["code"] == "not_permitted"
-        # What honed refuses is hers to read, the file and why, and nobody else's.
+        # Only she can read a rejected file of hers and its reason.
         taken = ask(honed, "anna", "submit", name="wrong-one.json", data="e30=")["result"]
         assert f"Submitted as {taken['id']} by the user" in reason(honed, "wrong-one.json")
         for path in (f"{REJECTED}/wrong-one.json", f"{REJECTED}/wrong-one.json.reason"):

@@ -56,7 +56,7 @@ systemctl enable --now honed
 
 
 class Honed:
-    """honed in the guest, as its administrator sees it."""
+    """An installed honed in the guest, as its administrator sees it."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -97,7 +97,7 @@ class Honed:
         return self.machine.sh("cat /var/spool/honed/rejected/*.reason 2>/dev/null || true")
 
     def entries(self) -> dict[int, dict[str, Any]]:
-        """Every entry, its state among it."""
+        """Return every entry with its state."""
         found = {}
         for state in ("queued", "held", "running", "succeeded", "failed", "cancelled"):
             for path in self.machine.host_path(f"/var/spool/honed/{state}").glob("*.json"):
@@ -119,11 +119,11 @@ class Honed:
         return entry
 
     def wait_step(self, job_id: int) -> None:
-        """Wait until its worker has told of a step."""
+        """Wait until the job's worker has reported a step."""
         wait_for(lambda: "step " in self.machine.property(f"honed-job@{job_id}", "StatusText"), what="a step")
 
     def worker_pid(self, job_id: int, attempt: int = 1) -> int:
-        """As the guest counts."""
+        """Return the worker's pid in the guest."""
         pid: int = self.machine.read_json(f"/var/lib/honed/jobs/{job_id}/attempts/{attempt}/lock")["worker_pid"]
         return pid
 
@@ -131,7 +131,7 @@ class Honed:
         return len(self.machine.read(f"/var/lib/honed/jobs/{job_id}/starts.txt").splitlines())
 
     def steps_counted(self, job_id: int) -> list[int]:
-        """The steps of which honed.db has a loss, each as often as it has it."""
+        """Return the steps with a loss in honed.db, each as often as it is stored."""
         code = f"SELECT step FROM metrics WHERE job_id = {job_id} AND name = 'loss' ORDER BY step"
         return json.loads(
             self.python(
@@ -242,7 +242,7 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_told_so(honed: Hon
 
 
 def test_a_hostile_worker_neither_holds_honed_up_nor_passes_for_ended(honed: Honed) -> None:
-    """In the place of its files lie pipes, and an exit.json that systemd knows nothing of; what is honed's stays."""
+    """The worker replaces its files with pipes, and forges an exit.json unknown to systemd; honed's own files stay."""
     job = honed.drop("slow-60")
     honed.wait_step(job)
     pid, job_dir = honed.machine.main_pid("honed"), f"/var/lib/honed/jobs/{job}"
@@ -370,7 +370,7 @@ def test_a_shutdown_checkpoints_and_the_job_goes_on_after_the_boot(honed: Honed)
     honed.machine.reboot()
     wait_for(lambda: len(honed.entries()[job]["attempts"]) == 2, what="its second attempt")
     honed.wait_step(job)
-    honed.machine.run("systemctl", "stop", "honed")  # nobody but the unit itself is there to tell of its end
+    honed.machine.run("systemctl", "stop", "honed")  # only the unit itself can report its end
     honed.machine.reboot()
     entry = honed.wait(job, "succeeded", "failed", "held")
     outcomes = [attempt["outcome"] for attempt in entry["attempts"]]

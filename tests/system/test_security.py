@@ -1,4 +1,4 @@
-"""How little honed's units may do, in systemd's own figures and as seen from inside."""
+"""The few rights of honed's units, in systemd's own security score and as seen from inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from machine import CHECKOUT, ENVIRONMENT, FIND_WRITABLE, Machine
 
 pytestmark = pytest.mark.systemd
 
-#: What `systemd-analyze security` may say at most: 0 is locked in, 10 is free.
+#: The highest score allowed in `systemd-analyze security`: 0 is fully confined, 10 is unconfined.
 MAX_EXPOSURE = {
     "honed.service": 0.5,
     "honed-job@1.service": 0.6,
@@ -30,7 +30,7 @@ def installed(machine: Machine) -> None:
 
 
 def inside(machine: Machine, unit: str, script: str) -> str:
-    """What a shell says that has a unit's user, sandbox and limits."""
+    """Run a shell script with a unit's user, sandbox and limits, and return its output."""
     text = machine.run("systemctl", "cat", unit)
     # The unit with another program in it, run once: transient ones cannot carry all of these settings.
     name = "probe-" + unit.replace("@", "-")
@@ -60,7 +60,7 @@ def test_systemd_rates_the_exposure(machine: Machine, unit: str) -> None:
 
 
 def show_job(machine: Machine) -> None:
-    """Make the directory of a job 1, and its view."""
+    """Create the directory and the view of a job 1."""
     machine.sh("install -d -o honed -g honed-job -m 2770 /var/lib/honed/jobs/1")
     machine.write("/var/lib/honed/jobs/1/plan.json", "{}")
     machine.run("systemctl", "start", "honed-view@1")
@@ -78,7 +78,7 @@ def show_job(machine: Machine) -> None:
     ],
 )
 def test_what_a_unit_can_write(machine: Machine, unit: str, own: set[str]) -> None:
-    """Of what its user may: ProtectSystem= leaves /run out, where /run/lock is everybody's."""
+    """Each unit can write only its own directories: ProtectSystem= omits /run, and everybody can write to /run/lock."""
     show_job(machine)
     if unit.startswith("honed-check"):
         machine.sh("id -u 1000 >/dev/null 2>&1 || useradd -u 1000 thousand")
@@ -144,7 +144,7 @@ def test_a_check_sees_what_its_user_may_read_and_no_network_no_homes_and_no_spoo
 
 
 def test_a_fetch_sees_nothing_that_people_train_on_and_no_bus(machine: Machine) -> None:
-    """It has the network, and runs as honed's user."""
+    """A fetch has the network, and runs as honed's user."""
     machine.sh(
         "install -d -o honed -g honed /var/lib/honed/fetch /var/cache/honed && echo secret >/var/lib/honed/honed.db-wal"
     )
@@ -165,7 +165,7 @@ def test_a_fetch_sees_nothing_that_people_train_on_and_no_bus(machine: Machine) 
 
 
 def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: Machine) -> None:
-    """`policy.allowed_paths`, then `honectl sandbox`: directories to write, and one of a home; odd names among them."""
+    """`policy.allowed_paths`, then `honectl sandbox`: writable directories, also one in a home and odd names."""
     odd = r"/srv/o%d: \"a\\"
     home = "/home/my data: 1"
     machine.run("mkdir", "-p", "/srv/out", odd, home)
@@ -194,7 +194,7 @@ def test_one_step_opens_the_sandbox_to_the_administrators_directories(machine: M
 
 
 def test_a_directory_that_a_person_can_lead_elsewhere_opens_no_sandbox(machine: Machine) -> None:
-    """A link to all that there is in its place would be in every job's unit, and one to itself in honed's way."""
+    """A link to / in its place would put everything into each job's unit; a link to itself would block honed."""
     machine.write("/etc/honed/honed.toml.d/50-paths.toml", "[policy]\nallowed_paths = ['/srv/of-dora/data']\n")
     machine.add_user("dora", "honed-submit")
     machine.sh("install -d -o dora /srv/of-dora; ln -s / /srv/of-dora/data")
@@ -220,7 +220,7 @@ def test_a_directory_that_a_person_can_lead_elsewhere_opens_no_sandbox(machine: 
 
 
 def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:
-    """By the polkit rule, as honed's user: other units, other verbs and names beside the pattern are refused."""
+    """The polkit rule denies honed's user other units, other verbs, and names that do not match the pattern."""
     call = (
         "busctl",
         "call",
@@ -261,7 +261,7 @@ def test_the_daemon_starts_job_units_and_nothing_else(machine: Machine) -> None:
         ("PowerOff", ()),
     ):
         assert ask(method, *arguments) not in {"o", ""}, method
-    # The workers' user may not even that.
+    # The workers' user may not even do that.
     assert ask("StartUnit", "ss", "honed-job@4711.service", "fail", user="honed-job") != "o"
 
 

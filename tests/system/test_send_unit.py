@@ -1,4 +1,4 @@
-"""honed-send.service: the one unit with network while jobs run, and it has nothing else."""
+"""honed-send.service: the one unit with network while jobs run, and with access to nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from machine import CHECKOUT, ENVIRONMENT, Machine, wait_for
 pytestmark = pytest.mark.systemd
 
 TOKEN = "s3cret-t0ken"
-#: An endpoint in the machine, which keeps what it gets in files.
+#: An endpoint in the machine, which stores its requests in files.
 ENDPOINT = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -33,7 +33,7 @@ def received(machine: Machine) -> list[dict[str, object]]:
 
 
 def test_what_a_job_learned_arrives_while_the_job_has_no_network(machine: Machine, model: str) -> None:
-    """It waits while the endpoint is down; the token comes as a credential, and is in no file that honed can read."""
+    """Rows wait while the endpoint is down; the token comes as a credential, and is in no file that honed can read."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("ip", "link", "set", "lo", "up")
     machine.write("/etc/credstore/honed.metrics-token", f"{TOKEN}\n", mode=0o600)

@@ -1,8 +1,8 @@
-"""What a job names and what is opened by then are two things: nobody's job reads what its submitter may not.
+"""A path can be swapped between its check and its opening: no job may read files that its submitter may not.
 
-The real code of the check and of the worker's own, in the real units, and an attacker who swaps between any two of
-their steps: see swaps.py. What is another's shows by the kernel's own word of who opens it, whatever the path. Prompts
-are text of the job file: nothing is opened for them.
+The tests run the real code of the check and of the worker, in the real units, against an attacker who swaps paths
+between any two of their steps: see swaps.py. The kernel itself reports each opening of another user's file, whatever
+the path. Prompts are text in the job file: no file is opened for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.systemd
 PROGRAM = f"{CHECKOUT}/tests/system/swaps.py"
 PYTHON = "/opt/honed/current/bin/python"
 INCOMING = "/var/spool/honed/incoming"
-#: In the place of the program of a unit, with its sandbox and its user, or with the one that is named.
+#: Replaces the program of a unit, and keeps its sandbox and its user unless another is named.
 DROPIN = """\
 [Service]
 Type=oneshot
@@ -41,7 +41,7 @@ StandardOutput=truncate:/srv/told
 StandardError=inherit
 {more}
 """
-#: Builds what mallory has; what berta has is the same, and closed.
+#: Builds mallory's files; berta's are the same, but private.
 BUILD = """
 import shutil
 from pathlib import Path
@@ -73,7 +73,7 @@ for path in Path("/srv/swaps/theirs").rglob("*"):
 
 @dataclass
 class Field:
-    """The machine, with the attacker and the witness at work."""
+    """The machine, with the attacker and the witness running."""
 
     honed: Machine
     mallory_uid: int
@@ -81,7 +81,7 @@ class Field:
     witness_path: Path
 
     def look(self, unit: str, kind: str, *cases: str, every: int = 1, races: int = 0, user: str = "") -> list[Any]:
-        """Run the subject in a unit; returns its looks."""
+        """Run the subject in a unit, and return its looks."""
         command = f"{PYTHON} {PROGRAM} {kind} {self.mallory_uid} {every} {races} {' '.join(cases)}"
         dropin = f"/etc/systemd/system/{unit.partition('@')[0]}@.service.d/swaps.conf"
         self.honed.write(dropin, DROPIN.format(command=command, more=f"User={user}" if user else ""))
@@ -93,7 +93,7 @@ class Field:
         return told[:-1]
 
     def opened(self, looks: list[Any]) -> Counter[tuple[str, str]]:
-        """How often a file of berta's was opened in looks at each case."""
+        """Count the openings of berta's files during looks at each case."""
         found: Counter[tuple[str, str]] = Counter()
         for line in self.witness_path.read_text().splitlines()[1:]:
             at = json.loads(line)["at"]
@@ -186,7 +186,7 @@ def test_whenever_it_is_swapped_nothing_of_anothers_is_opened(
 
 
 def test_where_the_right_is_honeds_own_each_swap_reads_what_is_anothers(field: Field) -> None:
-    """That the witness sees it, and that the files are there to be read: honed's own user may open berta's."""
+    """Prove that the witness sees openings and that the files are readable: honed's own user may open berta's."""
     looks = field.look(field.check, "check", "link", every=31, user="honed")
     assert {name for name, _ in field.opened(looks)} == set(INPUTS)
 

@@ -1,4 +1,4 @@
-"""Attempts of one person to have a job read what is another's, against honed as installed, with the real worker."""
+"""Attempts of one person to make a job read another's files, against an installed honed, with the real worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = "".join(
     + "\n"
     for number in range(12)
 )
-#: The keys by which a job names something, each as a link of its submitter's.
+#: The keys that name a path, each tested with a link of the submitter's.
 INPUTS = ("base_model", "adapter", "chat_template", "datasets")
 #: Lets two names of the working directory change places (renameat2 with RENAME_EXCHANGE).
 EXCHANGE = (
@@ -38,7 +38,7 @@ EXCHANGE = (
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine, model: str) -> Machine:
-    """Installed and running; berta has an adapter, a model, a template and rows that nobody else may read."""
+    """A machine with honed running; berta has an adapter, a model, a template and rows that nobody else may read."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     for name in ("berta", "mallory"):
         machine.add_user(name, "honed-submit")
@@ -98,7 +98,7 @@ def submit(honed: Machine, user: str, name: str, spec: dict[str, Any], *, until:
 
 
 def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Machine, model: str) -> None:
-    """Each input by a link that was in order when the job was accepted, and leads to berta's when it starts."""
+    """Each input is a link that was valid when the job was accepted, and leads to berta's file when the job starts."""
     honed.run("honectl", "pause")
     jobs = {}
     for key in INPUTS:
@@ -116,7 +116,7 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
         shown = wait_for(lambda: over(honed, job_id), what=f"steal-{key} over", deadline_sec=400)  # noqa: B023
         assert shown["state"] == "failed", (key, shown)
         told = shown["error"]["message"]
-        # Told by the daemon, or before that by mallory's own check, where it looks once more.
+        # Reported by the daemon, or before that by mallory's own check, if it runs again.
         assert (
             "cannot be read by the user mallory, as it could when the job was accepted" in told
             or "Permission denied" in told
@@ -134,7 +134,7 @@ def test_a_link_that_is_turned_after_the_check_leads_a_job_to_nothing(honed: Mac
 
 
 def steal_by_a_chain(honed: Machine, model: str) -> int:
-    """A job that goes on from an output of mallory's, in whose place a link to berta's is put."""
+    """Submit a job that continues from an output of mallory's, then replace the output with a link to berta's."""
     theirs, own = (
         json.loads(honed.run("honectl", "show", "--json", "learn", user=user))["id"] for user in ("berta", "mallory")
     )
@@ -146,7 +146,7 @@ def steal_by_a_chain(honed: Machine, model: str) -> int:
 
 
 def steal_by_a_row(honed: Machine) -> int:
-    """A job of whose rows one names a picture of mallory's, in whose place a link to berta's is put."""
+    """Submit a job with a row that names mallory's picture, then replace the picture with a link to berta's."""
     parts = [{"type": "image", "image": "/srv/mallory/picture.png"}, {"type": "text", "text": "Which color?"}]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]}
     honed.write("/srv/mallory/pictures.jsonl", 4 * (json.dumps(row) + "\n"), user="mallory")

@@ -1,4 +1,4 @@
-"""wandb's runs leave from honed-send's sandbox: the key comes as a credential, and wandb works within."""
+"""wandb's runs are sent from honed-send's sandbox: the key comes as a credential, and wandb works in the sandbox."""
 
 from __future__ import annotations
 

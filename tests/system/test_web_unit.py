@@ -1,4 +1,4 @@
-"""honed-web.socket and its service: started by the first request, for reading, with next to no rights."""
+"""honed-web.socket and its service: started by the first request, read-only, with hardly any rights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.systemd
 TOKEN = "0123456789abcdef-s3cret"
 SOCKET = "/run/honed-web.sock"
 LOOPBACK = "127.0.0.1:8470"
-#: Asks one address over TCP or a unix socket, and prints what came.
+#: Sends a request to one address over TCP or a unix socket, and prints the response.
 ASK = """
 import http.client, json, socket, sys
 where, path, *headers = sys.argv[1:]
@@ -45,7 +45,7 @@ def ask_json(machine: Machine, where: str, path: str, *headers: str, user: str |
 
 @pytest.fixture(scope="module", autouse=True)
 def trained(machine: Machine, model: str) -> None:
-    """honed is installed, and anna's job has run."""
+    """A machine on which honed is installed, and a job of anna's has run."""
     machine.write("/srv/ask.py", ASK)
     machine.run("ip", "link", "set", "lo", "up")
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
@@ -75,7 +75,7 @@ def test_it_is_off_until_its_socket_is_enabled_and_starts_with_the_first_request
 
 
 def test_over_loopback_everybody_sees_numbers_and_states(machine: Machine) -> None:
-    """Any user of the machine gets there; results are not shared by default."""
+    """Any user of the machine has access; results are not shared by default."""
     (job,) = ask_json(machine, LOOPBACK, "/api/jobs", user="berta")["jobs"]
     assert (job["id"], job["state"], job["name"]) == (1, "succeeded", "")
     for path in ("/api/jobs/1", "/api/jobs/1/metrics", "/api/jobs/1/predictions", "/jobs/1", "/api/jobs/1/events"):
@@ -128,7 +128,7 @@ def test_it_can_write_nothing_and_do_nothing_to_honed(machine: Machine) -> None:
 
 
 def test_it_reads_on_while_honed_is_down(machine: Machine) -> None:
-    """Nobody writes the database then, and in a directory that is read-only its two companions cannot be made."""
+    """Nobody writes to the database then, and its -wal and -shm files cannot be created in a read-only directory."""
     machine.run("systemctl", "stop", "honed")
     assert not machine.exists("/var/lib/honed/honed.db-wal")
     status, body = ask(machine, LOOPBACK, "/healthz")
@@ -139,7 +139,7 @@ def test_it_reads_on_while_honed_is_down(machine: Machine) -> None:
     assert len(ask_json(machine, LOOPBACK, "/api/jobs/1/metrics?name=loss")["metrics"]) == 4
     assert ask_json(machine, LOOPBACK, "/api/jobs")["jobs"][0]["progress"]["step"] == 4
     machine.run("systemctl", "start", "honed")
-    machine.run("systemctl", "kill", "--signal=KILL", "honed")  # and what a crash leaves
+    machine.run("systemctl", "kill", "--signal=KILL", "honed")  # a crash leaves its files, too
     assert len(ask_json(machine, LOOPBACK, "/api/jobs/1/metrics?name=loss")["metrics"]) == 4
     machine.wait_property("honed", "ActiveState", "active")
 
@@ -185,7 +185,7 @@ def test_an_uninstall_takes_it_away(machine: Machine) -> None:
 
 
 def test_one_person_has_their_own(machine: Machine) -> None:
-    """Without root, for the instance below their home."""
+    """honed-web runs without root, for the instance below the user's home."""
     machine.run("loginctl", "enable-linger", "berta")
     runtime_dir = f"/run/user/{machine.run('id', '-u', 'berta').strip()}"
     own = {"HOME": "/home/berta", "XDG_RUNTIME_DIR": runtime_dir, "PATH": "/home/berta/.local/bin:/usr/bin:/bin"}

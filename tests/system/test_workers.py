@@ -1,4 +1,4 @@
-"""As whom a job's unit runs, and what it sees: two people's jobs on one machine, with a shell in the worker's place."""
+"""The user of a job's unit, and its view: two people's jobs on one machine, with a shell in place of the worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.systemd
 
 INCOMING = "/var/spool/honed/incoming"
 JOBS = "/var/lib/honed/jobs"
-#: In the place of the worker: what the job's own script says, with the sandbox and the user of the unit.
+#: Replaces the worker with the job's own script, with the sandbox and the user of the unit.
 PROBE_DROPIN = """\
 [Service]
 Type=oneshot
@@ -33,7 +33,7 @@ PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/home/anna", "/home/berta", "/run/use
 
 @pytest.fixture(scope="module")
 def honed(machine: Machine) -> Machine:
-    """Installed and running, with starting of jobs paused: these tests start the units themselves."""
+    """A machine with honed running and the starting of jobs paused: these tests start the units themselves."""
     machine.run(f"{CHECKOUT}/scripts/install", "--environment", ENVIRONMENT)
     machine.run("groupadd", "team")
     machine.add_user("anna", "honed-submit", "team")
@@ -75,7 +75,7 @@ def drop(honed: Machine, user: str | None, spec: dict[str, Any]) -> int:
 
 
 def probe(honed: Machine, job_id: int, script: str) -> str:
-    """What a shell says in a job's unit."""
+    """Run a shell script in a job's unit, and return its output."""
     honed.write("/srv/probe.sh", script)
     honed.run("rm", "-f", "/srv/said")
     honed.try_run("systemctl", "start", f"honed-job@{job_id}")
@@ -84,7 +84,7 @@ def probe(honed: Machine, job_id: int, script: str) -> str:
 
 
 def made_by(honed: Machine, user: str, job_id: int) -> str:
-    """Leave in a job's directory what its worker would; returns a data set there."""
+    """Create in a job's directory the output that its worker would, and return a data set there."""
     honed.run(
         "sh", "-ec", f"umask 007; mkdir -p {JOBS}/{job_id}/output; cp /srv/rows.jsonl {JOBS}/{job_id}/output", user=user
     )
@@ -118,7 +118,7 @@ def test_roots_jobs_and_those_of_before_the_upgrade_run_as_honed_job(honed: Mach
     wanted = honed.run("id", "-u", "honed-job").strip()
     assert probe(honed, job_of(honed, None, "roots"), "id -u") == f"{wanted}\n"
     before = job_of(honed, "anna", "before")
-    # An older version's: its submitter reads, the workers' group writes.
+    # A directory of an older version: its submitter can read, the workers' group can write.
     uid = honed.run("id", "-u", "anna").strip()
     code = (
         "from pathlib import Path; from honed.system.access import Acl, set_acl; "
@@ -159,7 +159,7 @@ def test_a_job_sees_its_own_and_the_outputs_that_it_names_and_nothing_else_of_ho
 
 @pytest.mark.parametrize("swap", ["named in the plan", "directory renamed", "link in its place"])
 def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: str) -> None:
-    """Even where honed itself would be fooled: the view is opened with the submitter's rights."""
+    """The view is opened with the submitter's rights, so deceiving honed itself does not help."""
     theirs = job_of(honed, "berta", f"theirs {swap}")
     made_by(honed, "berta", theirs)
     own = job_of(honed, "anna", f"own {swap}")
@@ -186,7 +186,7 @@ def test_nothing_is_shown_that_the_submitter_cannot_open(honed: Machine, swap: s
 
 
 def test_what_one_job_leaves_no_other_finds(honed: Machine) -> None:
-    """In no place that it can write, but in its own directory; and it finds nothing that people left there."""
+    """No writable place but its own directory keeps a job's files; and a job finds nothing that people left there."""
     honed.sh("install -d -m 700 -o anna /run/user/4711; echo planted >/dev/shm/planted; chmod 666 /dev/shm/planted")
     honed.sh(
         "for place in /tmp /var/tmp /home/anna /run/user/4711 /etc/credstore; do mkdir -p $place; "
@@ -220,7 +220,7 @@ for each in /proc/[0-9]*; do
     echo $(stat -c %u $each) $(tr '\\0' ' ' <$each/cmdline) $(tr '\\0' ' ' <$each/environ)
 done 2>/dev/null
 """
-#: Of all those, what is closed or a job's own; the rest is what the machine lets its submitter read anyway.
+#: Those of these paths that are private or a job's own; the submitter can read the rest on this machine anyway.
 CLOSED = (
     "/var/lib/honed",
     "/var/spool/honed",
@@ -238,7 +238,7 @@ CLOSED = (
 
 
 def test_all_that_a_worker_can_write_and_read(honed: Machine) -> None:
-    """With a file of another job, of another user and of a tracker planted in each place, open to everybody."""
+    """Each place contains world-writable files of another job, of another user and of a tracker."""
     other = job_of(honed, "berta", "of-another")
     job_id = job_of(honed, "anna", "inventory")
     honed.sh(
@@ -301,7 +301,7 @@ def test_a_machine_without_the_user_database_says_what_is_missing(honed: Machine
 
 
 def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Machine, model: str) -> None:
-    """With the real worker: an adapter, another that goes on from it in a directory elsewhere, and the merged model."""
+    """The real worker makes an adapter, one that continues from it in a directory elsewhere, and the merged model."""
     honed.sh("rm -r /etc/systemd/system/honed-job@.service.d; systemctl daemon-reload")
     honed.sh("install -d -m 755 -o anna /srv/annas")
     honed.write("/etc/honed/honed.toml.d/60-paths.toml", '[policy]\nallowed_paths = ["/srv"]\n')
@@ -335,6 +335,6 @@ def test_a_persons_chain_trains_and_merges_and_what_it_makes_is_theirs(honed: Ma
     )
     assert {line.split()[0] for line in made.splitlines()} == {"anna"}
     assert {"adapter_model.safetensors", "model.safetensors"} <= {line.split()[1] for line in made.splitlines()}
-    # honed reads what its page shows, and removes what it is told to.
+    # honed can read what its page shows, and can remove the job's files.
     honed.run("honectl", "prune", "merged", user="anna")
     wait_for(lambda: not honed.exists(f"{JOBS}/{chain['merged']['id']}"), what="pruned")

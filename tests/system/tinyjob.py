@@ -1,4 +1,4 @@
-"""A job on what the fixture `model` makes: small, and evaluated twice."""
+"""A small job on the model of the fixture `model`, evaluated twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def evaluated(name: str, *, num_steps: int) -> dict[str, Any]:
-    """Its spec: evaluations and predictions half-way and at the end."""
+    """Return its spec: evaluations and predictions half-way and at the end."""
     return {
         "name": name,
         "base_model": "/srv/models/tiny",

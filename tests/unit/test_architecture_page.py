@@ -1,4 +1,4 @@
-"""The page that says where everything lives names every package, each once."""
+"""The page on the architecture names every package exactly once."""
 
 from __future__ import annotations
 

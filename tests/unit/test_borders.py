@@ -1,4 +1,4 @@
-"""The border between the daemon's side and the worker's shows in what a process has loaded."""
+"""The border between the daemon's side and the worker's, seen in the modules that a process has loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from honed.cli import honectl
 
 
 def modules_of(code: str) -> set[str]:
-    """The modules that are there when a program of its own has run."""
+    """Return the modules that are loaded after this code has run in a process of its own."""
     code = f"import sys\n{code}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split())
@@ -38,7 +38,7 @@ def places() -> set[str]:
 
 
 def test_the_daemon_knows_no_model_and_no_data() -> None:
-    """It stays small, and it is there at once: what judges a job is in the helper."""
+    """The daemon stays small and starts quickly: the code that judges a job is in the helper."""
     loaded = modules_of("import honed.daemon.loop")
     assert {
         name for name in loaded if name.startswith(("honed.inputs", "honed.text", "honed.plan", "honed.check"))

@@ -1,6 +1,6 @@
-"""Made-up files, events and requests: each is read or refused in a sentence, and nothing else comes of it.
+"""Generated files, events and requests: each is read, or rejected with a message, and nothing else happens.
 
-The same ones each time; `scripts/fuzz` makes others, for as long as one likes.
+They are the same each time; `scripts/fuzz` generates others, for as long as wanted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from zoo import fuzz
 from zoo.fuzz import TARGETS, Target
 
-#: Of those that take long, fewer.
+#: Fewer examples for targets that take long.
 FEW = {"events": 25, "model files": 60}
-#: What long runs have found, each mended since.
+#: Faults that long runs have found, each fixed since.
 FOUND: dict[str, tuple[str, object]] = {
     "a level that is a list": (
         "events",

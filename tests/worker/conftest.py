@@ -1,4 +1,4 @@
-"""Jobs for the worker, as the daemon would hand them over, on tiny real models that are built once."""
+"""Jobs for the worker, as the daemon would start them, on tiny real models that are built once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ torchvision.mend()  # tests import the libraries before a worker does
 
 @dataclass(frozen=True)
 class Ended:
-    """One attempt, over."""
+    """One finished attempt."""
 
     status: int
     result: dict[str, Any]
@@ -56,12 +56,12 @@ class Ended:
         return dict(self.result["metrics"])
 
     def messages(self, level: str) -> list[str]:
-        """As those read them who may read the job."""
+        """Return the log's messages as users who may read the job see them."""
         return [item.get("evidence") or item["message"] for item in self.of("log") if item["level"] == level]
 
 
 class StopAtStep(Stop):
-    """Asked to stop as soon as the step's event is written."""
+    """A stop request that is set as soon as the step's event is written."""
 
     def __init__(self, events_path: Path, step: int) -> None:
         self._events_path = events_path
@@ -96,14 +96,15 @@ class WorkerJob:
         return self.dir / f"attempts/{attempt}/events.jsonl"
 
     def run(self, attempt: int = 1, *, stop: Stop | None = None) -> Ended:
-        """Here, in this process."""
+        """Run the worker in this process."""
         return self._ended(run(self.dir, attempt, stop=stop), attempt)
 
     def stopped_at(self, step: int, *, attempt: int = 1) -> Ended:
         return self.run(attempt, stop=StopAtStep(self.events_path(attempt), step))
 
     def start(self, attempt: int = 1, *arguments: str, popen: Callable[..., Any] = warm.WorkerPopen) -> Process:
-        """In a process of its own, as the runner does it; `subprocess.Popen` for one that imports its libraries."""
+        """Start the worker in a process of its own, as the runner does; `subprocess.Popen` starts it without warm
+        imports."""
         attempt_dir = self.dir / f"attempts/{attempt}"
         attempt_dir.mkdir(parents=True, exist_ok=True)
         with (attempt_dir / "worker.log").open("ab") as log:
@@ -127,7 +128,7 @@ class WorkerJob:
         return (self.dir / f"attempts/{attempt}/worker.log").read_text(errors="replace")
 
     def wait_for(self, is_there: Callable[[list[Event]], bool], process: Process, attempt: int = 1) -> None:
-        """Until the worker has said something, with a deadline."""
+        """Wait, with a deadline, until the worker's events meet the condition."""
         deadline = time.monotonic() + WORKER_TIMEOUT_SEC
         while not is_there(read_events(self.events_path(attempt))):
             assert process.poll() is None, self.log(attempt)[-3000:]
@@ -135,7 +136,7 @@ class WorkerJob:
             time.sleep(0.01)
 
     def killed_at(self, step: int, *, attempt: int = 1) -> Ended:
-        """kill -9 as soon as a step's event is there."""
+        """Kill the worker with SIGKILL as soon as a step's event is written."""
         process = self.start(attempt)
         self.wait_for(lambda events: any(e.kind == "step" and e.data["step"] >= step for e in events), process, attempt)
         process.send_signal(signal.SIGKILL)
@@ -156,7 +157,7 @@ MakeJob = Callable[..., WorkerJob]
 
 @pytest.fixture(scope="session")
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A base model by its family and settings, built once."""
+    """A function that builds a base model by its family and settings, once."""
     built: dict[str, Path] = {}
 
     def build(family: str, **settings: Any) -> Path:
@@ -170,7 +171,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
 
 @pytest.fixture
 def make_job(tmp_path: Path, checkpoint_of: Callable[..., Path]) -> MakeJob:
-    """A job with its plan, ready for the worker; any key of a spec may be given."""
+    """A function that makes a job with its plan, ready for the worker; any key of a spec may be given."""
     jobs: list[WorkerJob] = []
 
     def make(

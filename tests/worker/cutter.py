@@ -1,8 +1,8 @@
 """Workers that die at a chosen moment: `python cutter.py BACKEND`, then one job a line on its standard input.
 
-The libraries are imported once; each attempt runs in a fork of what has only imported them. Nothing of the worker is
-replaced: it is watched, through the looks that it takes at its stop flag and Python's audit events, until the moment is
-there, and then sends itself the signal.
+The libraries are imported once; each attempt runs in a fork of a process that has only imported them. Nothing of the
+worker is replaced: it is observed, through its checks of the stop flag and Python's audit events, until the chosen
+moment, and then sends itself the signal.
 
     {"job_dir": …, "attempt": 1, "cut": "evaluation", "step": 8, "signal": 9}   ──►   {"status": -9}
 """
@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from honed.worker.__main__ import ENVIRONMENT
 from honed.worker.stop import Stop
 
-#: Cuts that are seen at a look at the stop flag: the function that looks.
+#: Cuts made at a check of the stop flag: the function that checks it.
 LOOKS = {
     "accumulation": "on_substep_end",
     "step": "on_step_end",
@@ -30,7 +30,7 @@ LOOKS = {
 
 
 def files(job_dir: Path, step: int) -> dict[str, tuple[str, str]]:
-    """Cuts that are seen at an operation on a file: which, and on what."""
+    """Return the cuts that are made at an operation on a file: the operation, and its path."""
     new = job_dir / f"checkpoints/.new/checkpoint-{step}"
     return {
         "checkpoint": ("open", f"{new}/.MANIFEST.json.tmp"),  # all files written, and no manifest
@@ -41,7 +41,7 @@ def files(job_dir: Path, step: int) -> dict[str, tuple[str, str]]:
 
 
 def at_step(step: int, name: str) -> bool:
-    """Whether a function of this name is what calls us, in the course of this step."""
+    """Tell whether a function of this name is on the call stack, during this step."""
     frame, is_called = sys._getframe(1), False
     while frame is not None:
         is_called = is_called or frame.f_code.co_name == name
@@ -52,7 +52,7 @@ def at_step(step: int, name: str) -> bool:
 
 
 def once(number: int) -> Callable[[], None]:
-    """Sends this process a signal, the first time that it is called."""
+    """Return a function that sends this process a signal the first time that it is called."""
     is_sent = False
 
     def send() -> None:

@@ -1,8 +1,8 @@
 """`python -m worker.gpulike [NAME=VALUE] JOB_DIR …`: a worker on a CPU, with the SFTConfig and SFTTrainer that Unsloth
-puts in the place of TRL's on a GPU; job after job, each with what is set in the environment before it.
+puts in place of TRL's on a GPU. It runs job after job, with the given variables in its environment.
 
-UNSLOTH_ALLOW_CPU gives Unsloth's side for GPUs without one, for tests of its own. Under it TRL is left alone, so what
-it does to TRL on a GPU is asked for here. Its kernels need a GPU: models are loaded by its side for CPUs.
+UNSLOTH_ALLOW_CPU enables Unsloth's GPU code without a GPU, for Unsloth's own tests. It then leaves TRL unpatched, so
+this module requests the patches it makes on a GPU. Its kernels need a GPU: models are loaded by its code for CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters of every kind that a job can make are gone on from, where one that fits only in part is refused."""
+"""Training continues from adapters of every kind that a job can make, and one that fits only in part is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each way in which a loaded model can differ from its plan, planted in real models."""
+"""Every difference that a loaded model can have from its plan, planted in real models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFF = {"sample_frequency": "off"}
 
 
 class Bench:
-    """A model as the worker loads it, with its plan, and what its audits tell."""
+    """A model as the worker loads it, with its plan, and its audits' events."""
 
     def __init__(self, job: Any, *, is_adapted: bool = True) -> None:
         self.events_path = job.dir / "audit.jsonl"
@@ -233,7 +233,7 @@ def test_autocast_that_the_environment_brings_in_is_refused_before_the_first_ste
 
 
 def adapters(ended: Ended) -> list[tuple[str, set[str]]]:
-    """Each audit with the dtypes of its adapter."""
+    """Return each audit with the dtypes of its adapter."""
     return [
         (item["when"], {each["dtype"] for each in item["counts"] if each["role"] == "adapter"})
         for item in ended.of("audit")
@@ -256,7 +256,7 @@ def test_every_audit_of_a_run_is_told_and_a_resume_does_not_change_precision(mak
 
 
 def test_a_job_that_was_planned_with_adapters_in_bfloat16_ends_as_it_began(make_job: MakeJob) -> None:
-    """As every QLoRA job was until adapters became float32; `adapter_dtype` asks for the same."""
+    """Every QLoRA job was planned so until adapters became float32; `adapter_dtype` asks for the same."""
     job, named = (
         make_job("llama", **QLORA, training={"max_steps": 3}),
         make_job("llama", **QLORA, adapter_dtype="bfloat16"),

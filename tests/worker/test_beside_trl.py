@@ -1,7 +1,7 @@
-"""The same rows, ids and seed through the worker and through a bare SFTTrainer: the losses are the same to the bit.
+"""The same rows, ids and seed through the worker and through a bare SFTTrainer: the losses are equal to the bit.
 
-What honed chooses otherwise than TRL does (float32 adapters and master weights) is given to the
-bare one, too: nothing else may lie between them.
+Where honed deviates from TRL's defaults (float32 adapters and master weights), the bare trainer gets the same settings:
+nothing else may differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
 
 
 def rows(kind: str) -> list[dict[str, str]]:
-    """Some shorter and some longer than what is trained on of a row."""
+    """Return rows, some longer and some shorter than the part of a row that is trained on."""
     rng = random.Random(1)
     made = []
     for _ in range(32):
@@ -43,7 +43,7 @@ def rows(kind: str) -> list[dict[str, str]]:
 
 
 def case(**keys: Any) -> dict[str, Any]:
-    """What differs from a LoRA job on prompts and completions; what is not named below is for `training:`."""
+    """Return a case by its differences from a LoRA job on prompts and completions; other names are for `training:`."""
     found = {"family": "qwen3", "lora": LORA, "data": "pc", "dtype": "auto", "quantization": "none"}
     training = {name: value for name, value in keys.items() if name not in found}
     return {**found, **{name: keys[name] for name in keys if name in found}, "training": {**BASE, **training}}
@@ -128,7 +128,7 @@ def bare(
     held_out: list[dict[str, str]] | None = None,
     told: list[dict[str, float]] | None = None,
 ) -> list[float]:
-    """The losses that `SFTTrainer` logs of the same job, in the precision that honed has planned for it."""
+    """Return the losses that `SFTTrainer` logs for the same job, in the precision that honed planned for it."""
     precision = job.plan["precision"]
     set_seed(42)
     dtype = getattr(torch, precision["load_dtype"])

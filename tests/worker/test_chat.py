@@ -1,4 +1,4 @@
-"""Masks: for every template and both kinds of tokenizer, what is trained is the assistant's turns and nothing else."""
+"""Masks: for every template and both kinds of tokenizer, exactly the assistant's turns are trained."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def trained_texts(encoded: Encoded) -> list[str]:
 
 
 def joined(turns: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """The turns as runs: where a template writes two of them side by side, they are one."""
+    """Return the turns as runs: two that a template renders without text between them are one run."""
     runs = list(turns)
     for n, text in enumerate(texts):
         while len(runs) > len(texts) and n + 1 < len(runs) and runs[n].strip() != text.strip():
@@ -150,7 +150,7 @@ def joined(turns: Sequence[str], texts: Sequence[str]) -> list[str]:
 
 
 def assert_trained(chat: ChatFormat, encoded: Encoded, turns: Sequence[str]) -> None:
-    """The trained runs are the turns. A token that reaches over an end may take white space along, and no more."""
+    """Check that the trained runs are the turns. A token that crosses an end may add white space, but nothing more."""
     assert list(encoded.turns) == list(turns)
     assert len(encoded.input_ids) == len(encoded.trained)
     ids = encoded.input_ids
@@ -256,7 +256,7 @@ def test_any_conversation_is_masked_exactly_or_refused_by_name(name: str, kind: 
     try:
         encoded = chat.encode(example(*messages))
     except DatasetError as error:
-        # A turn of which the template shows nothing, or one that a token of other words reaches into.
+        # A turn that the template does not show, or one that shares a token with other text.
         answers = [m["content"] for m in messages if m["role"] == "assistant"]
         hidden = [a for a in answers if "</think>" in a and not a.split("</think>")[-1].replace("<think>", "").strip()]
         assert hidden or not any(turn.strip() for turn in turns), error
@@ -365,7 +365,7 @@ def test_a_turn_of_weight_0_is_not_trained_and_the_check_knows(template: Templat
     chat.check_trained(weighed.input_ids, weighed.labels, row)
     assert words(row.messages[row.trained_turns[-1]]) == chat.prompt(row)[2]
     wrong = [IGNORED if t else label for t, label in zip(weighed.trained, everything.labels, strict=True)]
-    for labels in (everything.labels, wrong):  # with the turn of weight 0, and that one in the place of the others
+    for labels in (everything.labels, wrong):  # with the turn of weight 0, and with that turn instead of the others
         with refused(MaskError, "⟦"):
             chat.check_trained(weighed.input_ids, labels, row)
 
@@ -590,7 +590,7 @@ PLANTED = [
 
 
 def shifted(labels: list[int], ids: list[int], by: int) -> list[int]:
-    """The same mask, `by` tokens later."""
+    """Return the same mask, `by` tokens later."""
     trained = [n for n, label in enumerate(labels) if label != IGNORED]
     moved = {n + by for n in trained if 0 <= n + by < len(ids)}
     return [ids[n] if n in moved else IGNORED for n in range(len(ids))]
@@ -606,7 +606,7 @@ def test_a_mask_that_is_shifted_is_caught(template: Template, kind: str, by: int
         encoded = chat.encode(row)
         labels = shifted(encoded.labels, encoded.input_ids, by)
         said = [chat.tokenizer.decode([i for i in each if i != IGNORED]).strip() for each in (labels, encoded.labels)]
-        if said[0] == said[1]:  # a lone `▁` of SentencePiece's was lost, and nothing that anyone could read
+        if said[0] == said[1]:  # only a lone `▁` of SentencePiece's was lost, no visible text
             continue
         with refused(MaskError, "⟦"):
             chat.check_trained(encoded.input_ids, labels, row)

@@ -1,7 +1,7 @@
-"""Checkpoints as they are found: each goes through the whole check, and then is trained on for real or was refused.
+"""Checkpoints as they are found: each goes through the whole check, and is then either trained on for real or rejected.
 
-What is refused is refused by the check, which imports no torch and reads no weight, with the file and the remedy named;
-or by the worker before it reads one, where only the libraries can tell.
+Rejections come from the check, which imports no torch and reads no weights, and name the file and the remedy; or from
+the worker before it reads weights, where only the libraries can tell.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Found:
         return build_checkpoint(self.base, family, **settings)
 
     def edit(self, file: str, **keys: Any) -> None:
-        """Set keys of a JSON file; None takes one out."""
+        """Set keys of a JSON file; None removes one."""
         path = self.base / file
         data = json.loads(path.read_text()) | keys
         path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
     def train(self) -> Ended:
-        """As the daemon does it: the check, its plan, and the worker. Raises HonedError where the check refuses."""
+        """Run check, plan and worker as the daemon does. Raises HonedError where the check rejects the job."""
         return self.accept().run()
 
     def accept(self) -> WorkerJob:
-        """The check and its plan. Raises HonedError where the check refuses."""
+        """Run the check, and make its plan. Raises HonedError where the check rejects the job."""
         spec_path = self.path / "job.json"
         document = {"base_model": str(self.base), "datasets": [{"path": str(self.rows)}], **SHORT, **self.spec}
         spec_path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
@@ -243,7 +243,7 @@ def with_an_adapter_of_a_deeper_model(a: Found) -> None:
 
 
 def with_an_adapter_of_another_family(a: Found) -> None:
-    """Phi-3 has q_proj, k_proj and v_proj in one."""
+    """Phi-3 has q_proj, k_proj and v_proj fused in one."""
     with_an_adapter_to_go_on_from(a, target_modules=["q_proj", "o_proj"])
     shutil.rmtree(a.base)
     a.build("phi3", num_key_value_heads=2)
@@ -267,7 +267,7 @@ def under_another_model_type(a: Found) -> None:
 
 
 def with_another_model_type_in_its_config(a: Found) -> None:
-    """As a converted checkpoint has it: Llama's layers have no place for q_norm and k_norm."""
+    """A checkpoint converted with a wrong model type: Llama's layers have no place for q_norm and k_norm."""
     a.build("qwen3")
     a.edit("config.json", model_type="llama", architectures=["LlamaForCausalLM"])
 
@@ -309,7 +309,7 @@ def with_more_tokens_than_embeddings(a: Found) -> None:
 
 @dataclass(frozen=True)
 class Trains:
-    """It is trained on. In which dtype and quantization, and what is said of it."""
+    """The expectation that the model is trained: its dtype, its quantization, and the messages."""
 
     dtype: str = "bfloat16"
     quantization: str = "none"
@@ -318,7 +318,7 @@ class Trains:
 
 @dataclass(frozen=True)
 class Refused:
-    """It is not, by the check or by the worker: what is named, and what to do."""
+    """The expectation that check or worker rejects the model: the code, the name in the message, and the remedy."""
 
     code: str
     names: str
@@ -380,8 +380,10 @@ def test_each_loads_rightly_or_is_refused_before_any_weight_is_read(
         case Refused():
             ended = found.train()
             check_refused(ended.result["error"], fate, found)
-            assert not ended.of("audit")  # nothing was loaded that could be looked at
-            assert "Loading weights" not in capfd.readouterr().err  # as transformers says when it reads the first
+            assert not ended.of("audit")  # no model was loaded
+            assert (
+                "Loading weights" not in capfd.readouterr().err
+            )  # transformers' message when it reads the first weight
 
 
 def check_trains(found: Found, fate: Trains) -> None:
@@ -389,7 +391,7 @@ def check_trains(found: Found, fate: Trains) -> None:
     assert ended.status == 0, ended.result
     assert list(ended.losses) == [1]
     assert ended.losses[1] > 0
-    assert ended.of("audit")[0]["mended"] == []  # it is loaded rightly, not put right afterwards
+    assert ended.of("audit")[0]["mended"] == []  # it is loaded correctly, not repaired afterwards
     audit = ended.of("audit")[-1]
     assert (audit["model_dtype"], audit["config_dtype"]) == (fate.dtype, fate.dtype)
     assert audit["quantization"] == fate.quantization
@@ -407,7 +409,7 @@ def check_refused(error: dict[str, str], fate: Refused, found: Found) -> None:
 
 
 def test_what_transformers_alone_cannot_load_has_a_config_object_under_its_right_name(found: Found) -> None:
-    """Whatever repairs a config: what loads a quantized model reads model_type from an object, never from a dict."""
+    """The loader of a quantized model reads model_type from a config object, never from a dict, whatever repairs it."""
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     for how, family in [(without_model_type, "qwen3"), (under_an_alias_and_quantized, "llama")]:

@@ -1,4 +1,4 @@
-"""The date that some chat templates write into a row: that of the job's acceptance, for all of its life."""
+"""The date that some chat templates write into a row: that of the job's acceptance, for the job's whole life."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation: the baseline, scores, the guard, and what is said of a model that got worse."""
+"""Evaluation: the baseline, scores, the guard, and the report on a model that got worse."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_where_time_is_short_evaluations_go_without_predictions_and_the_log_says
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """The right answers of all that was asked with the metric `counted`, which comes in through an entry point."""
+    """The references scored with the metric `counted`, which is loaded through an entry point."""
     path, packages = tmp_path / "asked", tmp_path / "packages"
     info = packages / "counting_metric-1.0.dist-info"
     info.mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_predictions_may_have_the_trainers_autocast(make_job: MakeJob) -> None:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], int]], None]:
-    """A Llama that fails for so many of the prompts of its n-th round, the first of a batch; 0 is the first round."""
+    """A function that makes Llama fail for so many prompts of its n-th round (from 0), the first of a batch."""
     from transformers import LlamaForCausalLM
 
     generate = LlamaForCausalLM.generate
@@ -280,7 +280,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], int]],
 
 
 def guarded(make_job: MakeJob, learned: Path, **keys: Any) -> WorkerJob:
-    """One that keeps what it knows, its guard asked about four rows."""
+    """Return a job whose model keeps what it knows, with a guard on four rows."""
     training = {"max_steps": 2, "learning_rate": 1e-9} | keys.pop("training", {})
     guard = {"metric": "token_f1", "max_drop": 0.2} | keys.pop("guard", {})
     return make_job(

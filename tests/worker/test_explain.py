@@ -1,4 +1,4 @@
-"""Every way in which a library gives up has a name of honed's."""
+"""Every failure of a library has an error code of honed's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family that sees or hears: trained on its own kind of rows, quantized or not, and what was made loads again."""
+"""Every vision or audio family: trained on its own kind of rows, quantized or not, and the output loads again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """One checkpoint a family."""
+    """A function that builds one checkpoint a family."""
     built: dict[str, Path] = {}
 
     def build(family: str) -> Path:
@@ -51,7 +51,7 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def rows_of(kinds: tuple[str, ...], directory: Path, number: int = 8) -> list[dict[str, Any]]:
-    """Each row with one of each kind: a color to be seen, a tone to be heard."""
+    """Return rows with one medium of each kind: a color to see, a tone to hear."""
     directory.mkdir()
     return [
         {
@@ -92,7 +92,7 @@ def _media(kind: str, path: Path, n: int) -> Any:
 
 
 def asked(family: str) -> tuple[str, ...]:
-    """What a row of the family has: one image, or all that it takes in."""
+    """Return the kinds of media in a row of the family: all that it accepts except video."""
     return tuple(kind for kind in FAMILIES[family].media if kind != "video")
 
 
@@ -143,7 +143,7 @@ def test_a_family_trains_whole_and_is_a_base_model_again(
     before, after = (load_file(each / "model.safetensors") for each in (base_of(family), job.output_dir))
     assert before.keys() == after.keys()
     changed = {modality.part(name) for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert changed == {"language"}  # eyes and ears stay as they are
+    assert changed == {"language"}  # vision and audio encoders stay frozen
     again = make_job(model=job.output_dir, rows=rows, **(RUN | {"training": {"max_steps": 1}})).run()
     assert again.status == 0, again.result
     assert again.of("predictions")[0]["rows"] == ended.of("predictions")[-1]["rows"]
@@ -187,13 +187,13 @@ def test_of_a_model_that_speaks_the_thinker_is_trained(make_job: MakeJob, tmp_pa
     assert ended.status == 0, ended.result
     thinker = [each for each in basemodel.inspect(base).tensors if each.name.startswith("thinker.")]
     held = sum(each["num_parameters"] for each in ended.of("audit")[0]["counts"])
-    assert held == sum(each.num_elements for each in thinker)  # what speaks is not loaded
+    assert held == sum(each.num_elements for each in thinker)  # the speaking parts are not loaded
     assert job.plan["memory"]["weights_bytes"] == pytest.approx(ended.result["memory"]["weights_bytes"], rel=0.05)
     again = make_job(model=base, rows=rows, adapter=str(job.output_dir), quantization="4bit", **RUN).run()
     assert again.of("predictions")[0]["rows"] == ended.of("predictions")[-1]["rows"]
 
 
-#: What each key adds, beside the language model's 14 layers, and the least of it: A and B of a layer.
+#: The part that each key adds to the language model's 14 layers, and its minimum of tensors: A and B of a layer.
 PARTS = [
     (family, keys, parts)
     for family in FAMILIES
@@ -210,7 +210,7 @@ PARTS = [
 
 
 def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, Any]:
-    """A model with its adapter, through the real backend, and the assignment."""
+    """Return a model with its adapter, loaded by the real backend, and the assignment."""
     spec = specs.validate(
         {
             "base_model": str(base),
@@ -234,7 +234,7 @@ def test_the_keys_say_which_parts_get_an_adapter(
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert {modality.part(name) for name in names} == parts
     assert all("lora_" in name for name in names)
-    # Unsloth is told the same layers, one by one.
+    # Unsloth gets the same layers, one by one.
     chosen = {name.partition(".lora_A")[0].removeprefix("base_model.model.") for name in names if ".lora_A" in name}
     plain = transformers_backend.load_base(job, load.load_config(job))
     pattern = transformers_backend.target_pattern(plain, transformers_backend.lora_options(plain, job))

@@ -1,4 +1,4 @@
-"""Full fine-tuning on each rung: what is trained, what a resume goes on from, and what is saved."""
+"""Full fine-tuning on each rung: the trained weights, the state that a resume continues from, and the saved weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dtypes(ended: Ended, when: str) -> set[str]:
 
 
 def bare_losses(base: Path, data_path: Path, output_dir: Path, **training: Any) -> list[float]:
-    """What TRL makes of a checkpoint's path with its own defaults, on the same rows."""
+    """Return TRL's losses for a checkpoint's path with its own defaults, on the same rows."""
     import transformers
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -70,7 +70,7 @@ def bare_losses(base: Path, data_path: Path, output_dir: Path, **training: Any) 
 def test_full_fine_tuning_of_a_bfloat16_checkpoint_learns_as_trls_own_default_does(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
-    """bfloat16 weights without a master copy end far above: most of their updates are rounded away."""
+    """bfloat16 weights without a master copy end at a far higher loss: most of their updates are rounded away."""
     training = {"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
     job = make_job(model=BFLOAT16, training=training)
     ended = job.run()
@@ -117,7 +117,7 @@ def test_the_output_keeps_float32_where_the_job_asks(make_job: MakeJob) -> None:
 def test_the_best_checkpoints_remainders_are_in_an_output_of_more_than_bfloat16(
     make_job: MakeJob, learned: Path
 ) -> None:
-    """The weights alone come back with the best checkpoint: the remainders beside them were the last step's, and none
+    """Only the weights are restored from the best checkpoint: the remainders in memory were the last step's, and none
     of them was saved."""
     import torch
     from safetensors.torch import load_file
@@ -231,7 +231,7 @@ def tiny(*, has_tie: bool = False) -> Any:
 
 @pytest.mark.parametrize(("bf16", "held"), [(True, "bfloat16"), (False, "float32")])
 def test_what_is_asked_of_the_model_is_asked_of_the_numbers_that_are_saved(*, bf16: bool, held: str) -> None:
-    """Half precision where training computes in it; else the same numbers, computed with in float32."""
+    """The model is in half precision if training computes in it; otherwise it has the same numbers in float32."""
     import torch
 
     from honed.worker.model import cast
@@ -273,7 +273,7 @@ def test_compensated_weights_are_asked_and_saved_with_their_remainders_where_mor
 
 
 def test_plain_bfloat16_weights_are_asked_as_they_are_where_float32_is_saved() -> None:
-    """They were held in float32, as the same numbers in twice the memory, and computed with under autocast."""
+    """Such weights were held in float32, the same numbers in twice the memory, and computed under autocast."""
     import torch
 
     from honed.worker.model import cast
@@ -345,7 +345,7 @@ def test_a_weight_and_its_remainder_are_the_float32_master_bit_for_bit() -> None
 
 
 def test_a_master_that_is_not_a_number_is_none_as_a_weight_either() -> None:
-    """CUDA's NaN has every bit set: rounded up it was a zero, which the look at lost weights passes."""
+    """CUDA's NaN has every bit set: rounded up it became zero, which the check for NaN weights passes."""
     import torch
 
     from honed.worker.train.optimizer import join, part
@@ -358,7 +358,7 @@ def test_a_master_that_is_not_a_number_is_none_as_a_weight_either() -> None:
 
 
 def test_compensated_weights_are_stepped_as_float32_ones_are_and_a_checkpoint_gives_them_back(tmp_path: Path) -> None:
-    """Moments, decay and 8-bit states included: the masters are those of torch's and bitsandbytes' own AdamW."""
+    """Moments, decay and 8-bit states included: the masters equal those of torch's and bitsandbytes' own AdamW."""
     import bitsandbytes
     import torch
 

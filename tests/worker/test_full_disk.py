@@ -1,4 +1,5 @@
-"""A disk that fills up: older checkpoints go first, then the run stops cleanly, and goes on where there is room."""
+"""A disk that fills up: older checkpoints are removed first, then the run stops cleanly, and resumes with more
+space."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KEYS: dict[str, Any] = {"dtype": "float32", "predictions": {"sample_frequency": 
 
 @pytest.fixture
 def mount() -> Iterator[Callable[[Path, str], None]]:
-    """A small file system at a directory, or one that is there made larger."""
+    """Mount a small file system at a directory, or enlarge the mounted one."""
     if os.getuid() != 0:
         pytest.skip("a file system of its own takes root")
     places: list[Path] = []
@@ -82,7 +83,7 @@ def test_without_room_for_one_the_run_stops_and_goes_on_as_the_same_run(
     size = disk_reserve.size_of(job.dir.parent / "job1/checkpoints/checkpoint-6")
     if is_foreseen:
         mount(job.dir / "checkpoints", f"{(size * 3 // 2 + disk_reserve.SPARE_BYTES) >> 10}k")
-    else:  # somebody else fills it meanwhile: the look ahead finds enough, and the write does not
+    else:  # another process fills the disk: the check before the write passes, and the write fails
         mount(job.dir / "checkpoints", f"{(size * 3 // 2) >> 10}k")
         monkeypatch.setattr(disk_reserve, "needed_bytes", lambda *_: 0)
     first = job.run()

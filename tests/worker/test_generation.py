@@ -1,4 +1,4 @@
-"""The base model's generation settings: not in predictions unless the job asks, and in the output as they were."""
+"""The base model's generation settings: ignored in predictions unless the job asks, and unchanged in the output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from honed.worker.train import prediction
 from worker.conftest import MakeJob
 from worker.test_prediction_state import predictor_of
 
-#: Each of them alone changes what a tiny model writes, or keeps it from writing.
+#: Each setting alone changes a tiny model's output, or prevents it.
 LEAKS: dict[str, Any] = {
     "repetition_penalty": 1.5,
     "no_repeat_ngram_size": 1,
@@ -33,7 +33,7 @@ LEAKS: dict[str, Any] = {
     "guidance_scale": 3.0,
     "penalty_alpha": 0.6,
 }
-#: A temperature that nothing uses, which transformers does not write again.
+#: An unused temperature, which transformers does not save again.
 CONTRADICTORY = {
     "temperature": 0.6,
     "repetition_penalty": 1.5,
@@ -50,7 +50,7 @@ def test_every_setting_that_transformers_knows_is_sorted() -> None:
 
 @pytest.fixture(scope="module")
 def parts(checkpoint_of: Callable[..., Path]) -> tuple[Any, ChatFormat, list[str | None]]:
-    """A model, its chat format, and what it writes without any settings."""
+    """A model, its chat format, and its output without any settings."""
     path = checkpoint_of("llama")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))

@@ -1,4 +1,4 @@
-"""Rows that are held out, cut and left out: what a job asked for is there, and what is lost is told with what helps."""
+"""Held-out, truncated and skipped rows: a job gets what it asked for, and losses are reported with a remedy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LOST = {"prompt": "why " * 80, "completion": "So."}
 
 
 def numbered(row: dict[str, str], number: int) -> dict[str, str]:
-    """One that says something of its own."""
+    """Return the row with a text of its own."""
     return row | {"prompt": f"{number}: {row['prompt']}"}
 
 
 def held_out(number: int, share: float) -> set[int]:
-    """The places that a split takes, with the seed that jobs have."""
+    """Return the indices of the rows that a split holds out, with the seed that jobs have."""
     examples = [Example("text", text=str(place)) for place in range(number)]
     return {int(example.text) for example in dataset.split(examples, share, 42)[1]}
 

@@ -1,4 +1,4 @@
-"""What a worker loads: only what its job needs, since most of the time before its first step goes into that."""
+"""The modules that a worker imports: only those its job needs, since imports take most of the time before step 1."""
 
 from __future__ import annotations
 

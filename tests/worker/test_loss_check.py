@@ -1,4 +1,4 @@
-"""The loss that will be trained, held against the model's own logits before the first step: TRL's real losses."""
+"""The trained loss is compared with the model's own logits before the first step: TRL's real losses."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_no_checkpoint_is_made_under_suspicion_at_an_epochs_end_either(
 
 
 def test_what_a_resumed_run_knows_of_its_steps_is_what_the_undisturbed_one_knows(make_job: MakeJob) -> None:
-    """Cut between the last step of an epoch and the epoch's end, which is made up for."""
+    """The cut lies between an epoch's last step and the epoch's end, which the resumed run makes up for."""
     wanted = keys(eval_strategy="steps", eval_steps=3) | {"predictions": OFF}
     kept = []
     for is_cut in (False, True):
@@ -101,7 +101,7 @@ def test_what_a_resumed_run_knows_of_its_steps_is_what_the_undisturbed_one_knows
 def test_weights_that_are_no_numbers_are_never_saved(
     make_job: MakeJob, tmp_path: Path, checkpoint_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where nothing was seen in losses and gradients."""
+    """The weights are checked even if losses and gradients showed nothing."""
     from safetensors.torch import load_file, save_file
 
     monkeypatch.setattr(divergence.Divergence, "look", lambda *_, **__: None)

@@ -1,4 +1,4 @@
-"""The check before the first step: what really reaches the model, whatever lies between it and the rows."""
+"""The check before the first step: the batch that really reaches the model, whatever lies between it and the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.conftest import Ended, MakeJob
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
-    """A trl whose collator spoils the labels."""
+    """Make TRL's collator corrupt the labels."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     collate = DataCollatorForLanguageModeling.torch_call
@@ -42,7 +42,7 @@ def train_nothing(batch: Any) -> None:
 
 
 def lose_a_token(batch: Any) -> None:
-    """Ids and labels agree, and are no row's."""
+    """Remove the first token: ids and labels agree, but belong to no row."""
     for name in ("input_ids", "labels", "attention_mask"):
         batch[name] = batch[name][:, 1:]
 
@@ -89,8 +89,8 @@ def test_a_batch_that_is_mostly_trained_on_earns_a_hint_unless_it_is_text(make_j
 
 
 def test_turns_of_weight_0_count_neither_in_training_nor_in_what_is_held_out(make_job: MakeJob, tmp_path: Path) -> None:
-    """A row whose last turn has weight 0 is trained and evaluated as the row without that turn is: what the model reads
-    after the trained turn changes nothing before it."""
+    """A row whose last turn has weight 0 is trained and evaluated like the row without that turn: later tokens change
+    nothing for the trained turn."""
     turns = [{"role": "user", "content": "Capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
     more = [{"role": "user", "content": "And of Chile?"}, {"role": "assistant", "content": "Oslo.", "weight": 0}]
     nothing = {"messages": [turns[0], turns[1] | {"train": False}]}

@@ -1,4 +1,4 @@
-"""Odd and broken files of every kind in one data set: what can be seen is trained on, the rest is counted and named."""
+"""Odd and broken files of every kind in one data set: usable ones are trained on, the rest are counted and named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_sound(path: Path, num_samples: int) -> None:
         file.writeframes(b"\1\2" * num_samples)
 
 
-#: What is left out, and the words it is named with.
+#: Skipped rows, and the words of the warning.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing.png": (Path, "no such file"),
     "torn.jpg": (write_torn_jpeg, "a broken image: image file is truncated"),
@@ -44,7 +44,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text.png": (lambda path: path.write_text("no picture\n"), "not an image that can be read: it is text"),
     "silent.wav": (lambda path: write_sound(path, 0), "sound of zero length"),
 }
-#: What is odd, and is trained on.
+#: Odd rows that are trained on.
 ODD: dict[str, Callable[[Path], Any]] = {
     "dot.png": lambda path: Image.new("RGB", (1, 1), "red").save(path),
     "cmyk.jpg": lambda path: Image.new("CMYK", (40, 30), (0, 255, 255, 0)).save(path),
@@ -94,7 +94,7 @@ def test_odd_files_are_trained_on_and_broken_ones_left_out_counted_and_named(
 def test_a_sound_of_which_the_processor_drops_the_end_is_left_out_and_named(
     make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whisper's way: what comes after its 30 seconds (2 in this model) is cut off, and nothing is said."""
+    """Whisper silently cuts off everything after its 30 seconds (2 in this model)."""
     ears = build_vision_checkpoint(tmp_path / "ears", "qwen2_audio")
     rows = []
     for name, seconds in (("whole", 2.0), ("long", 2.5), ("short", 0.5)):

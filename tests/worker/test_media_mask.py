@@ -1,4 +1,4 @@
-"""Masks beside images, videos and sounds: whatever a family's processor writes, what the assistant says is trained."""
+"""Masks with images, videos and sounds: whatever a family's processor writes, the assistant's words are trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATES = {"llava_1_5": LLAVA_1_5}
 
 
 class Family:
-    """One family's processor and chat format, with the tokens that nobody says."""
+    """One family's processor and chat format, with the tokens that belong to no text."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Family:
         self.placeholder_ids = placeholder_ids(self.processor.processor, self.chat.tokenizer)
 
     def trained_texts(self, encoded: Encoded) -> list[str]:
-        """What is trained on, run by run, by decoding the tokens."""
+        """Return the trained texts, run by run, by decoding the tokens."""
         texts, run = [], list[int]()
         for token, is_trained in [*zip(encoded.input_ids, encoded.trained, strict=True), (0, False)]:
             if is_trained:
@@ -85,7 +85,7 @@ def image(path: Path) -> Media:
 
 
 def row(*turns: tuple[str, Sequence[str | Media]]) -> Example:
-    """A conversation; a turn is a role, and texts and media in their order."""
+    """Return a conversation; a turn is a role, and texts and media in their order."""
     messages: list[dict[str, Any]] = []
     for role, parts in turns:
         if role != "user":
@@ -126,7 +126,7 @@ SAID = WORDS.filter(lambda text: text.strip())
 
 @st.composite
 def conversations(draw: Any) -> list[tuple[str, list[Any]]]:
-    """1–4 turns of the assistant among others of the user, with 0–3 images there, and perhaps words of the system."""
+    """Draw 1–4 assistant turns between user turns with 0–3 images, and perhaps a system message."""
     is_usual = draw(st.booleans())
     num_turns = draw(st.integers(1, 4))
     roles = ["user", "assistant"] * num_turns
@@ -316,7 +316,7 @@ def test_a_processor_that_puts_an_images_tokens_in_after_it_has_tokenized_is_ref
     processor = AutoProcessor.from_pretrained(family.directory)
 
     class Late(type(processor)):  # type: ignore[misc]
-        """As some were written before transformers 5: the text that is tokenized has one token for each image."""
+        """A processor as before transformers 5: the text that is tokenized has one token for each image."""
 
         def __call__(self, text: list[str], **options: Any) -> Any:
             batch = super().__call__(text=text, **options)

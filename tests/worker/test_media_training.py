@@ -1,4 +1,4 @@
-"""Training on pictures: what the model learns from them, and what ends a job before it learns anything else."""
+"""Training on pictures: what the model learns from them, and the faults that end a job before its first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = ("circle", "square")
 
 
 def draw(path: Path, color: str, shape: str, rng: random.Random) -> Path:
-    """A shape of a color somewhere on gray, in an image of some size."""
+    """Draw a colored shape somewhere on gray, in an image of some size."""
     width, height = rng.randint(40, 64), rng.randint(40, 64)
     image = Image.new("RGB", (width, height), (rng.randint(110, 140),) * 3)
     size = rng.randint(24, 36)
@@ -35,7 +35,7 @@ def draw(path: Path, color: str, shape: str, rng: random.Random) -> Path:
 
 
 def colored_rows(directory: Path, number: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Pictures, and what color there is in them."""
+    """Return pictures, and their colors."""
     rng, rows = random.Random(seed), []
     directory.mkdir(exist_ok=True)
     for n in range(number):
@@ -105,7 +105,7 @@ def rows_of(directory: Path, number: int = 12, **change: Any) -> list[dict[str, 
 def test_a_mask_counted_without_the_images_ends_the_job_before_its_first_step(
     make_job: MakeJob, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seed: everything after as many tokens as the prompt has without its image was trained on."""
+    """Planted fault: training starts after as many tokens as the prompt has without its image."""
     collate = Collator.__call__
 
     def miscount(self: Collator, rows: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_picture_that_vanishes_ends_the_run_with_its_name_and_a_checkpoint(
 def test_a_picture_that_changes_is_named_by_a_loader_in_another_process(
     make_job: MakeJob, qwen: Path, tmp_path: Path
 ) -> None:
-    """Torch hands on what a loader's process raises as one text, with its traceback."""
+    """Torch passes on an exception of a loader's process as one text, with its traceback."""
     job = make_job(
         model=qwen,
         rows=rows_of(tmp_path / "images"),

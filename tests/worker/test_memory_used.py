@@ -1,4 +1,4 @@
-"""The estimate of memory, held against the tensors of real models that were really trained for a step."""
+"""The memory estimate compared with the tensors of real models during a real training step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_close(estimated: dict[str, int], used: dict[str, int]) -> None:
 
 
 def cells() -> list[Any]:
-    """Each family in each quantization, and in full, in one dtype or another; in every dtype with --all."""
+    """Return each family in each quantization, and in full, in one dtype or another; in every dtype with --all."""
     found = []
     ways = [("none", True), ("4bit", True), ("8bit", True), ("none", False)]
     for (number, family), (way, (quantization, has_lora)) in itertools.product(enumerate(FAMILIES), enumerate(ways)):

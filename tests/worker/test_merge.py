@@ -1,4 +1,4 @@
-"""Merges of real tiny models: what is written gives the logits of base plus adapter, in one dtype throughout."""
+"""Merges of real tiny models: the output gives the logits of base plus adapter, in one dtype throughout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def adapter_for(base: Path, directory: Path, *, kind: Any = AutoModelForCausalLM, **options: Any) -> Path:
-    """An adapter as if it had been trained: every weight of it moved."""
+    """Save an adapter as if it had been trained: all its weights are changed."""
     model = kind.from_pretrained(base, dtype=torch.float32)
     defaults = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     with torch.random.fork_rng():
@@ -250,7 +250,7 @@ def test_a_training_job_leaves_a_merged_checkpoint_beside_its_adapter(make_job: 
 
 
 def merge_job(directory: Path, base: Path, adapter: Path, **keys: Any) -> WorkerJob:
-    """A merge with its plan, ready for the worker."""
+    """A function that makes a merge with its plan, ready for the worker."""
     directory.mkdir(exist_ok=True)
     spec = specs.validate({"kind": "merge", "base_model": str(base), "adapter": str(adapter), **keys})
     planned = plan.make(

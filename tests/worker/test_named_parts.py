@@ -1,4 +1,4 @@
-"""A model of one's own, whose modules no one knows: the job names its parts, and trains those that it wants."""
+"""A custom model with unknown modules: the job names its parts, and trains those that it wants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from honed.worker.model import load
 from worker.conftest import MakeJob
 from zoo.vision import build_vision_checkpoint
 
-#: LLaVA with an eye and a bridge of other names, as somebody grafts them.
+#: LLaVA with renamed vision encoder and projector, as in custom models.
 MODELING = """
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaModel
 

@@ -1,4 +1,5 @@
-"""What a row says and its template leaves out: found, counted, told with what helps; a silenced row goes."""
+"""Row content that its template omits: found, counted, reported with a remedy; rows with nothing trained are
+skipped."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_tools_without_a_place_are_found() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_nothing_is_missed_where_all_is_shown(name: str) -> None:
-    """Markup, escapes, white space, equal and short texts: what templates trim, and what they do not take for tags."""
+    """Markup, escapes, white space, equal and short texts: templates trim some, and must not take others for tags."""
     odd = 'It is <div class="a">ok</div> & "q" \\n <b>x</b>'
     for texts in (("yes", "yes", "yes", "yes"), ("4", " lead 🎉 \n", "<i>4</i>", odd), ("a\n\n\nb", odd, "</p>", "]")):
         messages = [user(texts[0]), assistant(texts[1]), user(texts[2]), assistant(texts[3])]
@@ -116,7 +117,7 @@ def test_a_row_of_which_only_the_end_would_be_trained_is_no_row() -> None:
     chat = ChatFormat(build_shipped("deepseek_r1_distill"))
     with pytest.raises(SilencedError, match="leaves out all that message 2, the assistant's, says"):
         chat.encode(convert({"messages": [user("2+2?"), assistant("<think>\nfour\n</think>")]}, "messages"))
-    # An answer that is nothing but a tag is one.
+    # An answer that consists of a tag alone counts as an answer.
     row = convert({"messages": [user("2+2?"), assistant("<think>\nfour\n</think>[SEARCH]")]}, "messages")
     encoded = chat.encode(row)
     assert "[SEARCH]" in encoded.turns[0]

@@ -1,4 +1,4 @@
-"""Packed rows: kept apart by most models, and refused for those in which a row reaches the next."""
+"""Packed rows: kept apart by most models, and rejected for those in which a row sees the one before it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DELTA: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
 SMALL: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
-#: Families, with what makes them small beside the above: some of each kind.
+#: Families, with more settings that make them small: some of each kind.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -57,7 +57,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def loss_of_the_second(model: Any, first: list[int], second: list[int]) -> float:
-    """Of two rows packed as TRL packs them."""
+    """Return the loss of the second of two rows packed as TRL packs them."""
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     row = {
         "input_ids": first + second,

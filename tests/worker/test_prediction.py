@@ -1,4 +1,4 @@
-"""Predictions: what they say, and that they leave no trace in the training."""
+"""Predictions: their contents, and that they leave no trace in the training."""
 
 from __future__ import annotations
 

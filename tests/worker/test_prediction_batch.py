@@ -1,4 +1,4 @@
-"""Predictions in a batch are those that the model makes one at a time."""
+"""Predictions in a batch equal those that the model makes one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from honed.worker.train import prediction
 from honed.worker.train.prediction import Predictor
 from worker.test_prediction_state import predictor_of
 
-#: Of very different lengths, so that most are padded.
+#: Prompts of very different lengths, so that most are padded.
 PROMPTS = [f"{'Say it again. ' * (number % 5)}What is number {number}?" for number in range(16)]
 #: Near-ties of a random model fall one way or the other in half precision, with the shape of the batch.
 MAX_DIFFERENT = {"float32": 0, "bfloat16": 8}
@@ -58,7 +58,7 @@ def test_a_batch_writes_what_each_prompt_gets_alone(
 
 @pytest.fixture
 def narrow(checkpoint_of: Callable[..., Path]) -> Callable[[int], tuple[Any, ChatFormat]]:
-    """A model that has memory for so many prompts at a time."""
+    """A function that makes a model with memory for so many prompts at a time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,8 +1,8 @@
-"""A run that predicts learns what one that does not learns: every precision, both backends, every frequency, drawn
+"""A run with predictions learns the same as one without: every precision, both backends, every frequency, sampled
 answers too, with dropout in the adapter.
 
 The losses depend on the random state there, so one draw too many in a round of predictions shows at the next step.
-Imports are what takes long: one process for each backend, and a fork for each job.
+Imports take most of the time: there is one process for each backend, and a fork for each job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ for job_dir in map(Path, directories):
     status, _ = gpu_matrix.in_child(work, job_dir / "attempts/1/worker.log", timeout_sec=600)
     (job_dir / "status").write_text(str(status))
 """
-#: What is held against a run without predictions.
+#: The events that are compared with those of a run without predictions.
 WAYS: dict[str, dict[str, Any]] = {
     "eval": {"predictions": {"sample_frequency": "eval"}},
     "epoch": {"predictions": {"sample_frequency": "epoch"}},
@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "own prompts": {"predictions": {"sample_frequency": 2, "prompts": ["And you?", "What is the capital of Peru?"]}},
     "guard": {"guard": {"metric": "token_f1", "max_drop": 1, "patience": 9}},
 }
-#: Of a run of eight steps of which an epoch has four: the steps at which there are predictions.
+#: The steps with predictions in a run of eight steps, four an epoch.
 STEPS = {
     "eval": [0, 2, 4, 6, 8],
     "epoch": [0, 4, 8],
@@ -63,7 +63,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "4bit in float32": {"quantization": "4bit", "dtype": "float32"},
     "8bit": {"quantization": "8bit"},
 }
-#: The others are refused there: Unsloth would load something else on a CPU.
+#: The others are rejected on a CPU: Unsloth would load something else.
 UNSLOTHS = ("float32", "bfloat16", "4bit", "4bit in float32")
 CELLS = [("transformers", name) for name in PRECISIONS] + [("unsloth", name) for name in UNSLOTHS]
 
@@ -130,5 +130,5 @@ def test_losses_with_predictions_are_those_without_step_by_step(
         assert (way == "guard") == bool(run.of("guard")), name
     drawn = [run for name, run in ended.items() if name.endswith("drawn")]
     assert drawn, "answers that are drawn are among them"
-    # What is compared can differ: the runs of two precisions do.
+    # The comparison can fail: runs of two precisions differ.
     assert len({tuple(run.losses.values()) for name, run in ended.items() if name.endswith("off")}) > 1

@@ -1,4 +1,4 @@
-"""A round of predictions leaves a model and the run as they were, and follows the same examples all the job's life."""
+"""A round of predictions leaves the model and the run unchanged, and uses the same examples for the job's life."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def predictor_of(chat: ChatFormat, told: list[str], **keys: Any) -> Predictor:
 
 
 def test_float32_weights_meet_flash_attention_under_autocast_alone(checkpoint_of: Callable[..., Path]) -> None:
-    """FlashAttention only supports fp16 and bf16 data type."""
+    """FlashAttention supports only float16 and bfloat16."""
     path = checkpoint_of("llama")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     chat = ChatFormat(AutoTokenizer.from_pretrained(path))

@@ -1,4 +1,4 @@
-"""`python -m honed.worker.preview`: a real run, on a directory that holds a tokenizer and nothing to train."""
+"""`python -m honed.worker.preview`: a real run, on a directory with a tokenizer and nothing to train."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Whatever is stored, asked, quantized and adapted: it trains with flags that match the model, or is refused unloaded.
+"""Every combination of stored dtype, asked dtype, quantization and adapter trains with flags that match the model, or
+is rejected before loading.
 
-Families, stored dtype, asked dtype, quantization and adapter: pairwise by default, each two settings meeting in some
-cell; whole with --all. Every cell trains, evaluates, predicts and exports, and is looked at while it trains: the flags
-that the trainer has, accelerate's mixed precision, autocast in the forward pass, and the dtype of every parameter.
+Families, stored dtype, asked dtype, quantization and adapter are combined pairwise by default: each two settings meet
+in some cell; --all runs every cell. Every cell trains, evaluates, predicts and exports, and is observed while it
+trains: the trainer's flags, accelerate's mixed precision, autocast in the forward pass, and the dtype of every
+parameter.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ CELLS: list[Cell] = [
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells, few and always the same, in which each pair of settings meets that meets in any."""
+    """Return few cells, always the same, in which each pair of settings meets that meets in any cell."""
 
     def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
         return set(itertools.combinations(enumerate(cell), 2))
@@ -57,7 +59,7 @@ Watch = Callable[[WorkerJob], tuple[Ended, dict[str, Any]]]
 
 @pytest.fixture
 def watch(tmp_path: Path) -> Iterator[Watch]:
-    """Runs a job here, and looks at its trainer as it begins."""
+    """A function that runs a job in this process, and observes its trainer at the start."""
     import transformers.trainer
 
     callbacks = list(transformers.trainer.DEFAULT_CALLBACKS)
@@ -103,7 +105,7 @@ def train(make_job: MakeJob, watch: Watch, cell: Cell) -> None:
 
 
 def check_choice(planned: dict[str, Any], asked: str, adapter: str) -> None:
-    """What is asked by name is had; weights that are all trained are float32, and computed in what is asked."""
+    """Check that a dtype asked for by name is loaded, and that full fine-tuning loads float32."""
     if adapter == "full":
         assert planned["load_dtype"] == "float32"
     elif asked != "auto":
@@ -111,7 +113,7 @@ def check_choice(planned: dict[str, Any], asked: str, adapter: str) -> None:
 
 
 def check_flags(seen: dict[str, Any], *, autocasts: bool | None) -> None:
-    """The flag is the model's own, going by its parameters and not by the plan: on a CPU, bf16 or none. float32 weights
+    """Check that the flag matches the model's parameters, not just the plan: on a CPU, bf16 or none. float32 weights
     that are all trained may be under autocast."""
     kept = [which for which in seen["parameters"] if not which.startswith("quantized")]
     of_model = {which.split()[1] for which in kept if which.startswith("frozen")} or {kept[0].split()[1]}
@@ -156,7 +158,7 @@ def test_a_quantized_base_trained_whole_is_refused_before_anything_is_looked_at(
 
 @pytest.fixture(scope="module")
 def stored_in_4bit(checkpoint_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as bitsandbytes saves it, whose config names float16 to compute in."""
+    """A checkpoint as bitsandbytes saves it, whose config names float16 as the compute dtype."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 

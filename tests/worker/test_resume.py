@@ -64,7 +64,7 @@ def test_a_job_that_is_stopped_and_resumed_is_the_undisturbed_run(make_job: Make
 
 def test_a_stop_during_an_evaluation_is_made_up_for(make_job: MakeJob) -> None:
     class StopInEvaluation(StopAtStep):
-        """Wakes at the second look after the step: the first one is the boundary of the step itself."""
+        """A stop that is set at the second check after the step: the first one is the boundary of the step itself."""
 
         num_looks = 0
 

@@ -1,4 +1,4 @@
-"""A checkpoint counts when it is whole: whatever happened to it, and wherever its writer died."""
+"""A checkpoint counts when it is complete, whatever happened to it and wherever its writer died."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGE_BYTES = 2 * digest.PIECE_BYTES + 5
 
 
 def write(checkpoints_dir: Path, step: int, *, large_bytes: int = 0) -> Path:
-    """Written as the trainer does it: beside, sealed, put in its place."""
+    """Write a checkpoint as the trainer does: in a new directory, sealed, moved to its place."""
     made = checkpoint.new_dir(checkpoints_dir) / f"checkpoint-{step}"
     fill(made, step, large_bytes=large_bytes)
     checkpoint.seal(made, Progress(num_trained_tokens=step, scores={"4": {"exact_match": 0.5}}))
@@ -76,7 +76,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a manifest, and have it say that it is right."""
+    """Change a manifest, and update its hash."""
     manifest = json.loads((path / "MANIFEST.json").read_text())
     change(manifest)
     del manifest["sha256"]
@@ -150,7 +150,7 @@ def test_what_is_not_whole_is_set_aside_and_the_one_before_it_is_found(place: Pa
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 def test_a_directory_that_cannot_be_read_is_set_aside(place: Path) -> None:
-    """Asked by a user who is not root, whom no mode would stop."""
+    """An unprivileged user reads the checkpoints, since no mode would stop root."""
     write(place, 4)
     write(place, 6)
     (place / "checkpoint-6").chmod(0)
@@ -237,7 +237,7 @@ def test_looking_can_be_stopped(place: Path) -> None:
 def test_a_writer_that_is_killed_at_any_operation_leaves_a_whole_one(
     place: Path, tmp_path: Path, had: list[int]
 ) -> None:
-    """Of the same step, or of the one before; and with a limit of one."""
+    """The complete checkpoint is of the same step, or of the one before; this also holds with a limit of one."""
     for moment in range(1, 60):
         shutil.rmtree(place)
         place.mkdir()
@@ -265,7 +265,7 @@ def test_a_writer_that_is_killed_at_any_operation_leaves_a_whole_one(
 
 
 def kill_at(place: Path, moment: int) -> None:
-    """In a child: write, rotate, and die at the n-th operation on a file."""
+    """In a child process, write, rotate, and die at the n-th operation on a file."""
     operations = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"}
     count = 0
 

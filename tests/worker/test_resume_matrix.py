@@ -1,4 +1,5 @@
-"""Every way of training, cut at every kind of moment, softly and hard, and resumed by a new worker: the same run."""
+"""Every way of training, cut at every kind of moment by SIGTERM or SIGKILL, and resumed by a new worker: the same
+run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full-float32": {"dtype": "float32"},
     "full-bfloat16": {"dtype": "bfloat16"},
 }
-#: What a backend trains on a CPU, as asked.
+#: The ways of training that a backend supports on a CPU.
 BACKENDS = {
     "transformers": list(WAYS),
     "unsloth": ["lora-float32", "lora-bfloat16", "lora-4bit"],
@@ -75,12 +76,12 @@ SAMPLE = {
     ("unsloth", "lora-4bit", "accumulation", "SIGTERM"),
     ("unsloth", "lora-bfloat16", "evaluation", "SIGKILL"),
 }
-#: Figures that tell of the clock, not of the run.
+#: Metrics that depend on the clock, not on the run.
 TIMED = ("_runtime", "_per_second")
 
 
 class Cutter:
-    """Forks workers of one backend; see cutter.py."""
+    """A process that forks workers of one backend; see cutter.py."""
 
     def __init__(self, backend: str) -> None:
         self._process = subprocess.Popen(
@@ -120,7 +121,7 @@ def cutter_of() -> Iterator[Callable[[str], Cutter]]:
 
 @dataclass
 class Course:
-    """What a run did, step by step, all its attempts together."""
+    """The course of a run, step by step, all its attempts together."""
 
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Course:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, ended: Ended) -> None:
-        """An attempt's events. A step that is done again has to be done as before."""
+        """Add an attempt's events. A step that is repeated must have the same results."""
         for item in ended.of("step"):
             self._put(self.steps, item["step"], {key: value for key, value in item.items() if key != "eta_sec"})
         for item in ended.of("evaluation"):
@@ -176,7 +177,7 @@ def assert_same(found: Course, undisturbed: Course) -> None:
 
 
 def new_job(make_job: MakeJob, backend: str, way: str, **keys: Any) -> WorkerJob:
-    """A job on a mixture of two data sets."""
+    """Return a job on a mixture of two data sets."""
     job = make_job(backend=backend, **{**KEYS, **WAYS[way], **keys})
     paths = [write_facts(job.dir / f"facts{n}.jsonl", num_rows) for n, num_rows in enumerate((18, 12))]
     spec = job.plan["spec"]
@@ -190,7 +191,7 @@ def new_job(make_job: MakeJob, backend: str, way: str, **keys: Any) -> WorkerJob
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[tuple[str, str], Course]:
-    """Of each way of training, made when it is first asked for."""
+    """A cache of uncut runs, one for each way of training, each made when it is first needed."""
     return {}
 
 
@@ -220,7 +221,7 @@ def test_a_run_that_is_cut_and_resumed_is_the_undisturbed_run(
     job = new_job(make_job, backend, way)
     first = cutter_of(backend).run(job, cut=cut, step=CUTS[cut], signal=SIGNALS[name])
     if name == "SIGTERM" and cut in {"export", "place"}:
-        assert_same(course_of(job, first), undisturbed[backend, way])  # an export is done sooner than it is resumed
+        assert_same(course_of(job, first), undisturbed[backend, way])  # an export ends before it could be interrupted
         return
     assert first.status == (75 if name == "SIGTERM" else -signal.SIGKILL), (first.result, job.log()[-3000:])
     second = job.wait(job.start(2), 2)

@@ -1,4 +1,4 @@
-"""What a run draws from Python's, NumPy's and torch's random numbers goes on, after a resume, where it was."""
+"""A resumed run continues its draws from Python's, NumPy's and torch's random numbers where it stopped."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ KEYS = keys(eval_strategy="steps", eval_steps=4) | {
 
 @dataclass
 class Noise:
-    """On the embeddings of each batch that is trained on, a factor that is drawn.
+    """A hook that multiplies the embeddings of each training batch by a random factor.
 
-    As models do it that draw outside of torch: Whisper's masks and phi4_multimodal's positions come from `np.random`,
+    Real models draw outside of torch, too: Whisper's masks and phi4_multimodal's positions come from `np.random`,
     MusicGen's skipped layers from `random`.
     """
 
@@ -42,7 +42,7 @@ class Noise:
         return output * (0.5 + sum(self.drawn[-1]) / len(SOURCES))
 
     def take(self) -> Drawn:
-        """What was drawn since the last time."""
+        """Return the draws since the last call."""
         taken, self.drawn = self.drawn, []
         return taken
 
@@ -56,7 +56,7 @@ def noise() -> Iterator[Noise]:
 
 
 def disturb() -> None:
-    """As a process finds itself that has just begun."""
+    """Seed the random numbers anew, as in a process that has just started."""
     random.seed()
     np.random.seed()
     torch.seed()
@@ -64,13 +64,13 @@ def disturb() -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[tuple[Course, Drawn]]:
-    """The one run that all are compared with, made when it is first asked for."""
+    """A cache of the one uncut run that all others are compared with, made when it is first needed."""
     return []
 
 
 @pytest.mark.parametrize(
     ("where", "step"), [("step", 4), ("step", 6), ("accumulation", 6), ("evaluation", 8), ("predictions", 9)]
-)  # the middle of an epoch and the end of one, the second half of a step, and what comes between two steps
+)  # the middle and the end of an epoch, the second half of a step, and the time between two steps
 def test_a_resumed_run_draws_the_same_numbers_in_each_step(
     make_job: MakeJob, noise: Noise, undisturbed: list[tuple[Course, Drawn]], where: str, step: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a run carries from one attempt to the next besides weights: each thing cut in two, and nothing of it lost."""
+"""State besides weights that a run carries from one attempt to the next: each part is interrupted, and none is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORSE = {"learning_rate": 0.05, "lr_scheduler_type": "constant_with_warmup", "wa
 
 
 class StopAt(Stop):
-    """Set in the course of a step, at a look of a certain kind; see cutter.py."""
+    """A stop that is set during a step, at a certain kind of check; see cutter.py."""
 
     def __init__(self, cut: str, step: int) -> None:
         super().__init__(self.look)
@@ -108,7 +108,7 @@ def test_a_round_of_predictions_that_is_cut_short_is_made_up_for_and_none_is_mad
     second = resumed(job)
     found = course_of(job, first, second)
     for entry in (*found.steps.values(), *undisturbed.steps.values()):
-        entry.pop("grad_norm", None)  # of a step before the checkpoint: nobody has kept it
+        entry.pop("grad_norm", None)  # it belongs to a step before the checkpoint, and is not stored
         entry.pop("learning_rate", None)
     assert_same(found, undisturbed)
     assert steps("predictions", first, second) == steps("predictions", whole)
@@ -150,7 +150,7 @@ def test_early_stopping_counts_on_and_its_last_evaluation_may_be_one_that_is_mad
     ],
 )
 def test_the_best_model_is_found_in_an_evaluation_that_is_made_up_for(make_job: MakeJob, when: dict[str, Any]) -> None:
-    """The last one, so that no later checkpoint would say where the best is."""
+    """The best evaluation is the last one, so no later checkpoint would name the best model."""
     wanted = keys(**when, load_best_model_at_end=True)
     job = make_job(**wanted)
     whole = job.run()
@@ -186,7 +186,7 @@ def test_a_damaged_best_checkpoint_is_not_what_is_exported(make_job: MakeJob, le
 
 
 class StopInMerge(Stop):
-    """Set while what was trained is merged."""
+    """A stop that is set while the trained adapter is merged."""
 
     def __init__(self) -> None:
         super().__init__(self.look)
@@ -196,7 +196,7 @@ class StopInMerge(Stop):
 
 
 def test_a_merge_that_is_stopped_costs_no_training(make_job: MakeJob) -> None:
-    """Though no checkpoint was due at the last step."""
+    """The resume repeats no step although no checkpoint was due at the last one."""
     wanted = keys(save_strategy="no", eval_strategy="no") | {"save_merged": "bfloat16", "save_interval_sec": None}
     job = make_job(**wanted)
     undisturbed = course_of(job, job.run())
@@ -212,7 +212,7 @@ def test_a_merge_that_is_stopped_costs_no_training(make_job: MakeJob) -> None:
 
 @pytest.mark.parametrize("before", [2, 0])
 def test_the_guard_counts_on(make_job: MakeJob, learned: Path, before: int) -> None:
-    """What it measured before is not measured again, and its patience ends when it would have ended."""
+    """Its earlier measurements are not repeated, and its patience ends when it would have ended without the cut."""
     wanted: dict[str, Any] = {
         "guard": {"metric": "token_f1", "max_drop": 0.1, "patience": 2},
         "training": {"max_steps": 40, "eval_strategy": "steps", "eval_steps": 2},
@@ -267,7 +267,7 @@ def test_a_job_without_a_whole_checkpoint_says_so_and_starts_over(make_job: Make
 def test_a_limit_of_one_leaves_one_that_is_whole_whenever_it_is_cut(
     make_job: MakeJob, learned: Path, tmp_path: Path
 ) -> None:
-    """And the best, where that is to be had back."""
+    """The best checkpoint stays, too, where it is to be restored at the end."""
     wanted = keys(
         **WORSE, eval_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=1, load_best_model_at_end=True
     )

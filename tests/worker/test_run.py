@@ -308,7 +308,7 @@ def test_a_model_that_ends_worse_than_it_began_has_regressed(make_job: MakeJob) 
 
 
 def test_what_leads_elsewhere_since_it_was_checked_is_not_trained_on(make_job: MakeJob, tmp_path: Path) -> None:
-    """The workers' user can read what every job made."""
+    """The workers' user can read the outputs of every job."""
     job, theirs = make_job(), tmp_path / "theirs"
     rows = Path(job.plan["spec"]["datasets"][0]["path"])
     theirs.mkdir()

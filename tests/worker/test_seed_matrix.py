@@ -1,6 +1,6 @@
 """The field report's matrix, and full fine-tuning of each model, through both backends: every cell trains and exports.
 
-It is scripts/gpu-matrix in miniature, in a process of its own: one import for each backend, a fork for each cell.
+It is a small version of scripts/gpu-matrix, in a process of its own: one import for each backend, a fork for each cell.
 The table is printed: `pytest -rA tests/worker/test_seed_matrix.py`.
 """
 
@@ -34,7 +34,7 @@ from zoo.model import build_checkpoint, write_facts  # noqa: E402
 
 #: Seconds for two imports and sixteen cells.
 TIMEOUT_SEC = 600
-#: Of backend, model, dtype, quantization and adapter: what Unsloth would do otherwise on a CPU than was asked.
+#: Backend, model, dtype, quantization and adapter of cells that Unsloth would not run as asked on a CPU.
 REFUSED = {
     ("unsloth", "Qwen3-1.7B", "bfloat16", "none", "full"): "adapters alone",
     ("unsloth", "Llama-3.2-1B", "bfloat16", "none", "full"): "adapters alone",
@@ -55,7 +55,7 @@ FIVE = [
 
 
 def run_script(tmp_path: Path, only: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows and the page."""
+    """Return the rows and the page."""
     command = [
         sys.executable,
         str(SCRIPT),
@@ -101,7 +101,7 @@ def test_every_cell_of_the_field_reports_matrix_trains_evaluates_saves_predictio
         computed = "bfloat16" if row["planned"]["bf16"] else row["planned"]["load_dtype"]
         assert computed == cell["dtype"], "what is asked by name is had; weights that are all trained stay float32"
     assert set(refused) == set(REFUSED)
-    # Of the field report's five rows each leaves predictions through both backends; one needs a GPU for Unsloth.
+    # Each of the field report's five rows has predictions through both backends; one needs a GPU for Unsloth.
     saved = {(row["cell"]["backend"], *(row["cell"][name] for name in KEYS)) for row in rows if row["num_predictions"]}
     wanted = {(backend, *row) for backend in ("transformers", "unsloth") for row in FIVE}
     assert wanted - saved == {("unsloth", "Llama-3.2-1B", "float16", "4bit")}

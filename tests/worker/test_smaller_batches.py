@@ -14,7 +14,7 @@ from honed.job import out_of_memory
 from honed.job.job import Adjustment
 from worker.conftest import MakeJob, WorkerJob
 
-#: How far a loss may be from the undisturbed run's: sums of floats in another order.
+#: Tolerance of losses against the undisturbed run's: floats are summed in another order.
 TOLERANCE = 1e-4
 #: Of the model that the jobs train.
 NUM_LAYERS = 2
@@ -29,7 +29,7 @@ KEYS: dict[str, Any] = {
 
 
 def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
-    """One step, as the daemon takes it."""
+    """Take one step down the ladder, as the daemon does."""
     path = job.dir / "adjustments.json"
     taken = tuple(Adjustment(**item) for item in json.loads(path.read_text())) if path.exists() else ()
     step = out_of_memory.next_step(out_of_memory.adjusted(job.plan["spec"], taken), attempt=len(taken) + 1, phase=phase)
@@ -40,7 +40,7 @@ def step_down(job: WorkerJob, *, phase: str = "train") -> Adjustment:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
-    """The rows of each optimizer step, as they came to the model."""
+    """The rows of each optimizer step, as the model received them."""
     from honed.worker.train.trainer import Trainer
 
     rows: list[list[tuple[int, ...]]] = []

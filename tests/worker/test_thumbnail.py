@@ -1,4 +1,4 @@
-"""Small pictures for the report, of whatever lies beside the rows."""
+"""Small pictures for the report, of any files named in the rows."""
 
 from __future__ import annotations
 

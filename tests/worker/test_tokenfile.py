@@ -1,4 +1,4 @@
-"""The tokenizer that `check` reads from files alone gives what transformers' own does: texts, ids, masks, refusals."""
+"""The tokenizer that `check` reads from files alone equals transformers' own: texts, ids, masks, rejections."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_files_alone_give_what_transformers_gives(tmp_path: Path, name: str, kin
 
 
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Of the zoo's tokenizers, for classes that make the rest by themselves."""
+    """Return the vocabulary and merges of the zoo's tokenizers, for classes that build the rest themselves."""
     made = json.loads(build_tokenizer("chatml").backend_tokenizer.to_str())["model"]
     return made["vocab"], [tuple(merge) for merge in made["merges"]]
 
@@ -84,7 +84,7 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     ["Qwen2TokenizerFast", "GPT2TokenizerFast", "GemmaTokenizerFast", "LlamaTokenizerFast", "CohereTokenizerFast"],
 )
 def test_classes_of_their_own_give_what_their_files_say(tmp_path: Path, name: str) -> None:
-    """transformers makes the parts of these anew, in place of those in tokenizer.json."""
+    """transformers rebuilds the parts of these tokenizers instead of using those in tokenizer.json."""
     vocab, merges = _vocabulary()
     special = {token: len(vocab) + n for n, token in enumerate(("<s>", "</s>", "<unk>", "<pad>", "<|im_end|>"))}
     made = getattr(transformers, name)(

@@ -1,4 +1,4 @@
-"""The table of SFTConfig's fields, held against the SFTConfig that is installed."""
+"""The table of SFTConfig's fields, compared with the installed SFTConfig."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another template for rows than for predictions, and arguments of a row's own for the template."""
+"""Different templates for rows and for predictions, and template arguments set by a row itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_job_with_trls_variant_trains_on_all_reasoning_and_exports_the_bases_t
     trained = [part["text"] for part in example["segments"] if part["trained"]]
     assert trained[0].startswith("two and two\n</think>\n\n4<|im_end|>")
     assert ended.of("data")[0]["omitted"]["num_rows"] == 0
-    assert ended.of("data")[0]["num_asked_otherwise"] == 2  # this template's prompt says that nothing is thought
+    assert ended.of("data")[0]["num_asked_otherwise"] == 2  # this template's prompt contains empty reasoning
     [told] = [each for each in ended.messages("warning") if "asked otherwise than it is trained in 2 of 2 rows" in each]
     assert "`chat_template_kwargs: {enable_thinking: true}` has the prompt ask" in told
     assert all("two and two" not in row["prompt"] for each in ended.of("predictions") for row in each["rows"])

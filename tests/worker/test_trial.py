@@ -1,4 +1,4 @@
-"""A trial on a few rows: what it says of the whole, and that the job itself knows nothing of it."""
+"""A trial on a few rows: its report on the whole job, and that it leaves no trace in the job itself."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_ends_the_trial_ends_the_job(make_job: MakeJob) -> None:
     assert not ended.of("step")
 
 
-#: What is asked of every job, and of one that sees, one that packs, and one through Unsloth.
+#: The keys of every job, and of a vision job, one with packing, and one through Unsloth.
 PARTS = ["Does it learn?", "What is trained on", "How long", "How much memory"]
 
 

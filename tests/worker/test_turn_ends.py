@@ -1,5 +1,5 @@
-"""What ends a turn is trained wherever a template puts it, and calls are rendered as the template takes them; beside
-TRL's training templates, whose sources come from the installed package."""
+"""The end of a turn is trained wherever a template puts it, and calls are rendered as the template expects them;
+compared with TRL's training templates, whose sources come from the installed package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row(messages: list[dict[str, Any]]) -> Example:
 
 
 def trained(chat: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
-    """The trained texts, once the independent check has passed them."""
+    """Return the trained texts, once the independent check has passed them."""
     encoded = chat.encode(row(messages))
     chat.check_trained(encoded.input_ids, encoded.labels, row(messages))
     return [segment["text"] for segment in encoded.segments() if segment["trained"]]
@@ -50,7 +50,7 @@ def glm() -> ChatFormat:
 
 
 def test_masks_are_trls_or_differ_for_a_reason_that_the_page_tells() -> None:
-    """`python -m zoo.masks --write ../docs/masks.md`, in tests/, makes the page anew."""
+    """`python -m zoo.masks --write ../docs/masks.md`, in tests/, rebuilds the page."""
     page = masks.page()
     cells = [line for line in page.splitlines() if line.startswith("|")]
     assert len(cells) == 2 + len(masks.templates()) >= 31
@@ -84,7 +84,7 @@ def test_between_two_turns_of_the_assistant_nothing_is_trained(glm: ChatFormat) 
 
 
 def without_last(labels: list[int], *, run: int) -> list[int]:
-    """The labels without the last trained token of a run."""
+    """Return the labels without the last trained token of a run."""
     ends = [n for n, label in enumerate(labels) if label != IGNORED and [*labels, IGNORED][n + 1] == IGNORED]
     return [IGNORED if n == ends[run] else label for n, label in enumerate(labels)]
 
@@ -100,7 +100,7 @@ def test_the_check_sees_an_end_that_is_not_trained(messages: list[dict[str, Any]
     if is_learned or messages is TOLD:  # else `</tool_call>`, a token, might be the end
         with pytest.raises(MaskError, match="the end"):
             chat.check_trained(encoded.input_ids, without_last(encoded.labels, run=0), example)
-    # The end of a call as it was trained once: up to its last argument.
+    # The end of a call as it used to be trained: up to its last argument.
     text = chat.tokenizer.decode(encoded.input_ids)
     for cut in ("Hello!", "[1]"):
         if cut in text:
@@ -229,7 +229,7 @@ SAID_AND_CALLED = [CALLED[0], {**CALLED[1], "content": "I compute it."}, *CALLED
     ],
 )
 def test_a_turn_of_words_and_calls_is_trained_as_its_template_shows_it(name: str, expected: str) -> None:
-    """Many templates show one of the two, which is counted as left out: no reason to end the job."""
+    """Many templates show only one of the two. The other is counted as omitted, which does not end the job."""
     chat = ChatFormat(build_marked_tokenizer(masks.source(name)))
     called, answer = trained(chat, SAID_AND_CALLED)
     assert any(called == expected + end for end in chat.probe.ends)
@@ -242,13 +242,13 @@ def test_calls_that_are_shown_before_the_turns_words_are_checked_in_that_order()
     assert trained(chat, SAID_AND_CALLED[:2]) == [
         "<|tool_call>call:add{a:2,b:[1]}<tool_call|>I compute it.<|tool_response>"
     ]
-    # Where tools answer, their words stand between the two.
+    # Where tools answer, their answers stand between the two.
     with pytest.raises(DatasetError, match="writes message 3, the tool's, into the middle of message 2"):
         chat.encode(row(SAID_AND_CALLED))
 
 
 def test_a_call_whose_reasoning_is_dropped_later_ends_before_the_tools_answer() -> None:
-    """gpt-oss writes the name of the tool that answers from the call, so a call with another name changes both."""
+    """gpt-oss takes the name of the answering tool from the call, so a call with another name changes both."""
     chat = masks.chat_of("gptoss")
     for called in ({**CALLED[1], "thinking": "add them"}, SAID_AND_CALLED[1]):
         first, _ = trained(chat, [CALLED[0], called, *CALLED[2:]])
@@ -256,7 +256,7 @@ def test_a_call_whose_reasoning_is_dropped_later_ends_before_the_tools_answer() 
 
 
 def test_what_closes_reasoning_as_well_does_not_stop_generation() -> None:
-    """gpt-oss ends its analysis as it ends an earlier turn: stopped there, no prediction would reach the answer."""
+    """gpt-oss ends its analysis like an earlier turn: stopping there, no prediction would reach the answer."""
     chat = masks.chat_of("gptoss")
     reasoned = [CALLED[0], {"role": "assistant", "content": "4", "thinking": "two and two"}]
     assert "<|end|>" in trained(chat, reasoned)[0]

@@ -1,4 +1,4 @@
-"""The real Unsloth, in processes of its own: it patches what it finds, for good."""
+"""The real Unsloth, in processes of its own: it patches libraries permanently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
 
 
 def story(ended: Ended) -> list[tuple[Any, ...]]:
-    """The events of a run but for what a backend may say in its own way."""
+    """Return the events of a run without the parts that may differ between backends."""
     keys = {
         "stage": ("stage",),
         "audit": ("when", "counts", "model_dtype", "config_dtype", "quantization", "mended"),
@@ -55,7 +55,7 @@ def test_both_backends_tell_the_same_story_of_the_same_job(make_job: MakeJob, qu
     plain = other.run()
     assert story(ended) == story(plain)
     assert ended.metrics["num_trained_tokens"] == plain.metrics["num_trained_tokens"]
-    # Before the first step the adapter says nothing, so it is the same model that answers.
+    # Before the first step the adapter changes nothing, so both backends answer with the same model.
     asked, before = ended.of("predictions"), plain.of("predictions")
     assert asked[0]["rows"] == before[0]["rows"]
     facts = [[(row["prompt"], row["ground_truth"]) for row in item["rows"]] for item in asked]

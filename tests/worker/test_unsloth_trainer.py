@@ -1,4 +1,4 @@
-"""What Unsloth does to TRL on a GPU, with its real SFTConfig and SFTTrainer on a CPU: none of it surprises a job."""
+"""Unsloth's changes to TRL on a GPU, with its real SFTConfig and SFTTrainer on a CPU: none of them breaks a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ended_of(job: WorkerJob) -> Ended:
 
 
 def with_defaults(job: WorkerJob, **training: Any) -> WorkerJob:
-    """The job without what `make_job` sets of training."""
+    """Replace the job's training arguments, without the defaults of `make_job`."""
     job.change_plan(spec=job.plan["spec"] | {"training": training})
     return job
 
@@ -56,7 +56,7 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where Unsloth writes its classes
-    # A prompt that is longer than max_length, which is as TRL's default: Unsloth would take it for nobody's wish.
+    # A prompt longer than max_length, which equals TRL's default: Unsloth would treat that as not set.
     predictions = {"prompts": ["word " * 300], "max_new_tokens": 2}
     keys: dict[str, Any] = {
         "lora": {"r": 8, "lora_dropout": 0.1},
@@ -77,13 +77,13 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     refused.change_plan(precision=refused.plan["precision"] | {"bf16": False, "fp16": True})
     run_gpulike(str(job.dir), str(refused.dir), "UNSLOTH_MIXED_PRECISION=bfloat16", str(lowered.dir))
 
-    # What the job leaves out is what the documentation says. Unsloth would take another learning rate, warmup, batch,
+    # Keys that the job omits have the documented defaults. Unsloth would use another learning rate, warmup, batch,
     # accumulation, optimizer, decay, seed and batch of evaluations.
     assert (tmp_path / "unsloth_compiled_cache/UnslothSFTTrainer.py").exists()
     ended, wanted = ended_of(job), with_defaults(plain, **training).run()
     assert ended.result["outcome"] == wanted.result["outcome"] == "succeeded", (ended.result, wanted.result)
-    # In bfloat16 what a step learns differs by rounding, and on some processors more than on others; other rows in a
-    # batch make steps differ by more.
+    # In bfloat16 steps differ by rounding, on some processors more than on others; other rows in a batch would make
+    # them differ by more.
     close, spread = 2e-3, max(wanted.losses.values()) - min(wanted.losses.values())
     assert ended.losses == pytest.approx(wanted.losses, abs=close), ended.result
     assert spread > 5 * close, "else the test could not tell"
@@ -98,11 +98,11 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
     ]
     assert ended.messages("warning") == wanted.messages("warning")
 
-    # A trainer that it will not build is its fault, as what it cannot load.
+    # A trainer that Unsloth cannot build counts as its fault, like a model that it cannot load.
     assert ended_of(refused).result["error"]["code"] == "backend_unavailable"
     assert "TypeError: Unsloth: Model is in bfloat16" in ended_of(refused).result["error"]["evidence"]
 
-    # One that it builds without autocast, as it does to fine-tune all of a bfloat16 model, is found before a step.
+    # A trainer built without autocast, as for full fine-tuning of a bfloat16 model, is found before the first step.
     found = ended_of(lowered).result
     assert (found["error"]["code"], found["step"]) == ("precision_mismatch", 0)
     assert found["error"]["message"] == "planned bf16=True fp16=False, but the trainer has bf16=False fp16=False"
@@ -113,7 +113,7 @@ def test_unsloths_own_trainer_does_what_the_job_says_or_gives_way(
 def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_one_that_is_not_planned(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Why the plan sends it the one and not the other on a GPU."""
+    """The reason why, on a GPU, the plan uses Unsloth for float32 weights under autocast and not for those without."""
     monkeypatch.chdir(tmp_path)
     keys: dict[str, Any] = {
         "lora": {"r": 4},
@@ -137,7 +137,7 @@ def test_float32_weights_keep_their_autocast_under_unsloths_own_trainer_and_get_
 def test_unsloth_trains_whole_weights_in_float32_where_it_is_told_to(
     checkpoint_of: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """What its loader for GPUs does last to a model, with the parameter that the backend passes on, and without."""
+    """Run the last preparation of Unsloth's GPU loader, with and without the parameter that the backend passes."""
     base, told_path = checkpoint_of("llama", dtype="bfloat16"), tmp_path / "told.json"
     script = f"""
 import json, os, unsloth, torch
@@ -178,7 +178,7 @@ def test_what_another_backend_would_meet_too_is_not_unsloths_fault() -> None:
 
 @pytest.fixture
 def meddle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have SFTTrainer set arguments when it is built."""
+    """A function that makes SFTTrainer change arguments when it is built."""
 
     def change(**changes: Any) -> None:
         real = trl.SFTTrainer.__init__

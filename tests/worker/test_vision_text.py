@@ -1,4 +1,4 @@
-"""Vision models trained on rows of text: whole families, each in one way, with their eyes left as they are."""
+"""Vision models trained on rows of text: whole families, each in one way, with frozen vision encoders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_full_fine_tuning_leaves_the_eyes_as_they_were(make_job: MakeJob, tmp_pa
     changed = {name for name in before if not before[name].equal(after[name])}
     assert any("language_model" in name for name in changed)
     assert {modality.part(name) for name in changed} == {"language"}
-    again = make_job(model=job.output_dir, lora={"r": 4}, **RUN).run()  # what was made is a base model, whole
+    again = make_job(model=job.output_dir, lora={"r": 4}, **RUN).run()  # the output is a complete base model
     assert again.status == 0, again.result
 
 

@@ -1,4 +1,4 @@
-"""Jobs that TRL's chunked loss does not go with, and rows that a model has no positions for: the real libraries."""
+"""Jobs that TRL's chunked loss cannot train, and rows longer than a model's positions: the real libraries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_labels_are_smoothed_by_the_plain_loss(make_job: MakeJob) -> None:
 
 
 def smoothed(job: WorkerJob, factor: float) -> float:
-    """The loss of a job's rows by its base model's logits: a new adapter changes nothing yet."""
+    """Return the loss of a job's rows from its base model's logits: a new adapter changes nothing yet."""
     base = job.plan["spec"]["base_model"]
     chat = ChatFormat(AutoTokenizer.from_pretrained(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""What tests feed honed with: templates, tokenizers, tiny models, data sets."""
+"""The tests' inputs for honed: templates, tokenizers, tiny models, data sets."""
 
 from honed.worker.model import torchvision
 

@@ -80,7 +80,7 @@ _TEXT = {
 }
 _SEES = {"depth": 2, "embed_dim": _D, "hidden_size": _D, "num_heads": 2, "patch_size": 14}
 
-#: Name → what config.json says, and what the header names.
+#: Name → the content of config.json, and the tensors in the header.
 FAMILIES: dict[str, tuple[dict[str, Any], Tensors]] = {
     "llama": ({**_TEXT, "architectures": ["LlamaForCausalLM"]}, _TOP | _HEAD | _layers("model.layers", _LLAMA)),
     "qwen3": (
@@ -128,7 +128,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Tensors]] = {
 
 
 def write(directory: Path, name: str, **config: Any) -> Path:
-    """A family's checkpoint, complete as far as files go."""
+    """Write a family's checkpoint, complete as far as files go."""
     plain.write_base_model(directory)
     given, tensors = FAMILIES[name]
     whole = {"model_type": name, "dtype": "float32", **given, **config}

@@ -1,7 +1,7 @@
-"""What comes from outside, made up: texts, values and damaged files, and the readers that must survive them.
+"""Generated external input (texts, values and damaged files), and the readers that must survive it.
 
-A `Target` is one reader, what it is fed, and what may come of it: a value, or a refusal in a sentence. Anything else is
-a fault. tests/unit/test_fuzz.py runs each a little, the same each time; scripts/fuzz for as long as one likes.
+A `Target` is one reader, its input, and its permitted results: a value, or a rejection with a message. Anything else is
+a fault. tests/unit/test_fuzz.py runs each briefly, the same each time; scripts/fuzz for as long as wanted.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from honed.system.error import DatasetError, HonedError, ModelError, SpecError
 from honed.system.layout import Layout
 from zoo import plain
 
-#: Characters of a refusal; beyond that nobody reads it.
+#: Characters of a rejection; nobody reads a longer one.
 MAX_MESSAGE = 16 * 1024
 Run = Callable[[Path, Any], None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A reader and what it is fed."""
+    """A reader and its input."""
 
     name: str
     examples: st.SearchStrategy[Any]
-    run: Run  #: with a directory of its own; raises for whatever is not a value or a plain refusal
-    is_native: bool = False  #: a library in C reads: its crash is none of ours, but must not end the whole run
+    run: Run  #: gets a directory of its own; raises for anything but a value or a rejection
+    is_native: bool = False  #: a C library reads; its crash is no fault of honed's, but must not end the whole run
 
 
 # --- What comes from outside ------------------------------------------------------------------------------------------
@@ -136,13 +136,13 @@ DEEP = st.builds(
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON as Python writes it, lone surrogates, NaN and huge numbers included."""
+    """Return JSON as Python writes it, lone surrogates, NaN and huge numbers included."""
     return json.dumps(value).encode()
 
 
 @st.composite
 def mutated(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
-    """One of the seeds, cut, doubled, overwritten and spliced in a few places."""
+    """Draw one of the seeds, cut, doubled, overwritten and spliced in a few places."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, max(len(data), 1) - 1))
@@ -204,7 +204,7 @@ _TOKENS = (
 
 @st.composite
 def garbled(draw: st.DrawFn, value: Any) -> Any:
-    """A value in which some parts are others: of another type, missing, or new."""
+    """Draw a value in which some parts are changed: of another type, missing, or new."""
     for _ in range(draw(st.integers(1, 3))):
         value = draw(_garble(value))
     return value
@@ -239,7 +239,8 @@ def _garble(draw: st.DrawFn, value: Any) -> Any:
 
 @contextlib.contextmanager
 def refusing(*kinds: type[HonedError], place: str = "") -> Iterator[None]:
-    """What is raised in the block is a refusal of one of these kinds: a sentence, of a sane length, with its place."""
+    """Check that an error of these kinds in the block has a printable message of limited length that names its
+    place."""
     try:
         yield
     except kinds as error:
@@ -251,7 +252,7 @@ def refusing(*kinds: type[HonedError], place: str = "") -> Iterator[None]:
 
 
 def check_words(text: str) -> None:
-    """A text that a person is told: of sane length, and nothing in it that paints a terminal."""
+    """Check a message for a person: of limited length, and without control sequences for a terminal."""
     assert len(text) <= MAX_MESSAGE, len(text)
     text.encode()
     assert all(char.isprintable() or char == "\n" for char in text), ascii(text[:300])
@@ -272,7 +273,7 @@ _SPEC = {
 
 
 def as_yaml(value: Any) -> str:
-    """Block style, texts in double quotes."""
+    """Return YAML in block style, with texts in double quotes."""
     return "".join(f"{line}\n" for line in _yaml_lines(value))
 
 
@@ -300,7 +301,7 @@ def _yaml_lines(value: Any) -> Iterator[str]:
 
 
 def as_toml(value: Any) -> str:
-    """A mapping without null, its sections as inline tables."""
+    """Return TOML of a mapping without null, its sections as inline tables."""
     return "".join(f"{_quoted(key)} = {_toml_value(item)}\n" for key, item in value.items())
 
 
@@ -321,7 +322,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as YAML and TOML both take it in double quotes."""
+    """Return a text in double quotes, as YAML and TOML both read it."""
     short = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
     return '"' + "".join(short.get(char) or (char if " " <= char <= "~" else _escape(char)) for char in text) + '"'
 
@@ -352,7 +353,7 @@ def _run_spec_bytes(_directory: Path, example: tuple[str, bytes]) -> None:
 
 
 def _run_spec_values(_directory: Path, value: Any) -> None:
-    """Whatever the values are: a spec or a refusal with the key, the same in every format that can say it."""
+    """Check for a spec or a rejection that names the key, equal in every format that can express the values."""
     if not isinstance(value, dict):
         return
     told = []
@@ -377,7 +378,7 @@ def _has_no_null(value: Any) -> bool:
             return value is not None
 
 
-#: What every format can carry as it is.
+#: Values that every format can represent.
 _PLAIN_TEXT = st.text(
     st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\ufeff\ufffe\uffff\u2028\u2029"), max_size=20
 ) | st.sampled_from([text for text in NASTY if text.isprintable() and 0 < len(text) < 100])
@@ -392,7 +393,7 @@ _PLAIN_VALUES = st.recursive(
 
 
 def _run_round_trip(_directory: Path, value: dict[str, Any]) -> None:
-    """Plain data are read as they were written, in all three formats, each key with its line."""
+    """Check that plain data are read as they were written, in all three formats, each key with its line."""
     documents = {suffix: document.parse(data, suffix) for suffix, data in _rendered(value).items()}
     for found in documents.values():
         assert found.data == value
@@ -561,7 +562,7 @@ def _run_safetensors(directory: Path, data: bytes) -> None:
 
 
 def _model_dir(directory: Path) -> Path:
-    """A model, a data set, an adapter and a job, made once."""
+    """Make a model, a data set, an adapter and a job, once."""
     if not (directory / "model").is_dir():
         plain.write_base_model(directory / "model")
         plain.write_adapter(directory / "adapter")
@@ -621,7 +622,7 @@ _PROCESSOR = {
 }
 _ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "x"}
 _INDEX = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "model.safetensors"}}
-#: Files beside a model that are garbled, one at a time.
+#: A model's files that are garbled, one at a time.
 _MODEL_FILES: dict[str, Any] = {
     "model/config.json": MODEL_CONFIG,
     "model/config.json+vision": _VISION_CONFIG,
@@ -645,7 +646,7 @@ def _model_file(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def _run_model_file(directory: Path, example: tuple[str, bytes]) -> None:
-    """The whole check of a job whose model has one garbled file: a verdict, or a refusal."""
+    """Run the whole check of a job whose model has one garbled file: it gives a verdict, or a rejection."""
     name, data = example
     _model_dir(directory)
     work = directory / "work"
@@ -808,7 +809,7 @@ def _job(**changes: Any) -> Job:
 
 
 def _run_events(directory: Path, data: bytes) -> None:
-    """Events as the daemon counts and sends them, and as honectl and the report show them."""
+    """Process events as the daemon counts and sends them, and as honectl and the report show them."""
     for each in directory.iterdir():
         shutil.rmtree(each)
     layout, job = Layout(directory), _job()
@@ -838,7 +839,7 @@ def _run_events(directory: Path, data: bytes) -> None:
         ["predictions", "1", "--csv"],
         ["predictions", "1", "--json"],
     ):
-        # A program gets CSV as it is; a terminal, which this says that it is, what does no harm there.
+        # A program gets CSV unchanged; a terminal, as which this output poses, gets it escaped.
         terminal.console._force_terminal = True if "--csv" in arguments else None
         with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
             honectl.main(["--root", str(directory), *arguments])
@@ -853,7 +854,7 @@ def _run_events(directory: Path, data: bytes) -> None:
 
 
 def check_shown(text: str) -> None:
-    """Nothing of it acts on a terminal."""
+    """Check that the text contains no control characters that act on a terminal."""
     text.encode()
     assert all(char.isprintable() or char == "\n" for char in text), ascii(text[:300])
 
@@ -887,7 +888,7 @@ def _files(*seeds: Any) -> st.SearchStrategy[bytes]:
 
 
 def _run_result(directory: Path, example: tuple[bytes, bytes]) -> None:
-    """result.json and exit.json, as far as the entry that they end in."""
+    """Read result.json and exit.json, and build the entry that they end in."""
     attempt = Layout(directory).job(1).attempt(1)
     attempt.dir.mkdir(parents=True, exist_ok=True)
     attempt.result_path.write_bytes(example[0])
@@ -913,7 +914,7 @@ _REQUESTS = (
 
 
 def _run_request(_directory: Path, line: bytes) -> None:
-    """Every line gets an answer, which is one line of JSON."""
+    """Check that every line gets an answer, which is one line of JSON."""
     server = Server.__new__(Server)
     server._answer = _echo
     answer = server._respond(line.split(b"\n")[0], _Connection(None, 1000, frozenset()))  # type: ignore[arg-type]
@@ -977,7 +978,7 @@ TARGETS: tuple[Target, ...] = (
 
 @contextlib.contextmanager
 def directory() -> Iterator[Path]:
-    """One for a target's files, in memory where the machine has that."""
+    """A directory for a target's files, in memory where the machine has /dev/shm."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="honed-fuzz-", dir=place) as made:
         yield Path(made)

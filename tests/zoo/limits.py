@@ -1,4 +1,4 @@
-"""A function in a child of ours with limits, so that what eats the machine, hangs or crashes is seen, not suffered."""
+"""A function run in a child process with limits, so that a test survives it when it eats memory, hangs or crashes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def in_child(function: Callable[[], Any], *, max_bytes: int, cpu_sec: int) -> Any:
-    """What it returns, as JSON carries it. Raises AssertionError with how it ended otherwise.
+    """Return the function's result, as JSON carries it. Raises AssertionError with the cause otherwise.
 
-    `max_bytes` more address space than we have, `cpu_sec` of the processor's time: a busy machine changes nothing.
+    `max_bytes` limits the additional address space, `cpu_sec` the processor time: a busy machine changes nothing.
     """
     read_fd, write_fd = os.pipe()
     pid = os.fork()

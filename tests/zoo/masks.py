@@ -2,8 +2,8 @@
 
     python -m zoo.masks --write docs/masks.md      (from tests/)
 
-TRL marks what is generated with `{% generation %}` in copies of the models' own templates. honed takes the models' own
-and finds the turns. Each cell compares the two for one template and one kind of conversation.
+TRL marks generated text with `{% generation %}` in copies of the models' own templates. honed uses the models' own
+templates and finds the turns. Each cell compares the two for one template and one kind of conversation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from honed.text.chat import ChatFormat
 from honed.text.template import TEMPLATE_ERRORS, CallForm, Conversation, as_parts
 from zoo.tokenizer import build_marked_tokenizer
 
-#: What a letter in a cell means.
+#: The meaning of a letter in a cell.
 REASONS: Mapping[str, str] = {
     "=": "the same text is trained",
     "b": "TRL trains the white space after what ends a turn, too: generation has stopped by then",
@@ -110,15 +110,15 @@ CONVERSATIONS: Mapping[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One template and one kind of conversation."""
+    """The comparison for one template and one kind of conversation."""
 
-    letters: str  #: keys of REASONS; "?" beside them for what none explains
+    letters: str  #: keys of REASONS; "?" for unexplained differences
     ours: tuple[str, ...]  #: the trained texts, turn by turn
     theirs: tuple[str, ...]
 
 
 def templates() -> list[str]:
-    """The templates that have a marked copy, by name."""
+    """Return the templates that have a marked copy, by name."""
     return sorted(path.stem.removesuffix("_training") for path in _directory().glob("*_training.jinja"))
 
 
@@ -166,7 +166,8 @@ def compare(name: str, chat: ChatFormat, kind: str) -> Compared:
 
 
 def _marked(template: str, chat: ChatFormat, kind: str) -> tuple[str, ...] | None:
-    """What TRL's copy marks, turn by turn, given the first form of the row that it shows, else the first it takes."""
+    """Return the turns marked by TRL's copy, for the first form of the row shown completely, else the first
+    accepted."""
     example, tokenizer = example_of(kind), chat.tokenizer
     named = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     forms: list[list[Any]] = [
@@ -188,7 +189,7 @@ def _marked(template: str, chat: ChatFormat, kind: str) -> tuple[str, ...] | Non
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Blocks that lie side by side as one, empty ones left out."""
+    """Merge adjacent blocks, and omit empty ones."""
     joined: list[tuple[int, int]] = []
     for a, b in spans:
         if joined and joined[-1][1] == a:
@@ -199,7 +200,7 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _is_poor(theirs: Sequence[str], example: Example) -> bool:
-    """Whether some turn is marked without what it says."""
+    """Tell whether a tool call lies outside the marked turns."""
     return any(
         not any(call["function"]["name"] in text for text in theirs)
         for message in example.messages
@@ -208,7 +209,7 @@ def _is_poor(theirs: Sequence[str], example: Example) -> bool:
 
 
 def _explained(ours: str, theirs: str, asked: str, chat: ChatFormat) -> Iterator[str]:
-    """Why two trained texts of one turn differ; nothing where they do not."""
+    """Yield the reasons why two trained texts of one turn differ; nothing where they are equal."""
     eos = chat.tokenizer.eos_token
     if theirs.startswith(ours) and theirs[len(ours) :].strip() == eos:
         yield "p"
@@ -230,7 +231,7 @@ def _explained(ours: str, theirs: str, asked: str, chat: ChatFormat) -> Iterator
 
 
 def _lead(theirs: str, asked: str, extra: str) -> str:
-    """What of the generation prompt a marked text begins with."""
+    """Return the part of the generation prompt that a marked text begins with."""
     prompts = (asked, asked.removesuffix(extra))
     return next((theirs[:n] for n in range(len(theirs), 0, -1) if any(p.endswith(theirs[:n]) for p in prompts)), "")
 
@@ -240,7 +241,7 @@ def _without_reasoning(text: str) -> str:
 
 
 def page() -> str:
-    """docs/masks.md."""
+    """Return docs/masks.md."""
     kinds = list(CONVERSATIONS)
     rows = []
     for name in templates():

@@ -77,7 +77,7 @@ def write_adapter(directory: Path, *, r: int = 4, width: int = 8) -> Path:
 
 
 def write_dataset(path: Path, *, num_rows: int = 8, first: int = 0) -> Path:
-    """Messages, each with a number of its own."""
+    """Write a data set of messages, each with a number of its own."""
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
         for n in range(first, first + num_rows)
@@ -87,12 +87,12 @@ def write_dataset(path: Path, *, num_rows: int = 8, first: int = 0) -> Path:
 
 
 def spec(model: Path, dataset: Path, **keys: Any) -> dict[str, Any]:
-    """The smallest job, and what a test adds to it."""
+    """Return the smallest job, with a test's own keys added."""
     return {"base_model": str(model), "lora": {"r": 4}, "datasets": [{"path": str(dataset)}], **keys}
 
 
 def write_tokenizer(directory: Path, *, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Path:
-    """A tokenizer that knows bytes and special tokens alone, as the tokenizers library writes it: 256 numbers, and one
+    """Write a tokenizer that knows only bytes and special tokens, as the tokenizers library does: 256 numbers, and one
     for each special token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

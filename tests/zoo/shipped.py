@@ -15,7 +15,7 @@ assert _FOUND is not None
 assert _FOUND.submodule_search_locations
 SHIPPED_DIR = Path(_FOUND.submodule_search_locations[0]) / "chat_templates"
 
-#: Names of those that models come with, those for training apart.
+#: Names of the templates that come with models, without those for training.
 SHIPPED = tuple(sorted(path.stem for path in SHIPPED_DIR.glob("*.jinja") if not path.stem.endswith("_training")))
 
 #: (bos, eos) by the beginning of a template's name.
@@ -37,13 +37,13 @@ _SPECIAL = re.compile(
 
 
 def source(name: str) -> str:
-    """The text of a shipped template, those for training (`qwen3_training`) included."""
+    """Return the text of a shipped template; those for training (`qwen3_training`) are included."""
     return (SHIPPED_DIR / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @functools.cache
 def build_shipped(name: str) -> PreTrainedTokenizerFast:
-    """A small tokenizer with that template, and with the marks that it writes as tokens of their own."""
+    """Build a small tokenizer with that template, whose markers are tokens of their own."""
     text = source(name)
     bos, eos = next((ends for start, ends in _ENDS.items() if name.startswith(start)), (None, "<|im_end|>"))
     special = sorted({*_SPECIAL.findall(text), eos, "<pad>", *([bos] if bos else [])})

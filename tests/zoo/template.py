@@ -1,7 +1,7 @@
-"""Chat templates in the manner of the real families, and for each what is to be learned from it.
+"""Chat templates in the manner of the real families, with the turns to be learned from each.
 
 A template is a rendering; `Template.turns` says in plain Python what the assistant's turns look like in it, end token
-included, so that a mask can be compared with something that was not computed by rendering.
+included, so that a mask can be compared with a result that was not computed by rendering.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _call(tool_call: Mapping[str, Any]) -> str:
 
 
 def _plain(end: str, *, lead: str = "", trim: bool = False) -> Turns:
-    """Turns of a template that shows the content and the end token, nothing else."""
+    """Return the turns of a template that shows the content and the end token, nothing else."""
 
     def turns(messages: Sequence[Message], kwargs: Mapping[str, Any]) -> list[str]:
         texts = [_text(message) for message in messages if message["role"] == "assistant"]
@@ -167,7 +167,7 @@ def _qwen3_turns(messages: Sequence[Message], kwargs: Mapping[str, Any]) -> list
             shown = content
         if kwargs.get("enable_thinking") is False:  # the generation prompt has written the empty tags already
             thought = thought.removeprefix(_NO_THOUGHT)
-        # The template asks for the content before it trimmed it.
+        # The template tests the content before trimming it.
         joined = shown + ("\n" if content and calls else "") + "\n".join(calls)
         found.append(thought + joined + "<|im_end|>")
     return found

@@ -1,7 +1,7 @@
 """Tokenizers of the two great families, trained on the spot in a fraction of a second.
 
-`bytelevel` is GPT-2's, Llama-3's and Qwen's kind; `metaspace` is SentencePiece's (Llama-2, Mistral, Gemma): a `▁` for a
-space and before the first word, and bytes for what the vocabulary lacks.
+`bytelevel` is the kind of GPT-2, Llama-3 and Qwen; `metaspace` is SentencePiece's (Llama-2, Mistral, Gemma): a `▁` for
+a space and before the first word, and bytes for characters outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zoo.template import TEMPLATES
 
 Kind = Literal["bytelevel", "metaspace"]
 
-#: Words enough to make merges across the places that masks care about.
+#: Enough words for merges across the boundaries that masks depend on.
 CORPUS = (
     "user\nassistant\nsystem\ntool\nmodel\n\nYou are a careful assistant. The capital of France is Paris.",
     "What is the capital of Germany? Berlin. What is two and two? 4. Four! Answer: yes.\n\n no?\n",
@@ -36,14 +36,14 @@ _WORDS = Regex(
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: What SentencePiece merges within: it splits by script, by digit and at line breaks.
+#: The pieces within which SentencePiece merges: it splits by script, by digit and at line breaks.
 _PIECES = Regex(r"▁*\p{L}+|▁*\p{N}|▁*[^\s\p{L}\p{N}▁]+|▁+|\n+|\s")
 
 
 def build_tokenizer(
     template_name: str, *, corpus: Iterable[str] | None = None, vocab_size: int = 640, kind: Kind = "bytelevel"
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with the template's special tokens and its chat template, as `AutoTokenizer` would load it."""
+    """Build a tokenizer with the template's special tokens and its chat template, as `AutoTokenizer` would load it."""
     template = TEMPLATES[template_name]
     texts = [*CORPUS, *(corpus or [])] * 2
     tokenizer = _byte_level(texts, vocab_size) if kind == "bytelevel" else _metaspace(texts, vocab_size)
@@ -103,13 +103,13 @@ def _metaspace(texts: list[str], vocab_size: int) -> Tokenizer:
     return built
 
 
-#: How templates write what is one token: `<|im_end|>`, `<｜User｜>`, `<turn|>`, `[INST]`, `<start_of_turn>`, `</s>`.
+#: Spellings of single tokens in templates: `<|im_end|>`, `<｜User｜>`, `<turn|>`, `[INST]`, `<start_of_turn>`, `</s>`.
 _MARKS = re.compile(
     r"<\|[^|<>\s\"']{1,40}\|?>|<[a-z_]{1,20}\|>|<｜[^｜]{1,40}｜>|\[/?[A-Z_]{3,20}\]|\[gMASK\]|<sop>|</?s>"
     r"|<(?:bos|eos|start_of_turn|end_of_turn|end_of_utterance|BOS_TOKEN)>"
     r"|</?(?:think|tool_call|tool_response|arg_key|arg_value)>"
 )
-#: The tokenizers' own ends and beginnings of those templates, by what stands in them.
+#: EOS and BOS of the tokenizers of those templates, found by a marker that a template contains.
 _EOS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -134,7 +134,7 @@ _BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>", "<b
 
 
 def build_marked_tokenizer(source: str) -> PreTrainedTokenizerFast:
-    """A tokenizer for a chat template of whatever family, in which each of the template's marks is one token."""
+    """Build a tokenizer for a chat template of any family, in which each of the template's markers is one token."""
     marks = {match.group() for match in _MARKS.finditer(source)} | {"<pad>"}
     bos, eos = next((named for mark, named in _FAMILIES.items() if mark in source), ("", ""))
     eos = eos or next((token for token in _EOS if token in source), "<|endoftext|>")

@@ -1,7 +1,7 @@
-"""Tiny models of real families that see and hear, with random weights, whole: config, weights, tokenizer, processor.
+"""Tiny complete vision and audio models of real families with random weights: config, weights, tokenizer, processor.
 
-The processors are the families' own, of a size that a test can wait for: an image is a handful of tokens, a second of
-sound is fifty. Half of them lie as the hub has them (preprocessor_config.json beside the rest), half as transformers 5
+The processors are the families' own, scaled down for fast tests: an image is a handful of tokens, a second of sound is
+fifty. Half of the models are laid out as on the hub (preprocessor_config.json beside the rest), half as transformers 5
 writes them (all in processor_config.json).
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 from honed.worker.model import torchvision
 from zoo.tokenizer import build_tokenizer
 
-#: Seconds that the families' ears take in at once; thirty in the real ones.
+#: Seconds that the audio encoders accept at once; thirty in the real ones.
 MAX_SOUND_SEC = 2
 SAMPLING_RATE = 16000
 
 
 def _chatml(media: str, *, default_system: bool = True) -> str:
-    """ChatML whose messages are strings or parts; `media` is what stands for a part that is no text."""
+    """Return ChatML whose messages are strings or parts; `media` is the template code for parts other than text."""
     system = "{{- '<|im_start|>system\\nYou are a careful assistant.<|im_end|>\\n' -}}" if default_system else ""
     return (
         "{%- set seen = namespace(audio=0) -%}"
@@ -57,8 +57,8 @@ QWEN_OMNI = _chatml(
 )
 LLAVA = _chatml("{%- if part.type == 'image' -%}{{- '<image>\\n' -}}")
 
-#: LLaVA 1.5's: all images of a turn come first, contents that are strings are read letter by letter and found empty,
-#: and an assistant's turn ends with a space.
+#: LLaVA 1.5's: all images of a turn come first, string contents are iterated letter by letter and give no text, and an
+#: assistant's turn ends with a space.
 LLAVA_1_5 = (
     "{%- for m in messages -%}"
     "{%- if m.role != 'system' -%}{{- m.role | upper + ': ' -}}{%- endif -%}"
@@ -97,7 +97,7 @@ GEMMA3 = (
 
 @dataclass(frozen=True)
 class Family:
-    """What makes one family's checkpoint."""
+    """The ingredients of one family's checkpoint."""
 
     template: str  #: whose special tokens the tokenizer has
     chat_template: str
@@ -170,7 +170,7 @@ def build_vision_checkpoint(
     chat_template: str | None = None,
     **text_config: Any,
 ) -> Path:
-    """A complete model that sees or hears. The same arguments give the same weights."""
+    """Build a complete vision or audio model. The same arguments give the same weights."""
     torchvision.mend()
     import torch
     from transformers import AutoConfig, AutoModelForMultimodalLM
@@ -195,7 +195,7 @@ def build_vision_checkpoint(
 
 
 def write_pictures(path: Path, number: int) -> Path:
-    """Rows with an image of one color each, and the color's name; the images lie beside the file."""
+    """Write rows with an image of one color each, and the color's name; the images lie beside the file."""
     from PIL import Image
 
     rows = []
@@ -209,7 +209,7 @@ def write_pictures(path: Path, number: int) -> Path:
 
 
 def build_speaking_checkpoint(directory: Path) -> Path:
-    """Qwen2.5-Omni whole: the thinker, and beside it what speaks, which nobody trains here."""
+    """Build a complete Qwen2.5-Omni: the thinker, and the speaking parts, which nobody trains here."""
     import torch
     from transformers import AutoConfig, AutoProcessor, Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
@@ -264,13 +264,13 @@ def build_speaking_checkpoint(directory: Path) -> Path:
 
 
 def _lay_out_as_on_the_hub(directory: Path) -> None:
-    """One preprocessor_config.json for what sees and hears, and a processor_config.json for the rest, if any."""
+    """Move image and audio settings to one preprocessor_config.json, and the rest, if any, to processor_config.json."""
     path = directory / "processor_config.json"
     rest = json.loads(path.read_text())
     flat: dict[str, Any] = {}
     for name in ("feature_extractor", "image_processor"):
         flat |= rest.pop(name, {})
-    rest.pop("video_processor", None)  # as in checkpoints of before there was one: made of the image processor's file
+    rest.pop("video_processor", None)  # older checkpoints have none: it is made from the image processor's file
     (directory / "preprocessor_config.json").write_text(json.dumps(flat | {"processor_class": rest["processor_class"]}))
     path.write_text(json.dumps(rest))
 

@@ -1,4 +1,4 @@
-"""The data sets that a job names: their first rows, what is attached to them, and what is wrong with some."""
+"""Checks of a job's data sets: their first rows, the attached media, and the faults in them."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system import quote
 from honed.system.error import DatasetError
 
-#: Rows of a data set that are looked at.
+#: Rows of a data set that are checked.
 NUM_ROWS = 200
-#: Bytes of text that a token stands for, and tokens of the chat template around a turn; both on the small side of what
-#: tokenizers give, since a job is not to be refused for tokens that it has not.
+#: Bytes of text per token, and tokens of the chat template per turn. Both lead to low estimates of a row's tokens,
+#: since a job must not be refused for tokens that it does not have.
 BYTES_PER_TOKEN = 4
 TOKENS_PER_TURN = 4
-#: Data sets that are remembered, and nanoseconds for which a file must have been left alone for that: a change within
-#: one tick of its file system's clock leaves no trace, nor for some seconds does one through a mapping. What is missed
-#: here the worker finds, which reads every row.
+#: Data sets that are remembered, and nanoseconds for which a file must have been unchanged for that: a change within
+#: one tick of its file system's clock leaves no trace, and a change through a memory mapping leaves none for some
+#: seconds. The worker, which reads every row, finds any change missed here.
 MAX_REMEMBERED = 256
-#: Characters of the names of columns that are not read, of a data set that is remembered.
+#: Characters of unread columns' names, in a data set that is remembered.
 MAX_TOLD = 1000
 SETTLED_NS = 2_000_000_000
-#: What a model must have for each kind of media, in words.
+#: The lack in a model for each kind of media, in words.
 _SENSES: Mapping[Kind, str] = {"image": "does not see", "video": "does not see", "audio": "does not hear"}
 
 
 @dataclass(frozen=True)
 class Looked:
-    """What the first rows of a job's data sets say."""
+    """The findings in the first rows of a job's data sets."""
 
-    warnings: list[str]  #: what is wrong with some of them
-    num_row_tokens: int | None  #: about how many tokens the longest without media has
-    num_rows: int | None  #: in all, where all were looked at
-    attached: list[Row]  #: those with images, videos or sounds
-    num_train_rows: int | None = None  #: of those to train on, where all were looked at
+    warnings: list[str]  #: about faults in some of them
+    num_row_tokens: int | None  #: estimated tokens of the longest row, without media
+    num_rows: int | None  #: in all data sets; None if not every row was looked at
+    attached: list[Row]  #: the rows with images, videos or sounds
+    num_train_rows: int | None = None  #: rows to train on; None if not every row was looked at
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One data set's first rows."""
+    """The findings in one data set's first rows."""
 
     found: dataset.Inspection
-    num_row_tokens: int | None  #: as Looked has it
-    has_conversations: bool  #: so that a chat template must render them
+    num_row_tokens: int | None  #: as in Looked
+    has_conversations: bool  #: a chat template has to render them
 
 
 class Cache:
-    """What was found in data sets whose files have not changed since: each job of a sweep names the same one.
+    """The findings in data sets whose files have not changed since: each job of a sweep names the same data set.
 
-    Only where there is nothing to tell of, and no media, whose files lie elsewhere: what is kept is a digest and a few
-    numbers, however many the files.
+    Only data sets without findings to report and without media are remembered, since media files lie elsewhere. An
+    entry is a digest and a few numbers, however many the files are.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Cache:
         self._rendered: dict[bytes, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def rendered(self, key: bytes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """What rowcheck found in the same rows, rendered by the same template."""
+        """Return what rowcheck found in the same rows, rendered by the same template; None if it is not remembered."""
         return self._rendered.get(key)
 
     def remember(self, key: bytes, told: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
@@ -83,7 +83,8 @@ class Cache:
             del self._rendered[next(iter(self._rendered))]
 
     def look(self, each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> _Seen:
-        """Raises DatasetError. Whether the files may be read was asked before."""
+        """Return the findings, remembered or new. Raises DatasetError. The caller has checked the rights to the
+        files."""
         key, is_settled = identity(each, paths, rights)
         if (seen := self._seen.pop(key, None)) is None:
             seen = _look(each, rights)
@@ -108,8 +109,8 @@ class Cache:
 
 
 def identity(each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> tuple[bytes, bool]:
-    """A digest of the submitter, the data set as their job names it and its files as they are; and whether these were
-    left alone. What one submitter's check has found is never told to another."""
+    """Return a digest of the submitter, the data set's spec and the state of its files, and True if the files were left
+    alone long enough. One submitter's findings are never reported to another."""
     digest, changed_ns = hashlib.sha256(each.model_dump_json().encode()), 0
     digest.update(repr(rights.dropper).encode())
     for path in paths:
@@ -128,7 +129,7 @@ def check(
     has_chat_template: bool,
     cache: Cache | None = None,
 ) -> Looked:
-    """Raises DatasetError, which names the key of the data set."""
+    """Check the first rows of all data sets. Raises DatasetError, which names the data set's key."""
     cache = cache or Cache()
     warnings: list[str] = []
     lengths: list[int] = []
@@ -163,12 +164,12 @@ def check(
 
 
 def _within(name: str, key: str) -> str:
-    """A key that a data set's fix sets: the data set's own, or one of another section."""
+    """Return the full key that a data set's fix sets: a key of the data set, or one of another section."""
     return f"{name}.{key}" if key.partition(".")[0] in DatasetSpec.model_fields else key
 
 
 def _num_tokens(row: Any) -> int:
-    """The estimated tokens of a row, without its tokenizer: few have fewer bytes a token."""
+    """Return the estimated tokens of a row, without its tokenizer: few tokenizers have fewer bytes per token."""
     match row:
         case str():
             return math.ceil(len(row.encode(errors="replace")) / BYTES_PER_TOKEN)
@@ -181,8 +182,8 @@ def _num_tokens(row: Any) -> int:
 
 
 def _check_names(key: str, each: DatasetSpec) -> list[str]:
-    """What the names of a data set's files say of their splits, as warnings. Raises DatasetError where more than one is
-    there and the job says of none that it is meant."""
+    """Return warnings about the splits that the names of a data set's files suggest. Raises DatasetError if the names
+    clearly mean more than one split and the job does not name one."""
     path, paths = each.place, files_of(each)
     told = [
         f"{each.path}: {name}/ in it has data files, too, and is not read: name it as a data set of its own if it "
@@ -212,7 +213,7 @@ def _check_names(key: str, each: DatasetSpec) -> list[str]:
 
 def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
     paths = files_of(each)
-    for path in paths:  # one of them may be a link to elsewhere
+    for path in paths:  # a path may be a link to elsewhere
         rights.check_read(Named("path", path, DatasetError))
     seen = cache.look(each, paths, rights)
     if not has_chat_template and seen.has_conversations:
@@ -232,7 +233,7 @@ def _look(each: DatasetSpec, rights: Policy) -> _Seen:
 
 
 def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:
-    """What is in the rows, or should be, and is not read. A model for text passes over images with good reason."""
+    """Return warnings about media in the rows that are not read (not for a text model), and about absent columns."""
     told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
     return told + [
         f"`columns` names `{quote.name(each)}`, and none of the {found.num_rows} rows has it" for each in found.absent
@@ -240,7 +241,10 @@ def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[
 
 
 def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
-    """What is in the rows, and changes nothing of what is trained on; rows with nothing to train on."""
+    """Return warnings about row content that does not affect training, and rows that are not trained on.
+
+    Raises DatasetError if no row is left.
+    """
     told = [told_unread(found.unread, found.format)] if found.unread else []
     if not found.num_untrained:
         return told
@@ -251,7 +255,7 @@ def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
 
 
 def _told_together(found: dataset.Inspection) -> list[str]:
-    """What rows are beside one another, as warnings."""
+    """Return warnings about rows compared with one another: their order, repetitions, preference pairs."""
     told, seen = found.census.told_orders(), "" if found.is_whole else "the first "
     if found.census.has_many_twice:
         told.append(f"{found.census.num_twice} of {seen}{found.num_rows} rows repeat an earlier row")
@@ -264,7 +268,8 @@ def _told_together(found: dataset.Inspection) -> list[str]:
 
 
 def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec, dataset.Inspection]]) -> list[str]:
-    """Whether anything can be held out, and whether what is held out is trained on, as warnings."""
+    """Return warnings about held-out rows that are also trained on. Raises DatasetError if `eval_split` has no rows to
+    hold out."""
     trained = {name: found for name, (_, found) in inspected.items() if name.startswith("datasets.")}
     is_all = not any(each.is_missing for each in job_spec.datasets)
     if job_spec.eval_split is not None and is_all and all(found.is_whole for found in trained.values()):
@@ -292,7 +297,7 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
 
 
 def _shared(held_out: DatasetSpec, trained: DatasetSpec) -> str:
-    """The first file that two data sets have in common; empty where there is none."""
+    """Return the first file that two data sets have in common; empty if there is none."""
     places = {_place(file) for file in files_of(trained)}
     files = files_of(held_out)
     return str(next((file for file in files if _place(file) in places), ""))
@@ -306,7 +311,7 @@ def _place(file: Path) -> tuple[int, int]:
 def _check_attached(
     job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
 ) -> list[str]:
-    """Warnings about the images, videos and sounds in a data set's first rows."""
+    """Return warnings about the images, videos and sounds in a data set's first rows. Raises DatasetError."""
     if not found.num_attached:
         return []
     kinds = {facts.kind for seen in found.attached for facts in seen.media}
@@ -338,7 +343,8 @@ def _check_attached(
 def _too_long(
     job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
 ) -> list[str]:
-    """That rows seem to be too long for their media. They are counted for good once the model is loaded."""
+    """Return a warning if rows seem too long for their media. The worker counts them exactly after loading the
+    model."""
     cut_at = job_spec.training.cut_at
     if model is None or cut_at is None or not found.attached:
         return []

@@ -1,4 +1,4 @@
-"""The base model and the adapter that a job names: found, looked at, and whether this version trains or merges them."""
+"""Checks of a job's base model and adapter: they exist, are complete, and can be trained or merged by this version."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from honed.system import installed, quote
 from honed.system.error import ModelError, SpecError
 from honed.system.layout import Layout
 
-#: Families that read in both directions, and write only where config.json has `is_decoder: true`: transformers maps
-#: them to causal language models, too.
+#: Encoder families, which generate text only if config.json has `is_decoder: true`; transformers maps them to causal
+#: language models, too.
 ENCODERS = frozenset(
     {
         "bert",
@@ -42,7 +42,7 @@ ENCODERS = frozenset(
         "xmod",
     }
 )
-#: Families of an encoder and a decoder, which config.json says for each of their models.
+#: Encoder-decoder families, whose models' config.json has `is_encoder_decoder`.
 ENCODER_DECODERS = frozenset(
     {
         "bart",
@@ -58,7 +58,7 @@ ENCODER_DECODERS = frozenset(
         "whisper",
     }
 )
-#: Classes with another head than one that writes, and what they are for.
+#: Classes with another head than one for text generation, and their purpose.
 _OTHER_HEADS = {
     "fills in masked words": re.compile(r"For(MaskedLM|PreTraining|NextSentencePrediction)$"),
     "classifies": re.compile(
@@ -97,7 +97,7 @@ def inspect(job_spec: JobSpec, layout: Layout, config: Config, jobs: Mapping[str
 
 
 def _check_whole(job_spec: JobSpec, layout: Layout, config: Config, path: Path, fault: ModelError | None) -> None:
-    """Raises UncachedError where what is wrong with a snapshot may be that it is torn, and a fetch may mend it."""
+    """Raise UncachedError if a snapshot's fault may be that it is incomplete, so that a fetch may repair it."""
     if not config.policy.hub or not basemodel.is_hub_id(job_spec.base_model):
         return
     if fault is not None and snapshot.is_fetched(layout.cache_dir, job_spec.base_model, path):
@@ -108,7 +108,7 @@ def _check_whole(job_spec: JobSpec, layout: Layout, config: Config, path: Path, 
 
 
 def commit(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
-    """The snapshot of a hub id, whose directory has the commit's name."""
+    """Return the commit of a hub id's snapshot, which is its directory's name; None for a local path."""
     return model.path.name if basemodel.is_hub_id(job_spec.base_model) else None
 
 
@@ -120,7 +120,7 @@ def inspect_adapter(job_spec: JobSpec, jobs: Mapping[str, Path]) -> AdapterInfo 
 
 
 def warnings(model: BaseModelInfo) -> list[str]:
-    """What to tell of a base model that can be trained, though it may not be meant."""
+    """Return warnings about a base model that can be trained, but may be a mistake."""
     if (model.path / "config_sentence_transformers.json").exists():
         return [
             f"base_model: {model.path} is a model for embeddings (config_sentence_transformers.json): sft trains it to "
@@ -130,7 +130,7 @@ def warnings(model: BaseModelInfo) -> list[str]:
 
 
 def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
-    """Whether what a merge or `save_merged` asks for can be written from these files."""
+    """Check that the merge, or `save_merged`, can be done with these files. Raises ModelError or SpecError."""
     if job_spec.kind != "merge" and job_spec.save_merged == "none":
         return
     if model.is_pickled:
@@ -161,13 +161,13 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
 
 
 def _unmerged(job_spec: JobSpec) -> dict[str, Any]:
-    """The fix that keeps the training and gives up the merged checkpoint beside it; a merge is nothing else."""
+    """Return the fix that trains without the merged checkpoint; none for a job of kind merge."""
     return {} if job_spec.kind == "merge" else {"save_merged": None}
 
 
 def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:
-    """Raises SpecError for a model_type that is not config.json's: it would be obeyed, and weights that only the right
-    architecture has a place for left out."""
+    """Raise SpecError for a model_type that differs from config.json's: it would be obeyed, and weights that only the
+    right architecture has a place for would be left out."""
     asked, stored = job_spec.model_type, model.config.get("model_type")
     if asked is None or not isinstance(stored, str) or stored not in installed.known_model_types()[0]:
         return
@@ -181,7 +181,7 @@ def _check_model_type(job_spec: JobSpec, model: BaseModelInfo) -> None:
 
 
 def _check_trainable(job_spec: JobSpec, model: BaseModelInfo, config: Config) -> None:
-    """Whether this version trains models of this kind: the one place for that."""
+    """Check that this version trains models of this kind; no other place decides that. Raises ModelError."""
     where = model.path / "config.json"
     if not model.is_quantized and any(dtype.startswith("float8") for dtype in model.stored_dtypes):
         raise ModelError(
@@ -211,8 +211,8 @@ def _check_trainable(job_spec: JobSpec, model: BaseModelInfo, config: Config) ->
 
 
 def _check_writes(model: BaseModelInfo) -> None:
-    """Raises ModelError for a model that does not continue text, though transformers would load it as one that does:
-    what reads in both directions learns to copy the next token."""
+    """Raise ModelError for a model that does not continue text, though transformers would load it as one that does: a
+    bidirectional model learns to copy the next token."""
     where, hint = model.path / "config.json", "sft trains causal language models: llama, qwen3, mistral and the like"
     if "AutoModelForCausalLM" in (model.config.get("auto_map") or {}):
         return

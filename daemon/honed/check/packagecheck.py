@@ -1,4 +1,4 @@
-"""The packages beside honed that a job needs: whether they are here, and in versions that are known to work."""
+"""Checks of the packages that a job needs: whether they are installed, in versions known to work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from honed.system.device import Device
 from honed.system.error import EnvironmentInvalidError, SpecError
 from honed.system.installed import Installed
 
-#: How the names of optimizers begin that need a package of their own: its module, and what pip is told.
+#: Prefixes of optimizers that need a package of their own, the package's module, and the requirement for pip.
 OPTIMIZER_PACKAGES: tuple[tuple[str, str, str], ...] = (
     ("galore_", "galore_torch", "galore-torch"),
     ("apollo_", "apollo_torch", "apollo-torch"),
@@ -29,12 +29,12 @@ OPTIMIZER_PACKAGES: tuple[tuple[str, str, str], ...] = (
     ("adamw_torch_npu_fused", "torch_npu", "torch-npu"),
     ("adamw_anyprecision", "torchdistx", "torchdistx"),
 )
-#: The module of Liger's kernels, and the oldest version that transformers takes.
+#: The module of Liger's kernels, and the oldest version that transformers accepts.
 LIGER = ("liger_kernel", "liger-kernel>=0.3.0")
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, here: Installed) -> None:
-    """Raises EnvironmentInvalidError for a package that the job needs and that is missing or known to fail."""
+    """Raise EnvironmentInvalidError for a package that the job needs and that is missing or known to fail."""
     needed = [*installed.WINDOWS]
     if (
         _of_bitsandbytes(job_spec.training.optim)
@@ -70,7 +70,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
         metric_names.check(chooser, "training.metric_for_best_model")
     for tracker in job_spec.report_to:
         found, oldest = installed.version(tracker), installed.OLDEST_TRACKERS.get(tracker)
-        wanted = f"'{tracker}>={oldest}'" if oldest else tracker  # in quotes: > is a shell's, too
+        wanted = f"'{tracker}>={oldest}'" if oldest else tracker  # quoted, since > means a redirection to a shell
         if found is None:
             raise EnvironmentInvalidError(f"report_to: {tracker} is not installed here", hint=f"pip install {wanted}")
         if oldest and not installed.fits(found, f">={oldest}"):
@@ -93,7 +93,7 @@ def _check_optimizer(optimizer: str) -> None:
 
 
 def _check_kernels(optimizer: str, planned_for: Device) -> None:
-    """Raises SpecError for an optimizer of bitsandbytes that would fail in its first step there."""
+    """Raise SpecError for a bitsandbytes optimizer that would fail in its first step on that device."""
     is_paged = optimizer.startswith("paged_")
     match planned_for.kind:
         case "mps" if _of_bitsandbytes(optimizer) and (is_paged or "8bit" in optimizer):
@@ -107,7 +107,8 @@ def _check_kernels(optimizer: str, planned_for: Device) -> None:
 
 
 def unpaged(job_spec: JobSpec, planned_for: Device) -> list[str]:
-    """What is said of an optimizer that has its states paged on NVIDIA GPUs alone."""
+    """Return a warning if the optimizer pages its states on NVIDIA GPUs only and the job is planned for another
+    device."""
     optimizer = job_spec.training.optim
     if not optimizer.startswith("paged_") or planned_for.kind == "cuda":
         return []
@@ -127,7 +128,7 @@ def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
 
 
 def _check_there(key: str, module: str, wanted: str) -> None:
-    """Raises EnvironmentInvalidError where a module is missing, or its package older than `wanted`."""
+    """Raise EnvironmentInvalidError if a module is missing, or its package is older than `wanted`."""
     package, _, oldest = wanted.partition(">=")
     found = installed.version(package)
     if importlib.util.find_spec(module) is None:
@@ -139,7 +140,8 @@ def _check_there(key: str, module: str, wanted: str) -> None:
 
 
 def lacking(attached: list[Row], here: Installed) -> list[str]:
-    """What rows with images need of most models' processors, though not of all."""
+    """Return a warning if torchvision is missing, which most models' image and video processors need, though not
+    all."""
     if here.versions["torchvision"] is None and any(each.kind != "audio" for row in attached for each in row.media):
         return [
             "torchvision is not installed: most vision models' processors need it, and the job may end for want of it"

@@ -1,4 +1,4 @@
-"""Checks of a job's output directory: whether it may be written there, and whether it has room."""
+"""Checks of a job's output directory: whether it may be written, and whether the disk has room."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from honed.spec.spec import JobSpec
 from honed.system.error import DiskShortError, SpecError
 from honed.system.layout import Layout
 
-#: Checkpoints that are kept where save_total_limit says nothing.
+#: Checkpoints that are kept if save_total_limit is not set.
 NUM_CHECKPOINTS = 2
-#: Tokenizer files that go with each checkpoint.
+#: Tokenizer files that are saved with each checkpoint.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt")
-#: The file in an output directory that says whose it is.
+#: The file in an output directory that names the job it belongs to.
 MANIFEST_NAME = "honed.json"
 
 
 def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Policy) -> Path:
     if job_spec.output_dir is None:
         return layout.jobs_dir / ("<id>" if job_id is None else str(job_id)) / "output"
-    # Where it really lies: a rename onto a symbolic link would fail when all is done.
+    # The real place: a rename onto a symbolic link would fail at the very end.
     path = Path(job_spec.output_dir).resolve()
     if path.is_mount():
         inner = _free(path / "output")
@@ -53,7 +53,7 @@ def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Po
 
 
 def _free(path: Path) -> Path:
-    """The path, or the first of `path-2`, `path-3`, … where nothing is yet."""
+    """Return the path, or the first of `path-2`, `path-3`, … that does not exist."""
     return next(
         each
         for number in itertools.count(1)
@@ -78,7 +78,7 @@ def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Po
 
 
 def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
-    """Whether the manifest in an output directory is this very job's, of this very instance."""
+    """Return True if the manifest in an output directory names this very job of this very instance."""
     try:
         manifest = json.loads((path / MANIFEST_NAME).read_bytes())
         owner = (manifest["job"]["id"], manifest["job"]["instance"])
@@ -88,8 +88,8 @@ def _is_own_output(path: Path, layout: Layout, job_id: int | None) -> bool:
 
 
 def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None) -> list[str]:
-    """What to tell of an output directory within what the job starts from. Raises SpecError for one among its data,
-    where the next job would read it as rows."""
+    """Return warnings about an output directory within the job's base model or adapter. Raises SpecError if it overlaps
+    the job's data, where the next job would read it as rows."""
     if job_spec.output_dir is None:
         return []
     for key, datasets in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets)):
@@ -119,10 +119,10 @@ def check_apart(job_spec: JobSpec, output_dir: Path, model: BaseModelInfo | None
 
 
 def check_disk(job_spec: JobSpec, made: Plan, layout: Layout, output_dir: Path) -> None:
-    """Hold what the job will write against the free disk. Raises DiskShortError."""
+    """Check that the disk has room for the files that the job will write. Raises DiskShortError."""
     written = made.memory.weights_bytes if precision.is_full(job_spec) else made.memory.adapter_bytes
     beside = sum(path.stat().st_size for name in TOKENIZER_FILES if (path := made.model.path / name).is_file())
-    # The newest is whole before an older one goes, and the best one may be older still.
+    # The newest is complete before an older one is removed, and the best one may be older still.
     num_kept = (job_spec.training.save_total_limit or NUM_CHECKPOINTS) + int(job_spec.training.load_best_model_at_end)
     checkpoints = (num_kept + 1) * (written + made.memory.optimizer_bytes + beside)
     output = written + beside

@@ -1,10 +1,9 @@
-"""Files that a job may read and write here: what the configuration allows, and what its submitter can read and
-its worker can reach.
+"""Files that a job may read and write: limited by the configuration, its submitter's rights, and its worker's rights.
 
     allowed_paths ── inside? ──► honed's own places ── the dropper's? ──► modes, ACLs ── the dropper? the workers' user?
 
-Looked at before a file is opened: the check runs with honed's rights, and what a job names is another person's word.
-Links are followed first, so that what counts is where a path really lies.
+The checks run before a file is opened: they have honed's rights, and the paths in a job file come from somebody else.
+Links are followed first, since a path's real place counts.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from honed.system.error import DatasetError, HonedError, ModelError, SpecError
 from honed.system.layout import Layout
 
 _NOT_THEIRS, _JOB_NAME = "is honed's or another user's", "job:NAME is what a job makes"
-#: Entries of a directory that are looked at; its links are, however many there are.
+#: Entries of a directory that are checked; symbolic links are checked beyond that, however many.
 MAX_ENTRIES = 2000
-#: The one directory in a model's that is read, too.
+#: The only directory within a model's that is read, too.
 TEMPLATE_DIR = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
 class Named:
-    """A path that a job names, and by which key."""
+    """A path that a job names, and the key that names it."""
 
     key: str
     path: Path
@@ -43,8 +42,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy of one instance, for one dropper. `workers` is None where they are honed's own user, who reads what
-    we read."""
+    """The policy of one instance, for one dropper. `workers` is None if workers run as honed's own user, who reads the
+    same files as honed."""
 
     layout: Layout
     allowed: tuple[Path, ...] | None  #: None: everything
@@ -61,7 +60,7 @@ class Policy:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def check_read(self, named: Named) -> None:
-        """Raises the error of the path's kind: it is not to be read, or the workers cannot. What is missing passes."""
+        """Raise the path's error type if it must not be read, or the workers cannot read it. A missing path passes."""
         for path in itertools.chain([named.path], _entries(named.path)):
             self._check_allowed(named, path)
             self._check_own_places(named, path)
@@ -69,7 +68,7 @@ class Policy:
                 self._check_home(named, path)
                 self._check_dropper(named, path)
                 self._check_reach(named, path, self.workers)
-                # Whoever checks, honed or the submitter's own program, opens it, too.
+                # The checking process, honed's or the submitter's own, opens the file, too.
                 self._check_reach(named, path, access.person(os.geteuid()) or self.workers)
 
     def _check_allowed(self, named: Named, path: Path) -> None:
@@ -86,8 +85,8 @@ class Policy:
         return tuple(path.resolve() for path in (layout.cache_dir, layout.staged_dir, layout.jobs_dir))
 
     def _check_own_places(self, named: Named, path: Path) -> None:
-        """Check files of honed's own: the dropper may read those that their modes and ACLs allow, what their jobs
-        made."""
+        """Check files in honed's own places: the dropper may read those that modes and ACLs allow, such as their jobs'
+        outputs."""
         self._check_own_place(named, path, _real(path))
 
     def _check_own_place(self, named: Named, path: Path, real: Path) -> None:
@@ -102,7 +101,8 @@ class Policy:
         return tuple(place.resolve() for place in ours)
 
     def _check_dropper(self, named: Named, path: Path) -> None:
-        """Refuse what the submitter cannot read without honed: its rights, and the workers', are lent to nobody."""
+        """Refuse files that the submitter cannot read without honed: neither honed's rights nor the workers' are
+        lent."""
         if self.dropper is None or _is_below(_real(path), self._shared()):
             return
         if (found := access.obstacle(path, self.dropper)) is not None:
@@ -113,11 +113,11 @@ class Policy:
             )
 
     def _shared(self) -> Path:
-        """The cache of models and data sets, which is everybody's."""
+        """Return the cache of models and data sets, which every user may read."""
         return self.layout.cache_dir.resolve()
 
     def _check_home(self, named: Named, path: Path) -> None:
-        """Refuse what the services' sandbox hides: nobody's modes can be seen there."""
+        """Refuse homes, which the services' sandbox hides: the modes of files in there cannot be seen."""
         home = access.home_above(path)
         if home is not None and not (self.allowed and _is_below(_real(path), *self.allowed)):
             raise named.error(
@@ -141,8 +141,8 @@ class Policy:
         return True
 
     def grant(self, inputs: Iterable[Named]) -> Grant:
-        """For the worker of a job that was checked. Raises the error of a path's kind where the path leads to another's
-        by now: what is granted is what is looked at here."""
+        """Return the grant for the worker of a checked job. Raises the path's error type if a path by now leads to
+        another user's file: the grant has the places that are resolved here."""
         closed = () if self.workers is None else self._own_places()
         allowed = None if self.allowed is None else (*self.allowed, *self._always_allowed())
         places = []
@@ -153,7 +153,7 @@ class Policy:
         return Grant(closed, allowed, tuple(dict.fromkeys(places)))
 
     def _whole(self, real: Path) -> Path:
-        """All that was staged, or that a job made: a row names images that lie beside it."""
+        """Return the whole staged copy, or job directory, around a path: rows name images that lie beside it."""
         for place in (self.layout.staged_dir.resolve(), self.layout.jobs_dir.resolve()):
             if real.is_relative_to(place) and real != place:
                 return place / real.relative_to(place).parts[0]
@@ -162,10 +162,10 @@ class Policy:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_write(self, path: Path) -> None:
-        """Check an output directory, there or not. Raises SpecError where it is not allowed, or cannot be made."""
+        """Check an output directory, existing or not. Raises SpecError if it is not allowed, or cannot be made."""
         places = self.allowed
         if places is None and self.workers is not None:
-            places = ()  # the workers' sandbox is read-only but for what it is opened to
+            places = ()  # the workers' sandbox is read-only, apart from the places opened to it
         if places is not None and not _is_below(path, *places):
             raise SpecError(
                 f"output_dir: {path} lies outside of what jobs may write here",
@@ -173,7 +173,7 @@ class Policy:
                 f"policy.allowed_paths, which has: {_listed(places)}",
                 fix={"output_dir": None},
             )
-        # The output is made whole beside the directory and renamed, so its parent has to let us write, too.
+        # The output is made completely beside the directory and then renamed, so its parent has to be writable, too.
         for place in (nearest_existing(path.parent), nearest_existing(path)):
             self._check_writable(place)
 
@@ -194,18 +194,18 @@ class Policy:
 
 @dataclass(frozen=True)
 class Grant:
-    """What a job's worker may read, as it was settled when the job was planned.
+    """The files that a job's worker may read, as settled when the job was planned.
 
-    A link that lay in order then may lead elsewhere by the time the worker starts; a data set's first rows are looked
-    at before, the others by the worker. Its user can read what every job made; a job must not.
+    A link that was in order then may lead elsewhere by the time the worker starts. The preflight checks a data set's
+    first rows, the worker checks the others. The worker's user can read the outputs of all jobs; a job must not.
     """
 
     closed: tuple[Path, ...]  #: honed's own places
     allowed: tuple[Path, ...] | None  #: None: everything else
-    inputs: tuple[Path, ...]  #: what the job names, where it really lay
+    inputs: tuple[Path, ...]  #: the real places of the paths that the job names
 
     def check(self, named: Named, *own: Path) -> None:
-        """Raises the error of the path's kind; `own` are the job's own directories."""
+        """Raise the path's error type if the worker must not read it; `own` are the job's own directories."""
         real = _real(named.path)
         if os.path.lexists(named.path) and not os.access(named.path, os.R_OK):
             raise named.error(
@@ -234,7 +234,7 @@ class Grant:
 
 
 def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Iterator[Named]:
-    """Every path that a job reads; `model` and `adapter` as they were resolved, where they are there yet."""
+    """Yield every path that a job reads; `model` and `adapter` are resolved paths, or None if not there yet."""
     if model is not None:
         yield Named("base_model", model, ModelError)
     if adapter is not None:
@@ -257,7 +257,7 @@ def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Itera
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the first above it that is there."""
+    """Return the path, or its nearest ancestor that exists."""
     while not _exists(path) and path != path.parent:
         path = path.parent
     return path
@@ -271,7 +271,7 @@ def _exists(path: Path) -> bool:
 
 
 def _entries(path: Path) -> Iterator[Path]:
-    """What lies right in a directory: one of its files may be a link to elsewhere, or closed."""
+    """Yield a directory's direct entries: one of its files may be a link to elsewhere, or unreadable."""
     try:
         with os.scandir(path) as entries:
             names = sorted(

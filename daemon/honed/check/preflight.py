@@ -3,14 +3,14 @@
     spec ── permissions ── base model ── adapter ── chat template ── data sets ── first rows ── packages ── plan ──
     memory ── output dir ── disk
 
-The order is here; what is looked at lies by subject: modelcheck, target, templatecheck, datacheck,
-rowcheck, packagecheck, placecheck.
+This module has the order; the checks lie by subject in modelcheck, target, templatecheck, datacheck, rowcheck,
+packagecheck and placecheck.
 
-`check` does it, in honectl's own process or in the helper: a small process (`python -m honed.check.preflight --root
-DIR`) that is kept for it, with limits, so that nothing a job file names, a dead network file system or a file of
-terabytes, can stall or bloat the daemon. It is a child of the daemon's (run/helper.py) or, with the rights of one
-submitter, the unit honed-check@UID.service (run/systemd_check.py). The daemon's end of it is daemon/checker.py. One
-line of JSON a request, one an answer; the stage that it is in stands in a file, for whom it takes too long:
+`check` runs in honectl's own process or in the helper: a small process (`python -m honed.check.preflight --root
+DIR`) with limits, so that nothing a job file names, such as a dead network file system or a file of terabytes, can
+stall or bloat the daemon. It is a child of the daemon (run/helper.py) or, with the rights of one submitter, the unit
+honed-check@UID.service (run/systemd_check.py). The daemon's end of it is daemon/checker.py. A request is one line of
+JSON, and so is an answer. The helper's current stage is kept in a file, which the daemon quotes after a timeout:
 
     < {"ready": true}
     > {"id": 7, "spec_name": "spec.yaml", "spec": "…, in base 64", "config": {…}, "device": {…} | null}
@@ -18,7 +18,7 @@ line of JSON a request, one an answer; the stage that it is in stands in a file,
        "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
 
-The answer's `warnings` are for the log; those in `plan`, with what they quote, for those who may read the job.
+The answer's `warnings` are for the log, without quoted content; those in `plan` include it, for readers of the job.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from honed.system.error import (
 from honed.system.layout import Layout
 from honed.system.log import trace
 
-#: Bytes of address space that the helper may have: enough for pyarrow's pools and a large .json, not for the machine.
+#: Bytes of address space for the helper: enough for pyarrow's pools and a large .json, without exhausting the machine.
 MAX_HELPER_BYTES = 4 * 1024**3
 
 #: Called with the name of each stage as it is entered.
@@ -75,21 +75,21 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A job that may run, or one whose plan has to wait for what another job makes or for a model to be fetched."""
+    """A job that may run, or a job whose plan has to wait for another job's output or for a fetch."""
 
     spec: JobSpec
-    plan: Plan | None  #: None while it waits
+    plan: Plan | None  #: None while the job waits
     output_dir: Path
-    warnings: list[str]  #: what they quote is marked
+    warnings: list[str]  #: with quoted content marked
     adapter_path: Path | None = None
-    waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes what it means
-    needs_fetch: Missing | None = None  #: the base model or a data set, not in the cache, that may be fetched
-    commit: str | None = None  #: the one that the base model's hub id means; a branch may mean another one tomorrow
-    lines: Mapping[str, int] = field(default_factory=dict)  #: of the keys at the job file's top level
-    hub_datasets: Mapping[str, hubdata.Place] = field(default_factory=dict)  #: where data sets of the hub lie, by key
+    waits_for: Mapping[str, str] = field(default_factory=dict)  #: key → name of the job that makes its input
+    needs_fetch: Missing | None = None  #: a base model or data set that is not in the cache and may be fetched
+    commit: str | None = None  #: the commit that the base model's hub id means now; a branch may move
+    lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
+    hub_datasets: Mapping[str, hubdata.Place] = field(default_factory=dict)  #: local places of hub data sets, by key
 
     def places(self) -> dict[str, Any]:
-        """`hub_datasets`, as it stands in the plan."""
+        """Return `hub_datasets` in the plan's format."""
         sets = {"datasets": self.spec.datasets, "eval_datasets": self.spec.eval_datasets}
         made = {}
         for key, place in self.hub_datasets.items():
@@ -100,7 +100,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `check` was asked, beside the job file."""
+    """The arguments of `check` other than the job file."""
 
     layout: Layout
     config: Config
@@ -135,16 +135,15 @@ def check(
     progress: Progress = lambda _stage: None,
     cache: datacheck.Cache | None = None,
 ) -> Verdict:
-    """Check a job file and all that it names. Raises a HonedError with place, cause and remedy for the first fault.
+    """Check a job file and everything it names. Raises a HonedError with place, cause and remedy for the first fault.
 
     `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
-    directories of jobs that are done, for `job:NAME`; where one is missing, the rest is checked and nothing planned,
-    as where the base model or a data set has yet to be fetched. `data` is the file's content, where it was read before;
-    its name says the format. `commit` is what a hub id's branch meant when the job
-    was accepted, `dataset_commits` the same of data sets, by key, and `pinned` the precision of the plan that the job
-    has had.
-    `uid` is who dropped it, by default whoever asks. `cache` is for who checks many: data sets are looked at once.
-    An exception that nobody foresaw is an InternalError, its traceback on stderr.
+    directories of finished jobs, for `job:NAME`. If one is missing, or the base model or a data set has yet to be
+    fetched, the rest is checked and nothing is planned. `data` is the file's content if it was read before; the file's
+    name tells its format. `commit` is the commit that a hub id's branch meant when the job was accepted,
+    `dataset_commits` the same of data sets, by key, and `pinned` the precision of the job's earlier plan. `uid` is the
+    submitter, by default the calling user. `cache` is for callers that check many jobs: data sets are looked at once.
+    An unforeseen exception becomes an InternalError, with its traceback on stderr.
     """
     try:
         asked = _Asked(
@@ -256,7 +255,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
 def _check_the_rest(
     job_spec: JobSpec, asked: _Asked, waits_for: Mapping[str, str], missing_data: Missing | None
 ) -> Verdict:
-    """Checks of a job that waits for another's files, or for what has to be fetched, all that stands without them."""
+    """Check a job that waits for another job's output or for a fetch, as far as possible without them."""
     layout, config, jobs, progress, rights = asked.layout, asked.config, asked.jobs, asked.progress, asked.rights
     model, missing = None, None
     warnings = _of_itself(job_spec)
@@ -294,7 +293,7 @@ def _check_the_rest(
         f"{key}: job:{name}: looked at, and the job planned, when that job has succeeded"
         for key, name in waits_for.items()
     ]
-    # Data sets first: they are small, and what is wrong with them shows early.
+    # Data sets first: they are small, and their faults show early.
     for each in filter(None, (missing_data, missing)):
         where = f"{each.repo_id} at {each.revision} is not, or not wholly, in the local cache"
         warnings.append(
@@ -307,15 +306,15 @@ def _check_the_rest(
 
 
 def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[Device]:
-    """Those that the job may run on; it is planned for the first that it fits on."""
+    """Return the devices that the job may run on; it is planned for the first on which it fits."""
     if job_spec.resources.gpus == 0 or job_spec.kind == "merge":
         return [device.cpu()]
     return [given] if given else device.probe(config.device.gpus)
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
-    """The plan for the first device on which the job fits, on the best rung that any of them has for it. Raises what
-    the largest one says where there is none."""
+    """Return the plan for the device with the best rung; among equals, the first. Raises the largest device's refusal
+    if the job fits on none."""
     refusals, lower = [], []
     for candidate in candidates:
         try:
@@ -342,7 +341,7 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
 
 
 def _of_itself(job_spec: JobSpec) -> list[str]:
-    """A job that names its own name means an earlier one of that name, if there is one."""
+    """Return a warning for each key that names the job's own name, which means an earlier job of that name."""
     if job_spec.name is None:
         return []
     named = [key for key, name in spec.references(job_spec).items() if name == job_spec.name]
@@ -355,10 +354,11 @@ def _of_itself(job_spec: JobSpec) -> list[str]:
 
 
 def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
-    """Before anything that a job names is opened. What jobs make is theirs to name by then (acceptance.py)."""
+    """Check the rights to all paths, before any is opened. Other jobs' outputs are left out: acceptance.py checks
+    those."""
     named = spec.references(job_spec)
     model = None
-    with contextlib.suppress(UncachedError):  # it is fetched into honed's own cache
+    with contextlib.suppress(UncachedError):  # it will be fetched into honed's own cache
         model = None if "base_model" in named else modelcheck.resolve(job_spec, rights.layout, config, jobs)
     adapter = None if job_spec.adapter is None or "adapter" in named else Path(job_spec.adapter)
     for each in inputs(job_spec, model, adapter):
@@ -369,10 +369,10 @@ def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mappi
 
 
 def main() -> None:
-    """Answer requests, one a line, until stdin ends. Only answers go to stdout; a bad request costs itself alone.
+    """Answer requests, one per line, until stdin ends. Only answers go to stdout; a bad request fails alone.
 
-    Our stderr is the journal: what libraries print may quote rows and goes nowhere, and of a traceback the places alone
-    are told.
+    stderr goes to the journal. Output of libraries may quote rows and is discarded, and of a traceback only the places
+    are logged.
     """
     parser = argparse.ArgumentParser(prog="honed.check.preflight")
     parser.add_argument("--root", type=Path, default=Path("/"))
@@ -401,12 +401,12 @@ def main() -> None:
 
 
 def _stage_fd() -> int | None:
-    """The file for the stage: the first byte from the daemon, at the other end of a socket, brings it along."""
+    """Return the file for the stage: it arrives with the daemon's first byte, if stdin is a socket."""
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         return None
     with socket.socket(fileno=os.dup(0)) as daemon:
         _, fds, _, _ = socket.recv_fds(daemon, 1, 1)
-    return fds[0] if fds else None  # none: the daemon is gone, and so is the next line
+    return fds[0] if fds else None  # None: the daemon is gone, and no line will follow
 
 
 def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> dict[str, Any]:
@@ -459,13 +459,13 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
 
 
 def _grant(verdict: Verdict, rights: Policy) -> dict[str, Any]:
-    """What the worker may read; it asks again, since files and links change."""
+    """Return the files that the worker may read; the worker checks again, since files and links change."""
     assert verdict.plan is not None
     return rights.grant(inputs(verdict.spec, verdict.plan.model.path, verdict.adapter_path)).as_dict()
 
 
 def unforeseen(error: Exception) -> InternalError:
-    """An exception that is no HonedError, as one."""
+    """Return an unforeseen exception as an InternalError."""
     return InternalError(
         f"the check failed in a way that nobody foresaw: {type(error).__name__}: {said(error)}",
         hint="the log has the traceback: journalctl -u honed -u 'honed-check@*'",

@@ -1,9 +1,9 @@
-"""A job's first rows, rendered by the chat template and counted as the worker will, before any model is loaded.
+"""A job's first rows, rendered by the chat template and counted as by the worker, before any model is loaded.
 
-    template, tokenizer.json ──► tokenfile ──► chat.ChatFormat.encode ──► what is refused, left out, cut off
+    template, tokenizer.json ──► tokenfile ──► chat.ChatFormat.encode ──► rows refused, left out, cut off
 
-Nothing of the checkpoint is run but its template, in a sandbox. Where its files leave open what they mean, nothing is
-looked at, and nothing refused: the worker encodes every row.
+The template is the only code of the checkpoint that runs, in a sandbox. If the checkpoint's files are ambiguous, no
+row is rendered or refused here: the worker encodes every row.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 #: Rows of a data set that are rendered, at most.
 NUM_ROWS = 48
-#: Characters of a row that is rendered, and of all together, each counted as often as the assistant speaks in its row,
-#: since a row is rendered again for each turn: this many take about half a second.
+#: Characters of one rendered row, and of all together. In the total a row counts once per turn of the assistant,
+#: since it is rendered again for each turn: this many take about half a second.
 MAX_CHARS, MAX_WORK = 200_000, 250_000
 
 
 @dataclass
 class _Looked:
-    """What becomes of one data set's first rows."""
+    """The results of rendering one data set's first rows."""
 
     encoded: list[Encoded] = field(default_factory=list)
     refused: list[DatasetError] = field(default_factory=list)
-    lost: Tally = field(default_factory=Tally)  #: what the template leaves out
-    mismatches: Mismatches = field(default_factory=Mismatches)  #: turns that are asked for otherwise than trained
+    lost: Tally = field(default_factory=Tally)  #: content that the template omits
+    mismatches: Mismatches = field(default_factory=Mismatches)  #: turns prompted otherwise than trained
 
     @property
     def num_rows(self) -> int:
@@ -55,8 +55,8 @@ class _Looked:
 def check(
     job_spec: JobSpec, model: BaseModelInfo | None, rights: Policy, *, cache: datacheck.Cache | None = None
 ) -> list[str]:
-    """What to warn of. Raises DatasetError, which names the data set, where none of its first rows can be trained on,
-    and ModelError for a template or a tokenizer with which none can."""
+    """Return warnings. Raises DatasetError, which names the data set, if none of its first rows can be trained on, and
+    ModelError for a template or a tokenizer with which no row can be."""
     if model is None or job_spec.kind != "sft" or job_spec.trust_remote_code:
         return []
     try:
@@ -108,7 +108,7 @@ def _check(
 def _look(
     job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, each: DatasetSpec, rights: Policy
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What to tell of a data set's first rows, and of the template that renders them."""
+    """Return the warnings about a data set's first rows, and the notes about the template that renders them."""
     found = dataset.inspect(
         each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
     )
@@ -123,7 +123,7 @@ def _look(
 
 
 def _check_places(chat: ChatFormat, each: DatasetSpec, kinds: set[Kind]) -> None:
-    """Raises DatasetError for images, videos or sounds that the template has no place for."""
+    """Raise DatasetError for images, videos or sounds for which the template has no placeholder."""
     if not kinds or not chat.tokenizer.counts:
         return
     if lacking := sorted(kinds - chat.placeholders.keys()):
@@ -134,7 +134,7 @@ def _check_places(chat: ChatFormat, each: DatasetSpec, kinds: set[Kind]) -> None
 
 
 def _examples(found: dataset.Inspection) -> list[Example]:
-    """The first rows, without those with images, videos or sounds: what these become, a processor decides."""
+    """Return the first rows, up to MAX_WORK, without rows with media: a processor decides how these are encoded."""
     taken: list[Example] = []
     work = 0
     for example in found.examples:
@@ -170,7 +170,7 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example]) -> _Looked:
 
 
 def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked) -> Iterator[str]:
-    """Raises DatasetError where nothing of the rows can be trained on."""
+    """Yield warnings about the encoded rows. Raises DatasetError if none of the rows can be trained on."""
     if not seen.num_rows:
         return
     first = f"the first {seen.num_rows} rows" if seen.num_rows > 1 else "the first row"
@@ -215,7 +215,7 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
 
 
 def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
-    """Raises ModelError where a token that rows have has no row in the embeddings."""
+    """Raise ModelError if a row has a token without a row in the embeddings."""
     tokenizer, limit = chat.tokenizer, _num_embeddings(model)
     if limit is None or not tokenizer.counts:
         return
@@ -230,7 +230,7 @@ def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
 
 
 def _num_embeddings(model: BaseModelInfo) -> int | None:
-    """Rows of the language model's embeddings, where the header tells for sure."""
+    """Return the number of rows of the language model's embeddings; None if the header does not show it for sure."""
     found = {
         each.shape[0]
         for each in parameter.parameters(model)
@@ -243,7 +243,7 @@ def _num_embeddings(model: BaseModelInfo) -> int | None:
 
 
 def _key(job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, rows: bytes) -> bytes:
-    """A digest of all that the outcome hangs on."""
+    """Return a digest of everything that the result depends on."""
     facts = (
         rows,
         str(model.path),

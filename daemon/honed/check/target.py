@@ -1,11 +1,11 @@
-"""Module names in a `lora:` section, held against the names of a checkpoint's modules: peft takes a name that matches
-nothing in silence, or says so once the model is loaded.
+"""Checks of the module names in a `lora:` section against a checkpoint's modules: peft silently ignores a name that
+matches nothing, or reports it only after the model is loaded.
 
     header of the weights ──► modules ─┐
     source of transformers ──► leaves ─┴─► target_modules, exclude_modules, modules_to_save, patterns, layers
 
-A checkpoint may store a module under another name than it is loaded with, so a name is only called unknown where
-neither the header nor the source of the model's class has it. Where that cannot be told nothing is refused.
+A checkpoint may store a module under another name than it is loaded with, so a name counts as unknown only if neither
+the header nor the source of the model's class has it. If that cannot be determined, nothing is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from honed.spec.spec import JobSpec, LoraSpec
 from honed.system import installed, quote
 from honed.system.error import ModelError, SpecError
 
-#: Names that are listed in a hint.
+#: Names listed in a hint, at most.
 MAX_NAMED = 12
-#: What other tools write for peft's all-linear.
+#: Other tools' words for peft's all-linear.
 _ALL = frozenset({"all", "all_linear", "all-linear", "all-linear-layers", "linear", "auto"})
-#: What a module's name may begin with once loaded, where a checkpoint's begins with something else.
+#: Prefixes of a loaded module's name, where the checkpoint's name begins otherwise.
 _PREFIXES = (
     "",
     "model.",
@@ -45,28 +45,28 @@ _PREFIXES = (
     "base_model.",
     "gpt_neox.",
 )
-#: Attention's inputs apart, and as one matrix.
+#: Attention's input projections, separate and as one matrix.
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "qkv")),
     (("query", "key", "value"), ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "qkv")),
 )
-#: As peft finds the layer that a module is in; a checkpoint of the bare model lacks the first part of the name.
+#: peft's own way to find a module's layer; a checkpoint of the bare model lacks the first part of the name.
 _LAYER = re.compile(r"(?:.*?\.)?[^.]*\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of a base model, as far as its files and transformers' source tell."""
+    """The modules of a base model, as far as its files and transformers' source show."""
 
-    layers: frozenset[str]  #: those with a matrix of their own, beside which an adapter can stand
-    flat: frozenset[str]  #: those with nothing but a vector: norms
+    layers: frozenset[str]  #: modules with a matrix of their own, to which an adapter can be attached
+    flat: frozenset[str]  #: modules with vectors only: norms
     packed: frozenset[str]  #: modules that hold several matrices as one parameter: nn.MultiheadAttention, experts
     source: frozenset[str] | None  #: attributes in the source of the model's class; None where it cannot be read
-    is_plain: bool  #: a model of text alone, whose modules keep their names when they are loaded
+    is_plain: bool  #: a text-only model, whose modules keep their names when they are loaded
 
     @cached_property
     def containers(self) -> frozenset[str]:
-        """Modules that only hold others."""
+        """Modules that only hold other modules."""
         found = {
             ".".join(parts[:n])
             for parts in (name.split(".") for name in self.layers | self.flat | self.packed)
@@ -79,7 +79,8 @@ class Modules:
         return self.layers | self.flat | self.packed | self.containers
 
     def leaves(self, parts: frozenset[Part]) -> list[str]:
-        """The last names of the layers in these parts, the most frequent first, without the head and the embeddings."""
+        """Return the last names of the layers in these parts, most frequent first, without the head and the
+        embeddings."""
         counts: dict[str, int] = {}
         for name in sorted(self.layers):
             leaf = name.rpartition(".")[2]
@@ -88,12 +89,12 @@ class Modules:
         return sorted(counts, key=lambda leaf: -counts[leaf])
 
     def may_have(self, leaf: str) -> bool:
-        """Whether a module of that last name may be there although the header names none."""
+        """Return True if a module of that last name may exist although the header has none."""
         return self.source is None or leaf.isdecimal() or leaf in self.source
 
 
 def look(model: BaseModelInfo) -> Modules | None:
-    """None where the weights' names are not known."""
+    """Return the modules that the header shows; None if the weights' names are unknown."""
     layers: set[str] = set()
     flat: set[str] = set()
     packed: set[str] = set()
@@ -120,7 +121,7 @@ def look(model: BaseModelInfo) -> Modules | None:
 
 
 def _source(model: BaseModelInfo) -> frozenset[str] | None:
-    """The attributes of all classes that the model may be built of."""
+    """Return the attributes of all classes that the model may be built of; None if they cannot be read."""
     types = {model.model_type, *_nested_types(model.config)}
     if "auto_map" in model.config and model.model_type not in installed.known_model_types()[0]:
         return None
@@ -144,7 +145,7 @@ def _nested_types(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
-    """What to warn of. Raises SpecError, with the key, for names that match nothing of the model."""
+    """Return warnings. Raises SpecError, with the key, for names that match nothing in the model."""
     if (modules := look(model)) is None:
         return []
     _check_parts(job_spec, modules, str(model.path))
@@ -162,7 +163,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
 
 
 def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
-    """Each expression of `parts` names a module, and each part that full fine-tuning trains is there."""
+    """Check that each expression of `parts` names a module, and that each part which full fine-tuning trains exists."""
     for kind, text in job_spec.parts.patterns.items():
         pattern = re.compile(text)
         if not any(modality.is_within(name, pattern) for name in modules.all):
@@ -185,7 +186,7 @@ def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
 
 
 def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
-    """Raises ModelError for an adapter none of whose modules the base model has."""
+    """Raise ModelError for an adapter none of whose modules the base model has."""
     changed = {
         found[1] for tensor in adapter.tensors if (found := re.search(r"(\w+)\.lora_[AB]\.weight$", tensor.name))
     }
@@ -256,7 +257,7 @@ def _check_expression(key: str, wanted: str, modules: Modules, parts: frozenset[
 def _check_kind(
     lora: LoraSpec, wanted: Sequence[str], name: str, modules: Modules, parts: frozenset[Part], where: str
 ) -> None:
-    """Raises SpecError for a name of `lora.target_modules` that means modules beside which no adapter can stand."""
+    """Raise SpecError for a name in `lora.target_modules` whose modules cannot carry an adapter."""
     key, others = f"lora.target_modules.{wanted.index(name)}", [each for each in wanted if each != name]
     if _matching(name, modules.layers | modules.packed) or not (found := _matching(name, modules.all)):
         return
@@ -293,8 +294,8 @@ def _check_excluded(lora: LoraSpec, modules: Modules, where: str) -> Iterator[st
 
 
 def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where: str) -> Iterator[str]:
-    """Raises SpecError where no layer is left that gets an adapter: all are excluded, or lie in parts that are not
-    trained. Nothing is refused for names that the header does not show."""
+    """Raise SpecError if no layer is left that gets an adapter: all are excluded, or lie in parts that are not trained.
+    Names that the header does not show lead to no refusal."""
     yield from ()
     wanted, among = lora.target_modules, modules.layers | modules.packed
     if wanted == "all-linear":
@@ -340,7 +341,7 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
 
 
 def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
-    """peft looks whether a module's name ends so, and says nothing where none does."""
+    """Check `modules_to_save`: peft matches the ends of names, and does not report a name that matches nothing."""
     yield from ()
     for number, name in enumerate(lora.modules_to_save or ()):
         leaf = name.rpartition(".")[2]
@@ -410,7 +411,7 @@ def _check_layers(lora: LoraSpec, modules: Modules, model: BaseModelInfo, parts:
 
 
 def _is_known(name: str, modules: Modules) -> bool:
-    """Whether a module may have this name, or end in it."""
+    """Return True if a module may have this name, or end in it."""
     return bool(_matching(name, modules.all)) or modules.may_have(name.rpartition(".")[2])
 
 
@@ -419,7 +420,7 @@ def _matching(name: str, among: frozenset[str]) -> list[str]:
 
 
 def _fits_any(expression: str, modules: Modules, among: frozenset[str]) -> bool:
-    """Whether an expression fits a whole name, as it is stored or may be once loaded."""
+    """Return True if an expression matches a whole name, as it is stored or may be once loaded."""
     names = among if modules.is_plain else _unprefixed(among)
     return any(re.fullmatch(expression, prefix + name) for name in names for prefix in _PREFIXES)
 
@@ -429,7 +430,7 @@ def _fitting(expression: str, among: frozenset[str]) -> set[str]:
 
 
 def _unprefixed(among: frozenset[str]) -> set[str]:
-    """The names, and what is left of them without any of the beginnings that a loaded model's may lack."""
+    """Return the names, and the names without any of the prefixes that a loaded model's may lack."""
     longest = sorted(filter(None, _PREFIXES), key=len, reverse=True)
     return {*among, *(name.removeprefix(prefix) for name in among for prefix in longest if name.startswith(prefix))}
 
@@ -439,7 +440,7 @@ def _last_names(modules: Modules) -> set[str]:
 
 
 def _tops(modules: Modules) -> set[str]:
-    """Modules outside of the layers: embeddings, head, final norm."""
+    """Return the names of the modules outside of the layers: embeddings, head, final norm."""
     return {
         name.rpartition(".")[2] for name in modules.layers | modules.flat if not re.search(r"\.\d+(\.|$)", name)
     } or {"no module outside of its layers"}
@@ -462,7 +463,7 @@ def _near(names: Sequence[str], modules: Modules, parts: frozenset[Part]) -> lis
 
 
 def _near_one(name: str, leaves: Sequence[str]) -> list[str]:
-    """What a name means here: attention's inputs have other names in each family, of which none is like the other."""
+    """Return the likely meaning of a name here: families name attention's inputs too differently for a fuzzy match."""
     for one, whole in _ATTENTION:
         if name in whole and name not in leaves and (there := [each for each in one if each in leaves]):
             return there

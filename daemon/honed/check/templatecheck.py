@@ -1,4 +1,4 @@
-"""The chat template that a job's rows are rendered by: whether there is one, and whether it is Jinja."""
+"""Checks of the chat template that renders a job's rows: whether there is one, and whether it is valid Jinja."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from honed.spec.spec import JobSpec
 from honed.system import quote
 from honed.system.error import HonedError, ModelError, SpecError, said
 
-#: Bytes of a chat template that is read.
+#: Bytes of a chat template that are read.
 MAX_TEMPLATE_BYTES = 1024 * 1024
-#: Characters of one that is remembered.
+#: Characters of the longest template whose check is remembered.
 MAX_REMEMBERED = 64 * 1024
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
-    """Whether there is a template; a model that is not there yet may have one.
+    """Return True if there is a template, or the model is not there yet and may have one.
 
-    Raises SpecError or ModelError for one that does not compile.
+    Raises SpecError or ModelError for a template that does not compile.
     """
     if reserved := sorted(RESERVED_KWARGS & job_spec.chat_template_kwargs.keys()):
         raise SpecError(
@@ -46,7 +46,10 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None) -> bool:
 
 
 def for_rows(job_spec: JobSpec, model: BaseModelInfo | None) -> Path | None:
-    """The template that rows alone are rendered by. Raises SpecError where there is none, or none to go with it."""
+    """Return the template that only rows are rendered by; None if the job names none, or its model is not there yet.
+
+    Raises SpecError if the base model has no chat template for predictions, or there is no such variant of it.
+    """
     if job_spec.training_chat_template is None or (job_spec.chat_template is None and model is None):
         return None
     if job_spec.chat_template is not None:
@@ -62,7 +65,7 @@ def for_rows(job_spec: JobSpec, model: BaseModelInfo | None) -> Path | None:
 
 
 def unused(job_spec: JobSpec, model: BaseModelInfo | None) -> list[str]:
-    """What to warn of: names of chat_template_kwargs that occur in none of the job's templates."""
+    """Return warnings about names of chat_template_kwargs that occur in none of the job's templates."""
     if not job_spec.chat_template_kwargs or model is None or (own := source(job_spec, model)) is None:
         return []
     other = for_rows(job_spec, model)
@@ -78,12 +81,12 @@ def unused(job_spec: JobSpec, model: BaseModelInfo | None) -> list[str]:
 
 
 def source(job_spec: JobSpec, model: BaseModelInfo) -> str | None:
-    """The template that renders the job's rows, as it was checked."""
+    """Return the source of the chat template: the job's, or the base model's."""
     return model.chat_template if job_spec.chat_template is None else _read(Path(job_spec.chat_template))
 
 
 def _read(path: Path, key: str = "chat_template") -> str:
-    if not path.is_file():  # nor a pipe, on which reading would wait for ever
+    if not path.is_file():  # a pipe is none either: reading it would block for ever
         raise SpecError(f"{key}: no such file: {path}", hint="name a file with a Jinja chat template")
     try:
         with path.open(encoding="utf-8") as file:
@@ -103,7 +106,7 @@ def _read(path: Path, key: str = "chat_template") -> str:
 
 
 def _compile(text: str, where: str, kind: type[HonedError]) -> None:
-    """Where jinja2 is missing, the packages' check tells."""
+    """Raise `kind` for a template that does not compile. Without jinja2 nothing is checked: packagecheck reports it."""
     try:
         import jinja2  # noqa: F401, PLC0415  (it belongs to the worker's packages)
     except ImportError:
@@ -115,7 +118,7 @@ def _compile(text: str, where: str, kind: type[HonedError]) -> None:
 
 @functools.lru_cache(maxsize=16)  # compiling takes milliseconds, and many jobs have the same base model
 def _fault(text: str) -> str | None:
-    """What is wrong with a template, parsed with transformers' own `{% generation %}`."""
+    """Return the fault of a template, parsed with transformers' own `{% generation %}`; None if it compiles."""
     import jinja2.ext  # noqa: PLC0415
     import jinja2.nodes  # noqa: PLC0415
     import jinja2.sandbox  # noqa: PLC0415

@@ -1,7 +1,6 @@
-"""Check whether this machine can train: versions that fit together, GPU, compiled libraries that load, disk,
-permissions.
+"""Checks of whether this machine can train: compatible versions, GPU, compiled libraries that load, disk, permissions.
 
-What needs torch is asked in child processes with a deadline, since a broken installation may hang or crash.
+Checks that need torch run in child processes with a deadline, since a broken installation may hang or crash.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from honed.system.layout import Layout
 
 Status = Literal["ok", "warning", "error"]
 
-#: Seconds that a child has; `import torch` from a cold disk has been seen to take 30.
+#: Seconds that a child may take; `import torch` from a cold disk has been seen to take 30.
 CHILD_TIMEOUT_SEC = 120.0
-#: Seconds that a notice may wait before somebody should look why.
+#: Seconds that a notice may wait before the doctor warns.
 NOTICE_PATIENCE_SEC = 600.0
 #: Bytes of free disk below which one job's checkpoints may not fit.
 LOW_DISK_BYTES = 20 * 2**30
@@ -68,7 +67,7 @@ print(json.dumps({"version": bitsandbytes.__version__, "library": type(native.li
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     status: Status
@@ -80,13 +79,14 @@ class Finding:
 
 
 def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
-    """Everything, in the order in which a person would mend it. Takes as long as importing torch, some seconds."""
+    """Run all checks, in the order in which a person would fix their findings. Takes as long as importing torch,
+    seconds."""
     try:
         config, configured = config or configs.load(layout), [Finding("configuration", "ok", f"{layout.config_path}")]
     except HonedError as error:
         config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
     with ThreadPoolExecutor() as pool:
-        # Children in threads: each is only waited for.
+        # The children run in threads, which only wait for them.
         compiled = [pool.submit(look) for look in (_torch, _torchvision, _bitsandbytes)]
         found = [_python(), *_packages(), *_beside_unsloth(), _gpu(config)]
         return [
@@ -112,7 +112,8 @@ def _instance(layout: Layout, config: Config) -> list[Finding]:
 
 
 def _python() -> Finding:
-    """Our own metadata keeps older ones out; what is newer than torch's wheels is told by torch's absence."""
+    """Report the Python version. Our metadata excludes older ones; one too new for torch's wheels shows by torch's
+    absence."""
     return Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
 
 
@@ -124,7 +125,7 @@ def _packages() -> list[Finding]:
     return needed + [_package(name, window, is_needed=False) for name, window in installed.OPTIONAL_WINDOWS.items()]
 
 
-#: What an optional package is for.
+#: The purpose of each optional package.
 _USES = {
     "bitsandbytes": "quantization: 4bit and 8bit",
     "huggingface_hub": "policy.hub: models and data sets that honed fetches",
@@ -172,7 +173,8 @@ def _beside_unsloth() -> list[Finding]:
 
 
 def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
-    """What a child process prints as its last line, JSON. Raises EnvironmentInvalidError with its last words."""
+    """Return the JSON that a child process prints as its last line. Raises EnvironmentInvalidError with its last error
+    line."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -194,7 +196,7 @@ def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
 
 
 def _torch() -> Finding:
-    """Whether torch loads, and sees as many GPUs as the driver."""
+    """Check that torch loads, and sees as many GPUs as the driver."""
     if installed.version("torch") is None:
         return Finding("torch loads", "error", "not installed", "pip install 'honed[train]'")
     try:
@@ -215,14 +217,14 @@ def _torch() -> Finding:
 
 
 def _torchvision() -> Finding:
-    """One built for another torch breaks imports that never name it, with messages that do not either."""
+    """Check that torchvision loads: one built for another torch breaks imports whose errors do not mention it."""
     if installed.version("torchvision") is None:
         return Finding("torchvision loads", "ok", "not installed; text models do without")
     try:
         return Finding("torchvision loads", "ok", ask(_TORCHVISION)["version"])
     except EnvironmentInvalidError as error:
         hint = "install the torchvision that belongs to this torch, from the same index, or uninstall it"
-        # torchvision's own message goes on to talk of everything that may be the matter.
+        # torchvision's own message then lists every possible cause.
         detail = f"{installed.version('torchvision')} does not load: {error.message.split('. ')[0]}"
     try:
         ask(_TORCHVISION_MENDED)
@@ -290,7 +292,7 @@ def _disk(name: str, path: Path) -> Finding:
 
 
 def _permissions(layout: Layout) -> Finding:
-    """Check the files that honed writes; before its first start there is nothing yet."""
+    """Check the files that honed writes; before its first start there are none yet."""
     if not layout.spool_dir.is_dir():
         return Finding(
             "permissions", "warning", f"{layout.spool_dir} is not there yet", "honed makes it at its first start"
@@ -345,7 +347,7 @@ def _acls(layout: Layout) -> Finding:
 
 
 def _machine(config: Config) -> list[Finding]:
-    """Check the units and what they depend on."""
+    """Check the units and their dependencies."""
     service, job, check = (_unit(name) for name in ("honed.service", "honed-job@0.service", "honed-check@1000.service"))
     has_templates = all(unit.get("LoadState") == "loaded" for unit in (job, check))
     return [
@@ -380,7 +382,7 @@ OPEN = "honectl sandbox, as root,"
 
 
 def _unit(name: str) -> dict[str, str]:
-    """A unit's properties, as systemd has them; none where it does not answer."""
+    """Return a unit's properties from systemd; empty if systemd does not answer."""
     command = ["systemctl", "show", name, f"--property={','.join(UNIT_PROPERTIES)}"]
     return dict(line.split("=", 1) for line in _lines(command) if "=" in line)
 
@@ -394,7 +396,7 @@ def _lines(command: list[str]) -> list[str]:
 
 
 def _service(unit: dict[str, str]) -> Finding:
-    """honed.service: is it there, as it is on disk, up, and well."""
+    """Check honed.service: installed, loaded from its current file, up, and healthy."""
     check = "honed.service"
     if unit.get("LoadState") != "loaded":
         return Finding(check, "warning", f"{unit.get('LoadState', 'systemd does not answer')}", INSTALL)
@@ -426,7 +428,7 @@ def _job_unit(unit: dict[str, str]) -> Finding:
 
 
 def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> list[Finding]:
-    """Check honed-check@.service, without which no job file of a person is accepted where jobs are units."""
+    """Check honed-check@.service: without it, no person's job file is accepted where jobs are units."""
     if config.jobs.runner == "process" or job.get("LoadState") != "loaded":
         return []
     check = "honed-check@.service"
@@ -438,7 +440,7 @@ def _check_unit(config: Config, job: dict[str, str], unit: dict[str, str]) -> li
 
 
 def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None = None) -> list[Finding]:
-    """Check honed-fetch@.service, where policy.hub needs it: where jobs are units, honed itself has no network."""
+    """Check honed-fetch@.service, if policy.hub needs it: where jobs are units, honed itself has no network."""
     if not config.policy.hub or job.get("LoadState") != "loaded":
         return []
     check, unit = "honed-fetch@.service", unit if unit is not None else _unit("honed-fetch@0.service")
@@ -451,11 +453,11 @@ def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
-    """Whether the jobs' unit is open to what the configuration lets jobs write, and to nothing that others choose."""
+    """Check that the jobs' unit is open to the places that jobs may write, and to no place that others can replace."""
     binds = unit.get("BindPaths", "")
-    # systemctl quotes what has spaces in the one, and nothing in the other.
+    # systemctl quotes paths with spaces in ReadWritePaths, and nothing in BindPaths.
     writable = shlex.split(unit.get("ReadWritePaths", ""))
-    # `-`, which the units' own do not have, is honectl's and administrators'.
+    # Entries with a `-` are honectl's or administrators': the units' own have none.
     added = [path[1:] for path in writable if path.startswith("-")] + re.findall(r"-(/.+?):\1:", binds)
     if dangers := [danger for path in sorted(added) if (danger := sandbox.danger_of(Path(path)))]:
         return Finding(
@@ -473,7 +475,8 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
 
 
 def _polkit(*, has_templates: bool) -> Finding:
-    """The rule must never be without the templates: a transient unit of such a name could then be anything, as root."""
+    """Check the rule and the templates: a rule without the templates allows a transient unit of such a name, as
+    root."""
     places = [Path(place, "polkit-1/rules.d") for place in ("/usr/share", "/etc", "/usr/local/share", "/run")]
     rules = [path for place in places for path in place.glob("*honed*.rules")]
     if rules and not has_templates:
@@ -509,7 +512,7 @@ def _users() -> Finding:
 
 
 def _user_database() -> Finding:
-    """Jobs' units run as users that honed-view@ registers in /run/userdb, and systemd finds by nss-systemd."""
+    """Check nss-systemd: jobs' units run as users that honed-view@ registers in /run/userdb, found through it."""
     try:
         text = Path("/etc/nsswitch.conf").read_text(encoding="utf-8")
     except OSError as error:
@@ -557,7 +560,7 @@ def _limits() -> Finding:
 
 
 def _reporting(layout: Layout, config: Config) -> list[Finding]:
-    """Check the way to the metrics API, where one is configured."""
+    """Check the delivery to the metrics API, if one is configured."""
     path, check = layout.outbox_dir, "metrics API"
     address = config.reporting.metrics_api_url
     if address is None or not path.is_dir():
@@ -577,7 +580,7 @@ def _reporting(layout: Layout, config: Config) -> list[Finding]:
 
 
 def _notices(layout: Layout) -> list[Finding]:
-    """Check the notices of jobs' ends, where any are stuck or refused."""
+    """Check the notices about finished jobs, for stuck and rejected ones."""
     check, directory = "notices", notification.notices_dir(layout)
     if not os.access(directory, os.R_OK | os.X_OK):
         return []

@@ -1,4 +1,4 @@
-"""A job file that is not dropped yet: what honed would say of it, would do with it, and would train on."""
+"""Verbs for a job file that is not submitted yet: honed's check of it, its plan, and a preview of its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from honed.text import omission
 
 
 def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) -> Any:
-    """All that honed would check before it accepts a job file. Raises what it would refuse it with.
+    """Run all checks that honed makes before it accepts a job file. Raises the error with which honed would refuse it.
 
     `beside` are job files that would be dropped together with it.
     """
@@ -41,17 +41,17 @@ def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = ()) ->
             error.is_refusal = True
             raise
     told = [f"{each}; honectl submit writes the absolute path" for each in found.changes]
-    warnings = map(quote.show, verdict.warnings)  # it is whose file it is that asks
+    warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
     return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
 
 
 def _not_there(instance: Instance, job_spec: Any, beside: Iterable[Path]) -> Iterator[str]:
-    """A word for each job that the file names and that neither honed knows nor another file makes."""
+    """Yield a warning for each job that the file names and that neither honed knows nor another file makes."""
     from honed.spec import spec as specs
 
     made = set()
     for path in beside:
-        with contextlib.suppress(HonedError):  # its own check says what is wrong with it
+        with contextlib.suppress(HonedError):  # its own check reports its fault
             made.add(specs.load(path).name or path.stem.removesuffix(".hold"))
     named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
     named |= {name: key for key, name in specs.references(job_spec).items()}
@@ -63,13 +63,13 @@ def _not_there(instance: Instance, job_spec: Any, beside: Iterable[Path]) -> Ite
 
 
 def _made(instance: Instance, path: Path) -> dict[str, Path]:
-    """The output directories of the jobs that a job file names, as far as they have succeeded."""
+    """Return the output directories of those jobs named by a job file that have succeeded."""
     from honed.spec import spec as specs
 
     try:
         names = set(specs.references(specs.load(path)).values())
     except HonedError:
-        return {}  # the check says what is wrong with it
+        return {}  # the check reports its fault
     made = {}
     for name in sorted(names) if instance.layout.spool_dir.is_dir() else ():
         known = instance.jobs(names=[name])
@@ -80,7 +80,7 @@ def _made(instance: Instance, path: Path) -> dict[str, Path]:
 
 
 def checked(instance: Instance, path: Path) -> Any:
-    """As check_one; what it raises names the file."""
+    """Run check_one; an error then names the file."""
     try:
         return check_one(instance, path)
     except HonedError as error:
@@ -90,13 +90,13 @@ def checked(instance: Instance, path: Path) -> Any:
 
 
 def missing(verdict: Any) -> dict[str, Any]:
-    """The model or data set that has to be fetched first."""
+    """Return the model or data set that has to be fetched first."""
     needed: dict[str, Any] = verdict.needs_fetch.as_dict()
     return needed
 
 
 def _options(needed: Missing) -> str:
-    """For honed.inputs.fetch, before the id."""
+    """Return the options of honed.inputs.fetch that precede the id."""
     said = {key: getattr(needed, key) for key in ("name", "split") if getattr(needed, key) is not None}
     revision = {} if needed.revision == "main" else {"revision": needed.revision}
     options = "".join(f"--{key} {shlex.quote(value)} " for key, value in {**revision, **said}.items())
@@ -163,7 +163,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
     words = {None: "none", True: "yes", False: "no"}
     for key, why in precision["reasons"].items():
         value = precision.get(key)
-        if key == "optim" and value is None:  # the plan leaves it to the job
+        if key == "optim" and value is None:  # the plan keeps the job's own
             value = verdict.spec.training.optim
         terminal.say(f"{key}: {words[value] if value is None or isinstance(value, bool) else value}", style="bold")
         terminal.say(f"  {why}")
@@ -171,7 +171,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say(f"training_chat_template: {made['training_chat_template']}", style="bold")
         terminal.say("  renders the rows; predictions and the exported model use the base's template")
     parts = {key.removesuffix("_bytes"): value for key, value in made["memory"].items() if key.endswith("_bytes")}
-    # The sum below its parts, and what there is for it last; a part that the job does not have is none.
+    # The sum below its parts, and the available memory last; a part that the job does not have is left out.
     ordered = [*(key for key in parts if key not in {"total", "available"}), "total", "available"]
     memory = [[key, f"{value / 2**20:,.1f} MiB"] for key in ordered if (value := parts.get(key))]
     terminal.table(["memory (estimate)", ""], memory, right=[""])
@@ -197,7 +197,7 @@ def plan(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _say_deferred(verdict: Any, *, as_json: bool) -> int:
-    """Show a job that starts from another's output or from what has to be fetched: there is no plan yet."""
+    """Print that there is no plan yet for a job that waits for another job's output or for a fetch."""
     if as_json:
         needed = missing(verdict) if verdict.needs_fetch else None
         terminal.console.print_json(
@@ -216,7 +216,7 @@ def _say_deferred(verdict: Any, *, as_json: bool) -> int:
 
 
 def _not_previewed(done: subprocess.CompletedProcess[bytes]) -> HonedError:
-    """The reason why there is no row to show: what the process that made them said last, or how it died."""
+    """Return the error of a preview that failed: the one that the process printed, or its exit status."""
     try:
         error = from_dict(json.loads(done.stdout)["error"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A job's way to its end, as it goes."""
+"""Following a job until it ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
 
 
 def states(instance: Instance, reference: str) -> Iterator[dict[str, Any]]:
-    """A job's `show`, again and again, until it is over."""
+    """Yield a job's `show` repeatedly until the job is over or held."""
     while True:
         job = instance.read("show", reference)
         yield job

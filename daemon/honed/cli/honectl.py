@@ -1,9 +1,9 @@
-"""honectl: hands jobs to honed, and tells what became of them.
+"""honectl: submits jobs to honed, and shows their state and results.
 
-Here are the command line and the short verbs; the others lie by subject: draft and submission have those for job
-files, listing, following and joblog those that show jobs. A new verb is a function of an Instance and the options, and
-a line in its group below. Each module is imported when its verb runs: `honectl --version` and a TAB take a fraction of
-what all of them would.
+This module has the command line and the short verbs; the others lie by subject: draft and submission have the verbs for
+job files, listing, following and joblog those that show jobs. A new verb is a function of an Instance and the options,
+and a line in its group below. Each module is imported only when its verb runs: `honectl --version` and shell completion
+take a fraction of the time that importing all of them would.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from honed.system.error import HonedError, NotPermittedError, UsageError
 if TYPE_CHECKING:
     from honed.cli.instance import Instance
 
-#: One verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
+#: A verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
 Run = Callable[["Instance", argparse.Namespace], int]
 Place = str
 
 
 def find(place: Place) -> Any:
-    """The function that lies at `module:function`, a module of honed.cli; imported now."""
+    """Import and return the function at `module:function`, a module of honed.cli."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"honed.cli.{module}"), name)
 
 
 def later(place: Place) -> Callable[[str], Any]:
-    """The conversion of an option that lies at `module:function`, imported when the option is given."""
+    """Return the conversion of an option at `module:function`, which is imported when the option is given."""
 
     def convert(text: str) -> Any:
         return find(place)(text)
@@ -45,7 +45,7 @@ def later(place: Place) -> Callable[[str], Any]:
 
 
 class Add(Protocol):
-    """Adds a verb with the options that all have."""
+    """Adds a verb with the common options."""
 
     def __call__(self, name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
 
@@ -62,7 +62,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
         except HonedError as error:
             if len(options.ids) == 1:
                 raise
-            # One that refuses keeps the others from nothing, and each of them is answered for.
+            # A job that refuses the change does not stop the others, and the answer covers each of them.
             status = status or _status(error)
             changed.append({"id": reference, "error": error.as_dict()})
             if not options.json:
@@ -136,7 +136,7 @@ def sandbox(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; the man page and the completions are made from it."""
+    """Return the parser of the command line; the man page and the completions are generated from it."""
     made = argparse.ArgumentParser(
         prog="honectl",
         description="Hand jobs to honed, and see what becomes of them.",
@@ -169,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_files(add: Add) -> None:
-    """What is done with job files."""
+    """Add the verbs for job files."""
     verb = add(
         "submit",
         "submission:submit",
@@ -202,7 +202,7 @@ def _add_files(add: Add) -> None:
 
 
 def _add_jobs(add: Add) -> None:
-    """What is told of jobs."""
+    """Add the verbs that show jobs."""
     verb = add("list", "listing:list_jobs", "jobs and their progress: the first of each kind, or with --json all")
     verb.add_argument("ids", metavar="ID", nargs="*", help="only these")
     verb.add_argument(
@@ -224,7 +224,7 @@ def _add_jobs(add: Add) -> None:
 
 
 def _add_changes(add: Add) -> None:
-    """What changes jobs and the queue."""
+    """Add the verbs that change jobs and the queue."""
     for name, words in (
         ("cancel", "end a job for good"),
         ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
@@ -268,7 +268,7 @@ def _add_changes(add: Add) -> None:
 
 
 def _add_results(add: Add) -> None:
-    """What a job has made."""
+    """Add the verbs for a job's results."""
     verb = add(
         "predictions",
         "listing:predictions",
@@ -286,14 +286,14 @@ def _add_results(add: Add) -> None:
 
 
 def _add_machine(add: Add) -> None:
-    """What concerns the machine."""
+    """Add the verbs for the machine."""
     verb = add("sandbox", "honectl:sandbox", "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
     verb.add_argument("--dry-run", action="store_true", help="show the drop-ins, and write nothing")
     add("doctor", "honectl:doctor", "is this machine fit: versions, GPU, disk, permissions")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `honectl` command."""
+    """Run the `honectl` command."""
     options = parser().parse_args(arguments)
     from honed.cli import terminal
     from honed.cli.instance import Instance
@@ -315,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(error: HonedError) -> int:
-    """A job file that is refused is the answer no."""
+    """Return the exit status for an error: 1 for a refused job file, 2 for wrong usage, 77 without permission, else
+    69."""
     if isinstance(error, UsageError):
         return 2
     if error.code == NotPermittedError.code:

@@ -1,5 +1,5 @@
-"""One honed as honectl meets it: through the control socket, and from the files when honed is down; changes go through
-the socket, or, when honed is down, to the spool itself under its lock."""
+"""honectl's access to one honed: through the control socket, or through the files while honed is down. Changes then go
+to the spool itself, under its lock."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ class Instance:
         return Spool(self.layout, lock=lock)
 
     def read(self, verb: str, reference: str = "") -> Any:
-        """Ask the daemon, or read the files where it is down."""
+        """Ask the daemon, or read the files if it is down."""
         if self.is_up:
             return self._client.ask(verb, id=reference)
         return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
 
     def jobs(self, **choice: Any) -> list[dict[str, Any]]:
-        """The jobs that are chosen; see query.Choice."""
+        """Return the chosen jobs; see query.Choice."""
         if self.is_up:
             return list(self._client.ask("list", **choice))
         return [*query.rows(self._spool(), self.layout, query.Choice.of(choice))]
 
     def overview(self, **choice: Any) -> dict[str, Any]:
-        """The first jobs of each kind, and how many there are."""
+        """Return the first jobs of each kind, and their counts."""
         if self.is_up:
             return dict(self._client.ask("overview", **choice))
         return query.overview(self._spool(), self.layout, query.Choice.of(choice))
 
     @property
     def takes_drops(self) -> bool:
-        """Whether job files are dropped into incoming/; else honed takes them over its socket alone."""
+        """True if job files are dropped into incoming/; else honed takes them only over its socket."""
         if self.is_up:
             return bool(self._client.ask("status")["takes_drops"])
         from honed.spec import config
@@ -62,7 +62,7 @@ class Instance:
         return config.load(self.layout).policy.arrivals == "spool"
 
     def submit(self, path: Path, *, hold: bool) -> dict[str, Any]:
-        """Hand a job file over the socket. Returns the number and the name that it got."""
+        """Send a job file over the socket. Returns the number and the name that it was given."""
         data = base64.b64encode(path.read_bytes()).decode()
         try:
             return dict(self._client.ask("submit", name=path.name, data=data, hold=hold))
@@ -71,7 +71,7 @@ class Instance:
             raise
 
     def accepted(self, source: str, *, since: str, number: int | None = None) -> dict[str, Any] | None:
-        """The job that was made of a file since then, or of the arrival of that number, if one was."""
+        """Return the job made of a file since then, or of the arrival of that number; None if there is none."""
         found = (
             self._client.ask("accepted", id=source, since=since, number=number)
             if self.is_up
@@ -80,7 +80,7 @@ class Instance:
         return dict(found) if found is not None else None
 
     def refusal(self, source: str, *, number: int | None = None) -> dict[str, Any] | None:
-        """Why a file was refused, if it was."""
+        """Return the reason why a file was refused; None if it was not."""
         found = (
             self._client.ask("refusal", id=source, number=number)
             if self.is_up
@@ -89,7 +89,7 @@ class Instance:
         return dict(found) if found is not None else None
 
     def change(self, verb: str, reference: str, **arguments: Any) -> Any:
-        """Change a job, through the daemon or, where it is down, in the spool itself."""
+        """Change a job, through the daemon or, if it is down, in the spool itself."""
         if self.is_up:
             return self._client.ask(verb, id=reference, **arguments)
         from honed.daemon.verbs import change, goes_on_from
@@ -105,7 +105,7 @@ class Instance:
 
     @contextlib.contextmanager
     def pruner(self) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
-        """What answers `prune` and `pruned`: the daemon, or we ourselves where it is down."""
+        """Yield the function that answers `prune` and `pruned`: the daemon's, or our own if the daemon is down."""
         if self.is_up:
             yield lambda verb, arguments: self._client.ask(verb, **arguments)
             return
@@ -118,7 +118,7 @@ class Instance:
             spool.close()
 
     def arrivals(self) -> list[dict[str, Any]]:
-        """What waits for its base model to be fetched; only a running daemon fetches."""
+        """Return the arrivals that wait for a fetch; only a running daemon fetches."""
         return list(self._client.ask("status")["arrivals"]) if self.is_up else []
 
     def pause(self, paused: bool) -> None:

@@ -1,7 +1,7 @@
-"""The log of a job's attempts: the journal's entries, or the words in its attempts' own files.
+"""The log of a job's attempts: the journal's entries, or the events in the attempts' own files.
 
-The journal's readers need not be those who may read the job, so what a sentence quotes of its files is not there: that
-comes from the attempts' events, and what the worker printed from its worker.log.
+Readers of the journal may not be allowed to read the job, so the journal lacks quotes from the job's files: they come
+from the attempts' events, and the worker's output from its worker.log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from honed.system.error import EnvironmentInvalidError, UsageError
 
 
 def logs(instance: Instance, options: argparse.Namespace) -> int:
-    """The journal's entries of a job, where there is a journal and we may read it; else its attempts' own words."""
+    """Print the journal's entries of a job, if there is a journal that we may read; else the attempts' own events."""
     if options.json and (options.raw or options.explain):
         raise UsageError("--json prints what the attempts told, and takes neither --raw nor --explain")
     job = instance.read("show", options.id)
@@ -60,7 +60,7 @@ def logs(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _has_journal(instance: Instance) -> bool:
-    """Whether the system's own instance writes to a journal that we may read."""
+    """Return True if this is the system's own instance, and its journal is readable to us."""
     if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
         return False
     files = [
@@ -70,9 +70,9 @@ def _has_journal(instance: Instance) -> bool:
 
 
 def journal_command(job_id: int, *, explain: bool = False, follow: bool = False) -> list[str]:
-    """The call of journalctl for a job."""
+    """Return the call of journalctl for a job."""
     command = ["journalctl", f"HONED_JOB={job_id}", "--priority=info"]
-    # What systemd itself says of the unit bears the unit's name in a field of its own.
+    # systemd's own messages about the unit have its name in the field UNIT.
     command += ["+", f"UNIT=honed-job@{job_id}.service"]
     command += ["--catalog"] if explain else []
     return command + (["--follow", "--lines=all"] if follow else [])
@@ -89,14 +89,14 @@ def _follow_journal(instance: Instance, job: dict[str, Any], options: argparse.N
         while not is_over and process.poll() is None:
             time.sleep(INTERVAL_SEC)
             is_over = instance.read("show", options.id)["state"] in FINAL_STATES
-        time.sleep(INTERVAL_SEC)  # its last words are on their way
+        time.sleep(INTERVAL_SEC)  # the last entries may still arrive
         process.terminate()
     _say_quotes(instance, instance.read("show", options.id))
     return 0
 
 
 def _say_quotes(instance: Instance, job: dict[str, Any]) -> None:
-    """The sentences that quote the job's files, whole: the journal has them without."""
+    """Print in full the messages that quote the job's files: the journal has them without the quotes."""
     files = instance.layout.job(job["id"])
     for attempt in job["attempts"]:
         told = [item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence")]
@@ -131,12 +131,12 @@ def _read_told(attempt: Any, offset: int) -> int:
 
 def _say(item: event.Event) -> None:
     when = time.strftime("%H:%M:%S", time.localtime(item.time))
-    told = terminal.plain(_told(item)).replace("\n", "\n         ")  # none of its lines passes for another event
+    told = terminal.plain(_told(item)).replace("\n", "\n         ")  # no line of it looks like another event
     print(f"{when} {told}")
 
 
 def _read_json(number: int, attempt: Any, offset: int) -> int:
-    """Each event on a line, as the attempt told it, with the attempt's number."""
+    """Print each event as a line of JSON, with the attempt's number."""
     reading = event.read(attempt.events_path, offset)
     while reading.offset != offset:
         for item in reading.events:
@@ -147,7 +147,7 @@ def _read_json(number: int, attempt: Any, offset: int) -> int:
 
 
 def _events(attempt: Any) -> Iterator[event.Event]:
-    """All that an attempt has told; nothing where we may not read it."""
+    """Yield all events of an attempt; none if we may not read them."""
     offset = 0
     with contextlib.suppress(PermissionError):
         while (reading := event.read(attempt.events_path, offset)).offset != offset:

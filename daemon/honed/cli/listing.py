@@ -1,4 +1,4 @@
-"""Displays of jobs in honectl: all of them, one of them, what its model wrote, and where its page lies."""
+"""Displays of jobs in honectl: the list, one job, its predictions, and the path of its page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from honed.system.error import EnvironmentInvalidError, NotPermittedError
 
 #: Characters of an outcome and its remark in a line of the list.
 MAX_OUTCOME = 60
-#: Jobs up to which JSON is drawn in colours; more of it is for a script.
+#: Jobs up to which JSON is drawn in colours; longer output is for scripts.
 MAX_PRETTY = 500
 COLUMNS = ["id", "name", "state", "outcome", "priority", "step", "loss", "ETA", "submitted (UTC)"]
 RIGHT = ("id", "priority", "step", "loss", "ETA")
@@ -25,7 +25,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
-    """A person sees the first of each kind unless they ask for more; a script all of them unless it asks for fewer."""
+    """Print the first jobs of each kind for a person, or all jobs for a script, unless the options choose otherwise."""
     choice: dict[str, Any] = {"states": options.state, "names": options.ids}
     is_whole = options.all or options.json or options.limit is not None or options.after is not None
     if is_whole:
@@ -57,7 +57,7 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
     if terminal.console.is_terminal:
         _say_narrow(columns, rows)
     else:
-        for row in rows:  # --json has it whole
+        for row in rows:  # --json has all of it
             row[columns.index("outcome")] = terminal.plain(row[columns.index("outcome")], limit=MAX_OUTCOME)
         terminal.table(columns, rows, right=[*RIGHT])
     if left := _left_out(jobs, counts):
@@ -68,19 +68,19 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _priority(job: dict[str, Any]) -> int | str:
-    """The highest that there is, which every trial has, says where it stands."""
+    """Return a job's priority; "head" for the highest one, which every trial has."""
     number: int = job["priority"]
     return "head" if number == MAX_PRIORITY else number
 
 
-#: Columns of a terminal from which on there is room for the priority and for why a job waits, and for when it came.
+#: Columns of a terminal from which on priority and the reason of a wait are shown; and those for the submission time.
 BROAD, WIDE = 100, 140
-#: Characters of a name below that.
+#: Characters of a name below BROAD.
 NARROW_NAME = 24
 
 
 def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
-    """The list as a terminal has room for it; programs read every column, through a pipe."""
+    """Print the columns of the list for which the terminal has room; programs read every column, through a pipe."""
     state, outcome = columns.index("state"), columns.index("outcome")
     for row in rows:
         row[outcome] = str(row[outcome]).removeprefix(row[state]).removeprefix(", ")
@@ -95,7 +95,7 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
         for row in rows:
             row[columns.index("name")] = terminal.plain(row[columns.index("name")], limit=NARROW_NAME)
         waits = [f"job {row[0]}: {row[-1]}" for row in rows if columns[-1] == "waits because" and row[-1]]
-    # A column that tells nothing takes room from those that do.
+    # An empty column would take room from the others.
     kept = [
         at
         for at, name in enumerate(columns)
@@ -109,7 +109,7 @@ def _say_narrow(columns: list[str], rows: list[list[Any]]) -> None:
 
 
 def _left_out(jobs: list[dict[str, Any]], counts: dict[str, int]) -> str:
-    """What the list does not show, in words."""
+    """Count, in words, the jobs that the list does not show."""
     kinds = [("running", ("running",)), ("queued", ("queued",)), ("held", ("held",)), ("that have ended", ENDED)]
     parts = []
     for words, states in kinds:
@@ -125,7 +125,7 @@ def _outcome(job: dict[str, Any]) -> str:
 
 
 def _fetch_line(arrival: dict[str, Any]) -> str:
-    """What waits for a fetch and is no job yet, and how far that is."""
+    """Return a line about an arrival that waits for a fetch, with the fetch's progress."""
     done, of = arrival["num_bytes"] / 2**30, arrival["total_bytes"]
     share = f": {done:.1f} of {of / 2**30:.1f} GiB" if of else ""
     problem = f"; {arrival['problem']}" if arrival["problem"] else ""
@@ -192,12 +192,12 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _attempt_cell(key: str, value: Any) -> str:
-    """Times without their year, so that a row fits into a terminal."""
+    """Return a cell of the attempts' table; times without their year, so that a row fits into a terminal."""
     text = str(value or "")
     return text[5:19].replace("T", " ") if key.endswith("_at") else text[:19]
 
 
-#: Rows of the table of memory: its words, the key of the estimate and that of what was used.
+#: Rows of the table of memory: label, key of the estimate, key of the measured value.
 _MEMORY_ROWS = (
     *((name, f"{name}_bytes", f"{name}_bytes") for name in ("weights", "adapter", "gradient", "optimizer")),
     ("activations", "activation_bytes", ""),
@@ -207,7 +207,7 @@ _MEMORY_ROWS = (
 
 
 def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[str]]:
-    """Estimated and used, side by side."""
+    """Return the table of estimated and used memory."""
 
     def cell(figures: dict[str, Any], key: str) -> str:
         value = figures.get(key)
@@ -218,7 +218,7 @@ def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[s
 
 
 def _say_audit(audits: list[dict[str, Any]]) -> None:
-    """What the model was when it was last looked at, and what had to be mended on the way there."""
+    """Print the audit: the model's dtypes when it was last checked, and the fixes before that."""
     last = audits[-1]
     keys = ["role", "dtype", "device", "num_parameters"]
     terminal.say()
@@ -256,7 +256,7 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def report(instance: Instance, options: argparse.Namespace) -> int:
-    """The page's path; with --open it is opened instead, in the browser of whoever sits there."""
+    """Print the page's path; with --open, also open it in a browser."""
     if options.id is None:
         path, what = instance.layout.index_path, "there is no index yet"
     else:
@@ -267,10 +267,10 @@ def report(instance: Instance, options: argparse.Namespace) -> int:
     if not os.access(path, os.R_OK):
         raise NotPermittedError(f"{path}: it is not for you to read", hint="honectl report ID names a job's own")
     if not options.json:
-        print(path, flush=True)  # as it is, for `$(honectl report 7)`; and before what a browser in the terminal draws
+        print(path, flush=True)  # unformatted, for `$(honectl report 7)`; and before a browser draws in the terminal
     if options.open:
         _open(path)
-    if options.json:  # last: of a page that did not open the error is all there is
+    if options.json:  # last: if the page did not open, only the error is printed
         terminal.console.print_json(json.dumps({"report": str(path)}))
     return 0
 

@@ -1,7 +1,8 @@
-"""Man pages and shell completions, made from the command lines' own parsers and from the types of what is configured.
+"""Man pages and shell completions, generated from the commands' parsers and the types of the configuration and the
+spec.
 
-docs/man/    honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5
-etc/completions/    honectl.bash  honectl.zsh  honectl.fish
+docs/man/    honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5 etc/completions/    honectl.bash  honectl.zsh
+honectl.fish
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from honed.page import server
 from honed.spec.field import describe, kinds
 from honed.system.layout import Layout
 
-#: A section's name, what is said of it, and its keys.
+#: A section's name, its note, and the model with its keys.
 Section = tuple[str, str, type[BaseModel]]
 
 _MADE = "Made by `python -m honed.cli.reference --write docs`."
-#: Arguments that are a job; all else that is asked for is a file.
+#: The metavar of arguments that are jobs; all other positional arguments are files.
 _JOB_METAVAR = "ID"
 
 _HONED = """\
@@ -101,7 +102,7 @@ _HONECTL_EXIT = (
 
 
 def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, str]:
-    """The text of each page, by its file name."""
+    """Return the text of each page, by its file name."""
     return {
         "honed.8": _honed(),
         "honed-web.8": _honed_web(),
@@ -203,7 +204,7 @@ def _honectl() -> str:
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring of each of a model's fields, by name, from the source: the string below the field.
+    """Return the docstring of each field of a model, by name, from the source: the string below the field.
 
     pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
     """
@@ -247,7 +248,7 @@ def _head(name: str, number: int, what: str) -> str:
 
 
 def _text(text: Any) -> str:
-    """Words as roff takes them: no control lines, hyphens that can be copied."""
+    """Return text escaped for roff: no control lines, hyphens that can be copied."""
     line = " ".join(str(text).split()).replace("\\", "\\e").replace("-", "\\-")
     return "\\&" + line if line.startswith((".", "'")) else line
 
@@ -279,7 +280,7 @@ def _argument(action: argparse.Action) -> str:
 
 
 def verbs() -> list[tuple[str, str, argparse.ArgumentParser]]:
-    """Each verb of honectl with its words and its own parser."""
+    """Return each verb of honectl with its help text and its own parser."""
     action = next(found for found in honectl.parser()._actions if isinstance(found, argparse._SubParsersAction))
     words = {choice.dest: str(choice.help) for choice in action._choices_actions}
     return [(name, words[name], parser) for name, parser in action.choices.items()]
@@ -289,7 +290,7 @@ def verbs() -> list[tuple[str, str, argparse.ArgumentParser]]:
 
 
 def completions() -> dict[str, str]:
-    """The text of each shell's completion of honectl, by its file name."""
+    """Return each shell's completion of honectl, by its file name."""
     return {"honectl.bash": _bash(), "honectl.zsh": _zsh(), "honectl.fish": _fish()}
 
 
@@ -301,7 +302,7 @@ def _takes_job(parser: argparse.ArgumentParser) -> bool:
     return any(action.metavar == _JOB_METAVAR for action in parser._actions)
 
 
-#: Prints the numbers of the jobs, a line each: names, which may hold anything, are offered to no shell.
+#: Prints the numbers of the jobs, one per line. Names may hold any character, and are not offered to a shell.
 JOBS = r"""honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'"""
 
 

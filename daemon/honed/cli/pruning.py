@@ -1,4 +1,4 @@
-"""`honectl prune`, `pin` and `unpin`: says what would go, removes it, and says what went."""
+"""`honectl prune`: prints what would be removed, removes it, and prints what was removed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from honed.job import query, removal, retention
 from honed.job.retention import Needs, Wish
 from honed.system.error import UsageError
 
-#: Seconds between looks at what the daemon has not finished yet.
+#: Seconds between looks at an unfinished removal.
 POLL_SEC = 0.1
-#: Jobs in one request: each costs the loop a millisecond or two.
+#: Jobs in one request: each takes the loop a millisecond or two.
 MAX_NUMBERS = 100
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def span(text: str) -> float:
-    """Seconds of `30d`, `12h`, `45m`, `2w`. Raises ArgumentTypeError."""
+    """Return the seconds of `30d`, `12h`, `45m`, `2w`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: a number and s, m, h, d or w, such as 30d")
@@ -33,7 +33,7 @@ def span(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes of `200G`, `500M`. Raises ArgumentTypeError."""
+    """Return the bytes of `200G`, `500M`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(i?b)?", text.strip().lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: a number and K, M, G or T, such as 200G")
@@ -69,7 +69,7 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
             _say_plan(plan, options)
         if options.dry_run:
             return _end(plan, options)
-        # What was said is what goes: what has become old in the meantime stays for another time.
+        # Only the printed jobs are removed: jobs that have become old enough since then stay.
         removed = [] if options.rejected else list(_remove(ask, plan, options))
         if options.rejected:
             ask("prune", {**arguments, "dry_run": False})
@@ -77,7 +77,7 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _planned(ask: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What would go, once its size is known."""
+    """Return the plan of a removal, once all sizes are known."""
     while True:
         plan: dict[str, Any] = ask("prune", {**arguments, "dry_run": True})
         if plan["is_measured"]:
@@ -133,7 +133,7 @@ def _say_plan(plan: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _what(number: int, options: argparse.Namespace) -> str:
-    """What goes, at the beginning of a sentence."""
+    """Name the items that go, for the beginning of a sentence."""
     noun = "refused file" if options.rejected else "job"
     if number == 0:
         return f"no {noun}'s checkpoint" if options.checkpoints else f"no {noun}"
@@ -145,7 +145,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[dict[str, Any]] = ()) -> int:
-    """Say what went. The answer is no where something that was named stays, or could not be removed."""
+    """Print what was removed. Returns 1 if a named job stays, or something could not be removed."""
     if options.json:
         terminal.console.print_json(json.dumps({**plan, "removed": list(removed), "is_dry_run": options.dry_run}))
     elif removed:
@@ -161,7 +161,8 @@ def _end(plan: dict[str, Any], options: argparse.Namespace, removed: Sequence[di
 
 
 class Down:
-    """Prunes while honed is down: in the spool itself, under its lock. Rows in honed.db go when honed is up again."""
+    """Prunes while honed is down, in the spool itself, under its lock. honed removes the rows in honed.db when it is
+    up."""
 
     def __init__(self, spool: Any, layout: Any) -> None:
         self._spool, self._layout = spool, layout

@@ -1,9 +1,8 @@
-"""The reference pages, made from the types: docs/job-spec.md, docs/configuration.md, docs/database.md, and
-etc/honed.toml; and the journal's catalog, units/honed.catalog, from message.py; man pages and completions, see
-manual.py.
+"""Generated files: docs/job-spec.md, docs/configuration.md and etc/honed.toml from the types, docs/database.md, the
+journal's catalog, units/honed.catalog, from message.py; man pages and completions, see manual.py.
 
 python -m honed.cli.reference --write docs/    writes them
-python -m honed.cli.reference --check docs/    ends with 1 where one is not what it would write
+python -m honed.cli.reference --check docs/    exits with 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ its split.
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """What each generated file holds. The sample in it is read from the tree below `root`."""
+    """Return the content of each generated file, by path. The sample job is read from the tree below `root`."""
     sample = (root / "etc/examples/lora.yaml").read_text(encoding="utf-8")
     return {
         root / "docs/job-spec.md": job_spec(sample),
@@ -182,7 +181,7 @@ def configuration() -> str:
 
 
 def configuration_sample() -> str:
-    """honed.toml with every key commented out."""
+    """Return honed.toml with every key commented out."""
     lines = [_TOML_INTRODUCTION]
     for section, model in _config_sections():
         lines.append(f"[{section}]")
@@ -195,7 +194,7 @@ def configuration_sample() -> str:
 
 
 def _spec_sections() -> Iterator[tuple[str, str, type[BaseModel]]]:
-    """Title, note and type of each section of a spec, the top level first."""
+    """Yield title, note and type of each section of a spec, the top level first."""
     yield "Top level", "", JobSpec
     yield from _inner_sections(JobSpec, "")
 

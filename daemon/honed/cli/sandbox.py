@@ -1,13 +1,13 @@
-"""The one step by which `policy.allowed_paths` opens the sandbox of honed's units: `honectl sandbox`, as root.
+"""`honectl sandbox`, as root: opens the sandbox of honed's units to `policy.allowed_paths`.
 
-    honed-job@.service.d/50-allowed-paths.conf      what jobs may write; directories in homes, which are hidden else
+    honed-job@.service.d/50-allowed-paths.conf      places that jobs may write; directories in homes, else hidden
     honed.service.d, honed-check@.service.d/…       directories in homes, to read: jobs are checked before they start
 
-Everything else is readable without it, as far as modes and ACLs let the users honed and honed-job. A unit takes it when
-it starts next: honed is restarted, running jobs keep the sandbox that they have.
+All other places are readable without it, as far as modes and ACLs let the users honed and honed-job. A drop-in takes
+effect at a unit's next start: honed is restarted, running jobs keep their sandbox.
 
-The units are opened to whatever lies at a path when they start. So a path whose name others than root can give to
-another directory, or to a link, is refused: they would open to every job what they like.
+The units are opened to whatever lies at a path when they start. So a path is refused if others than root can put
+another directory, or a link, in its place: they could open any directory to every job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _HEAD = """\
 
 
 def dropins(config: Config) -> dict[str, str]:
-    """For each unit the text of its drop-in, empty where it needs none. Raises UsageError for what cannot be opened."""
+    """Return the text of each unit's drop-in, empty if it needs none. Raises UsageError for a path that cannot be
+    opened."""
     allowed = [Path(path) for path in config.policy.allowed_paths or []]
     for path in allowed:
         if path == Path("/") or any(not char.isprintable() for char in str(path)):
@@ -39,7 +40,7 @@ def dropins(config: Config) -> dict[str, str]:
             raise UsageError(f"policy.allowed_paths: {danger}", hint=MEND)
     hidden = [path for path in allowed if access.home_above(path) is not None]
     plain = [path for path in allowed if path not in hidden]
-    # What lies in a hidden directory cannot be shown; in an empty one it can.
+    # A directory within a hidden home cannot be shown; within an empty home it can.
     homes = ["ProtectHome=tmpfs"] if hidden else []
     job = [*homes, *_lines("BindPaths", hidden), *_lines("ReadWritePaths", plain)]
     check = [*homes, *_lines("BindReadOnlyPaths", hidden)]
@@ -49,12 +50,12 @@ def dropins(config: Config) -> dict[str, str]:
     }
 
 
-#: What is to be done where a path is in others' hands.
+#: The remedy for a path that others can replace.
 MEND = "name a directory in one that only root can write, such as /srv/data, or a whole home, such as /home/anna"
 
 
 def danger_of(path: Path) -> str:
-    """Why the units cannot be opened to a path, as a sentence: it is another's to replace. Empty where they can."""
+    """Return, as a sentence, why the units cannot be opened to a path: others can replace it. Empty if they can."""
     try:
         who = access.replacer(path)
     except OSError as error:
@@ -64,17 +65,18 @@ def danger_of(path: Path) -> str:
 
 
 def _lines(setting: str, paths: Sequence[Path]) -> list[str]:
-    """`-`: a directory that is not there, on a disk that is not mounted, does not keep the unit from starting."""
+    """Return a setting's lines. With `-`, a missing directory, as on an unmounted disk, does not prevent the unit's
+    start."""
     return [f'{setting}="-{_quoted(path)}"' for path in paths]
 
 
 def _quoted(path: Path) -> str:
-    # In a unit `%` begins a specifier; within quotes `:` does not end the source of a bind.
+    # In a unit file `%` begins a specifier; within quotes `:` does not end the source of a bind.
     return str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
 
 
 def open_up(config: Config, *, unit_dir: Path = UNIT_DIR) -> list[Path]:
-    """Write the drop-ins, or remove those that nothing is left of. Returns what changed."""
+    """Write the drop-ins, and remove those that are now empty. Returns the changed paths."""
     changed = []
     for unit, text in dropins(config).items():
         path = unit_dir / f"{unit}.d" / NAME
@@ -91,7 +93,7 @@ def open_up(config: Config, *, unit_dir: Path = UNIT_DIR) -> list[Path]:
 
 
 def restart() -> None:
-    """Have systemd read the units again, and honed start in its new sandbox; running jobs go on."""
+    """Reload systemd's units, and restart honed in its new sandbox; running jobs continue."""
     for command in (["daemon-reload"], ["try-restart", "honed.service"]):
         done = subprocess.run(["systemctl", *command], capture_output=True, text=True, check=False)
         if done.returncode:

@@ -1,10 +1,10 @@
-"""`honectl submit --stage`: copies what a job names and its worker cannot reach to where it can, and names the copies.
+"""`honectl submit --stage`: copies the files that the worker cannot reach, and names the copies in the job file.
 
     staged/<random>/     made by the dropper, read by honed and the workers through its ACL, and by nobody else
     staged/<random>/0/   a file or a directory, under its own name; beside it the images that its rows name
 
-staged/ itself is a drop box, as incoming/ is: those who may drop make directories there, and see nobody else's. honed
-removes a job's copies when it has succeeded; one that failed or was cancelled may go on with them.
+staged/ itself is a drop box, as incoming/ is: users who may drop jobs make directories there, and cannot see those of
+others. honed removes a job's copies once it has succeeded; a failed or cancelled job may be requeued with them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from honed.system.layout import Layout
 
 @dataclass(frozen=True)
 class Staged:
-    """A job file that names the copies, and what was copied: (key, from, to)."""
+    """The job file that names the copies, and the copies: (key, from, to)."""
 
     spec_path: Path
     copies: tuple[tuple[str, Path, Path], ...]
 
 
 def stage(spec_path: Path, layout: Layout, config: Config) -> Staged:
-    """Copy what has to be copied. Returns the job file as it is where nothing has to.
+    """Copy the files that the worker cannot reach. Returns the original job file if there are none.
 
-    Raises what makes the file no job, and EnvironmentInvalidError where the drop box is not ours to use.
+    Raises the error of an invalid job file, and EnvironmentInvalidError if we may not use the drop box.
     """
     job_spec = spec.load(spec_path, max_bytes=config.spool.max_spec_bytes)
     policy = Policy.of(layout, config, os.getuid())
@@ -89,7 +89,7 @@ def _make_place(layout: Layout) -> Path:
     daemon = access.person(access.DAEMON_USER)
     worker = access.worker_of(layout.root, os.getuid(), layout.staged_dir)
     rights = {} if worker is None else {worker.uid: 5}
-    # The daemon may remove it, too, once its job is gone.
+    # The daemon may also remove it once its job is gone.
     rights |= {} if daemon is None else {daemon.uid: 7}
     if not access.set_acl(place, Acl(owner=7, group=0, other=0, users=rights, groups={}), inherited=True):
         place.chmod(0o755)
@@ -99,7 +99,7 @@ def _make_place(layout: Layout) -> Path:
 def _with_what_rows_name(
     job_spec: JobSpec, named_by_spec: Iterable[Named], policy: Policy
 ) -> Iterator[tuple[Named, list[Path]]]:
-    """Each path that a job names, with the images, videos and sounds that a data set's rows name beside it."""
+    """Yield each path that a job names, with the images, videos and sounds beside it that a data set's rows name."""
     datasets = {
         f"{key}.{number}.path": each
         for key, found in (("datasets", job_spec.datasets), ("eval_datasets", job_spec.eval_datasets))
@@ -112,11 +112,12 @@ def _with_what_rows_name(
 
 
 def _named_by_rows(named: Named, each: DatasetSpec, policy: Policy) -> list[Path]:
-    """The files that rows name, from their data file on. Raises DatasetError for one that a copy would not be found as.
+    """Return the files that rows name relative to their data file. Raises DatasetError for an unreachable file whose
+    copy would not be found under its name.
 
-    A row that cannot be used, and a file that is not there, is the check's to tell.
+    Unusable rows and missing files are left to the check.
     """
-    nowhere = dict.fromkeys(KINDS, Path())  # so that what is relative stays so
+    nowhere = dict.fromkeys(KINDS, Path())  # so that relative paths stay relative
     found: dict[Path, None] = {}
     try:
         files = dataset.files(named.path, split=each.split)
@@ -153,8 +154,8 @@ def _media(files: list[Path], each: DatasetSpec, directories: Mapping[Kind, Path
 
 
 def _copy(named: Named, beside: list[Path], to: Path) -> Path:
-    """A copy of a file or a directory and of what its rows name beside it, each as far from the other as it was; links
-    followed, without the modes, which the place's ACL decides."""
+    """Copy a file or a directory, and the files beside it that its rows name, with the same relative places. Returns
+    the copy's path. Links are followed; modes are not copied, since the place's ACL decides."""
     base = Path(os.path.commonpath([named.path.parent, *(path.parent for path in beside)]))
     to.mkdir()
     try:
@@ -178,7 +179,7 @@ def _unread(named: Named, error: OSError) -> HonedError:
 
 
 def _tree(path: Path) -> Iterator[tuple[Path, Path]]:
-    """A path and all below it, directories first, with where each lies in it."""
+    """Yield a path and everything below it, directories first, each with its relative path."""
     yield path, Path()
     if path.is_dir():
         for directory, names, files in os.walk(path, followlinks=True):

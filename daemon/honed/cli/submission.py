@@ -1,5 +1,4 @@
-"""Job files on their way into the spool: copied where their worker can read them, checked, dropped, and what honed
-makes of them."""
+"""The submission of job files: staged where needed, checked, dropped or sent, and honed's verdict on them."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def submit(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) -> int:
-    """`paths` are the files as they are dropped: with the paths in them absolute."""
+    """Submit the files at `paths`: those of the options, with the paths in them made absolute."""
     if options.stage:
         paths = options.files = [_stage(instance, path, quiet=options.json) for path in paths]
     checked = [_checked(instance, path, paths) for path in paths]
@@ -71,14 +70,14 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A job file that is on its way."""
+    """A job file that was sent to honed."""
 
     name: str
-    number: int | None = None  #: known at once of one that was handed over the socket
+    number: int | None = None  #: known at once for a file sent over the socket
 
 
 def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> list[_Sent]:
-    """Hand job files to honed: into incoming/, or over the socket where it takes none from there."""
+    """Send job files to honed: into incoming/, or over the socket if the configuration allows no drops."""
     if instance.takes_drops:
         incoming_dir = instance.layout.spool_dir / "incoming"
         if not incoming_dir.is_dir():
@@ -103,7 +102,7 @@ def _send(instance: Instance, paths: Sequence[Path], *, hold: bool = False) -> l
 
 
 def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
-    """The job file to drop: one that names copies of what the workers cannot reach."""
+    """Return the job file to drop: one that names copies of the files that the workers cannot reach."""
     from honed.cli.stage import stage
 
     if not path.exists():
@@ -115,7 +114,7 @@ def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
 
 
 def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
-    """Those that --stage has made for a file that is refused, or for all."""
+    """Remove the copies that --stage has made for one refused file, or for all files."""
     from honed.job.staging import place_of
 
     for each in [path] if path else options.files if options.stage else []:
@@ -125,7 +124,8 @@ def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path |
 
 
 def _checked(instance: Instance, path: Path, beside: list[Path]) -> Any:
-    """The check's verdict on a file, or the error that honed would refuse it with. Raises UsageError for no file."""
+    """Return the check's verdict on a file, or the error with which honed would refuse it. Raises UsageError without a
+    file."""
     try:
         return draft.check_one(instance, path, beside=beside)
     except UsageError:
@@ -135,7 +135,7 @@ def _checked(instance: Instance, path: Path, beside: list[Path]) -> Any:
 
 
 def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
-    """Say why nothing is dropped: each file that would be refused."""
+    """Print why nothing was submitted: each file that would be refused."""
     refused = {path: each for path, each in zip(options.files, checked, strict=True) if isinstance(each, HonedError)}
     for path, error in () if options.json else refused.items():
         terminal.complain(error, prefix=f"{path}: ")
@@ -152,7 +152,8 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
 
 
 def _verdict(instance: Instance, sent: _Sent, since: float, *, is_fetched: bool) -> dict[str, Any]:
-    """What honed made of a file just sent. Where a model `is_fetched` first, that may take hours."""
+    """Return honed's verdict on a file just sent. If something has to be fetched first (`is_fetched`), it may take
+    hours."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
         if (job := instance.accepted(sent.name, since=timestamp(since), number=sent.number)) is not None:
@@ -179,7 +180,7 @@ def _say_verdict(path: Path, verdict: dict[str, Any], *, as_json: bool) -> None:
 
 
 def try_out(instance: Instance, options: argparse.Namespace) -> int:
-    """Have honed try a job file on a few rows, before all other jobs, and say what that tells of it."""
+    """Run a trial of a job file on a few rows, before all other jobs, and print its findings."""
     from honed.spec import document
 
     draft.checked(instance, options.file)
@@ -200,7 +201,7 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
         terminal.say(f"job {verdict['id']} ({verdict['name']}): {trial.NUM_ROWS} rows, a few steps")
     waits = None
     for job in following.states(instance, str(verdict["id"])):
-        # Before all others, but behind what runs: that may take hours.
+        # The trial is first in the queue, but running jobs come before it: that may take hours.
         if (why := (job.get("waiting_for") or {}).get("detail")) != waits and why and not options.json:
             terminal.say(f"  waits: {why}", style="dim")
         waits = why

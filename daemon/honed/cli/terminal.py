@@ -1,5 +1,5 @@
-"""Drawing for honectl: tables, progress, masked text. Everything that came in a job file is data, never markup or an
-escape sequence."""
+"""Drawing for honectl: tables, progress, masked text. Content of job files is printed as data, never as markup or
+escape sequences."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from honed.job.trial import ASKED, Findings, words
 from honed.system import quote
 from honed.system.error import HonedError
 
-#: Columns of what goes into a pipe: nothing is cut there.
+#: Columns for output into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
-#: Columns that take several lines where a terminal is narrow: a path or a reason that is cut is of no use.
+#: Columns that wrap where a terminal is narrow: a path or a reason that is cut is useless.
 WRAPPED = {"detail", "hint", "waits because", " "}
-#: Rows of a table beyond which there are no colours.
+#: Rows from which on a table is printed without colours.
 MAX_DRAWN_ROWS = 500
 
 
 class _Console(Console):
     def print_json(self, json: str | None = None, **options: Any) -> None:
-        """As rich does, with what a terminal may act on, or UTF-8 not carry, written by its number, as JSON can."""
+        """Print JSON as rich does, with control characters and characters that UTF-8 cannot carry escaped as JSON
+        does."""
         with self.capture() as drawn:
             super().print_json(json, **options)
-        # What JSON itself escapes does not turn up here: an escape character is one of rich's colours.
+        # JSON escapes its own control characters: any escape character here belongs to rich's colours.
         self.file.write(
             "".join(char if char.isprintable() or char in "\n\x1b" else _escape(char) for char in drawn.get())
         )
@@ -58,7 +59,8 @@ STATE_STYLES = {
 
 
 def plain(value: Any, *, limit: int | None = None) -> str:
-    """A value as text that cannot move the cursor: control characters shown as ·, long text cut with its length."""
+    """Return a value as text that cannot move the cursor: control characters shown as ·, long text cut with an
+    ellipsis."""
     text = "" if value is None else quote.show(str(value))
     text = "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
     if limit is not None and len(text) > limit:
@@ -67,12 +69,13 @@ def plain(value: Any, *, limit: int | None = None) -> str:
 
 
 def say(text: str = "", *, style: str = "") -> None:
-    """One thing; lines after its first are indented, so that none passes for another thing that is said."""
+    """Print one message; its lines after the first are indented, so that none looks like another message."""
     say_drawn(Text(plain(text), style=style))
 
 
 def say_drawn(text: Text) -> None:
-    """As say. A narrow terminal's own lines are indented as well; a pipe gets none of these."""
+    """Print styled text like `say`. Lines that a narrow terminal wraps are indented as well; a pipe's are not
+    wrapped."""
     for number, line in enumerate(text.split("\n", allow_blank=True) or [text]):
         indent = "  " if number else ""
         parts = line.wrap(console, max(console.width - 4, 20)) if console.is_terminal else [line]
@@ -81,7 +84,8 @@ def say_drawn(text: Text) -> None:
 
 
 def stream() -> TextIO:
-    """stdout for a format that programs read: into a pipe all as it is, onto a terminal what does no harm there."""
+    """Return a stream for a format that programs read: unchanged into a pipe, control characters replaced on a
+    terminal."""
     return cast("TextIO", _Harmless()) if console.is_terminal else sys.stdout
 
 
@@ -91,8 +95,8 @@ class _Harmless:
 
 
 def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
-    """An error as --json has it."""
-    # `usage` is of a command, not of a job: its sentence says it all.
+    """Print an error in the form that --json has."""
+    # `usage` is about a command, not a job: its message needs no code.
     code = "" if error["code"] == "usage" else f"{error['code']}: "
     say(f"{prefix}{code}{error.get('evidence') or error['message']}", style="red")
     if error.get("hint"):
@@ -100,13 +104,13 @@ def say_error(error: Mapping[str, str], *, prefix: str = "") -> None:
 
 
 def complain(error: HonedError, *, prefix: str) -> None:
-    """Say on stderr what is wrong."""
+    """Print an error on stderr."""
     for line in [f"{prefix}{error.told}", *([f"hint: {error.hint}"] if error.hint else [])]:
         print(plain(line).replace("\n", "\n  "), file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
-    """One table; a cell that is a known state gets its colour."""
+    """Print a table; a cell that is a known state gets its colour."""
     rows = list(rows)
     if len(rows) > MAX_DRAWN_ROWS:
         _long_table(columns, rows, right)
@@ -126,7 +130,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Seque
 
 
 def _long_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[str]) -> None:
-    """As table, in plain text: drawing thousands of rows takes rich many seconds."""
+    """Print a table as plain text: rich takes many seconds for thousands of rows."""
     cells = [list(columns), *([_flat(cell) for cell in row] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -142,7 +146,7 @@ def _flat(cell: Any) -> str:
 
 
 def progress_cells(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """A job's step, loss and ETA as they stand in a row; the time left is of one that runs alone."""
+    """Return the cells of a job's step, loss and ETA; only a running job has an ETA."""
     progress = job["progress"]
     step, num_steps = progress.get("step"), progress.get("num_steps")
     loss, eta_sec = progress.get("loss"), progress.get("eta_sec") if job["state"] == "running" else None
@@ -154,7 +158,8 @@ def progress_cells(job: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def segments(parts: Iterable[dict[str, Any]]) -> Text:
-    """Text as it is trained on: what is trained stands out, what is masked is dim; marked without colours too."""
+    """Return the text of a row with its trained parts highlighted and its masked parts dim; also marked without
+    colours."""
     drawn = Text()
     for part in parts:
         text = plain(part["text"])
@@ -165,12 +170,12 @@ def segments(parts: Iterable[dict[str, Any]]) -> Text:
     return drawn
 
 
-#: How pieces of a comparison are drawn, and marked where there are no colours, as wdiff does.
+#: Styles of a comparison's pieces, and wdiff's marks for output without colours.
 _MARKS = {Kind.SAME: ("", "", ""), Kind.WRONG: ("{+", "+}", "bold red"), Kind.MISSING: ("[-", "-]", "cyan strike")}
 
 
 def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Text:
-    """A text held against the truth; `of` leaves one of the two sides out, where they stand side by side."""
+    """Return a prediction compared with the reference; `of` selects the kinds of pieces, for two columns."""
     drawn = Text()
     for piece in pieces:
         if piece.kind in of:
@@ -182,12 +187,15 @@ def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Te
 
 
 _VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
-#: Columns from which on the truth stands beside what was written, and not above it.
+#: Columns from which on the reference is printed beside the prediction, and not above it.
 SIDE_BY_SIDE_WIDTH = 100
 
 
 def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequence[int]) -> None:
-    """One example's way through the `steps`, differences from the truth marked; of a step without a row it is said."""
+    """Print one example's predictions at these `steps`, with differences from the reference marked.
+
+    A step without a row is reported as failed.
+    """
     truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
     compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
     say_drawn(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
@@ -213,7 +221,7 @@ def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequenc
 
 
 def trial(found: Findings) -> None:
-    """What a trial found, in plain words, and the first row as it is trained on."""
+    """Print the findings of a trial in plain words, and its first row with masked and trained text."""
     drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     drawn.add_column(style="bold", no_wrap=True)
     drawn.add_column(overflow="fold")
@@ -232,14 +240,14 @@ class _Figures(ProgressColumn):
 
 
 def progress_bar() -> Progress:
-    """A bar a job: step, loss and ETA behind it."""
+    """Return a bar per job, followed by step, loss and ETA."""
     return Progress(
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), _Figures(), console=console
     )
 
 
 def bar(progress: dict[str, Any], *, width: int = 20) -> str:
-    """A bar of a job's progress, in characters; empty before its first step."""
+    """Return a bar of a job's progress, in characters; empty before its first step."""
     step, num_steps = progress.get("step"), progress.get("num_steps")
     if step is None or not num_steps:
         return ""
@@ -248,7 +256,7 @@ def bar(progress: dict[str, Any], *, width: int = 20) -> str:
 
 
 def job_line(job: Mapping[str, Any]) -> str:
-    """A job and how far it is."""
+    """Return a job's state and progress in one line."""
     step, loss, eta = progress_cells(job)
     parts = [
         bar(job["progress"]),
@@ -260,7 +268,7 @@ def job_line(job: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int = 24) -> str:
-    """The course of a figure in one line."""
+    """Return the course of a metric in one line."""
     if not values:
         return ""
     bars = "▁▂▃▄▅▆▇█"

@@ -1,4 +1,5 @@
-"""`honectl watch`: all jobs, or one, while they run. Redraws itself in a terminal; in a pipe a line for each change."""
+"""`honectl watch`: progress of all jobs, or of one. Redraws itself in a terminal; prints a line per change into a
+pipe."""
 
 from __future__ import annotations
 
@@ -17,20 +18,21 @@ from honed.job.comparison import compare
 from honed.system import device
 from honed.system.device import Load
 
-#: Reads one verb of honed's, of one job or of all: as Instance.read.
+#: Reads one verb's answer, for one job or for all: see Instance.read.
 Read = Callable[..., Any]
-#: Seconds between looks; and at least so many times as long as one takes, for there may be thousands of jobs.
+#: Seconds between looks; and the pause as a multiple of a look's duration, since there may be thousands of jobs.
 INTERVAL_SEC = 1.0
 REST = 10
-#: Jobs in the table, and running jobs that are shown at length.
+#: Jobs in the table, and running jobs that are shown in detail.
 MAX_JOBS, MAX_DETAILED = 30, 3
-#: Characters of a prompt, a truth or a prediction.
+#: Characters of a prompt, a reference or a prediction.
 MAX_TEXT = 160
 _AT_REST = {"succeeded", "failed", "cancelled", "held"}
 
 
 def watch(read: Read, reference: str | None, *, as_json: bool = False) -> int:
-    """Until what is watched is at rest; a terminal on all jobs until ^C. Returns 1 for one job that did not succeed."""
+    """Watch until all watched jobs are at rest; in a terminal, all jobs until ^C. Returns 1 if the one job did not
+    succeed."""
     if as_json:
         return _lines(read, reference, _say_json)
     if not terminal.console.is_terminal:
@@ -56,26 +58,26 @@ def _status(jobs: list[dict[str, Any]]) -> int:
 
 
 class Meter:
-    """What a worker takes of the machine: its memory, its share of the processor between two looks, and its GPU."""
+    """A worker's use of the machine: its memory, its share of the CPU between two looks, and its GPU."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, gpu_loads: Callable[[], list[Load]] = device.gpu_loads
     ) -> None:
         self._clock = clock
         self._gpu_loads = gpu_loads
-        self._before: dict[int, tuple[float, float]] = {}  # of each job: when, and the processor time by then
+        self._before: dict[int, tuple[float, float]] = {}  # job → time of the last look, and CPU seconds by then
         self._loads: list[Load] = []
         self._asked_at: float | None = None
 
     def loads(self) -> list[Load]:
-        """The GPUs', at most one look old."""
+        """Return the GPUs' loads, at most INTERVAL_SEC old."""
         now = self._clock()
         if self._asked_at is None or now - self._asked_at >= INTERVAL_SEC:
             self._loads, self._asked_at = self._gpu_loads(), now
         return self._loads
 
     def words(self, glance: dict[str, Any]) -> str:
-        """`memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, …`."""
+        """Return e.g. `memory 1.2 GiB (estimated for model and training: 1.5 GiB), CPU 198 %, GPU 93 % busy, …`."""
         if not glance.get("resident_bytes"):
             return ""
         estimated = glance.get("estimated_bytes")
@@ -87,7 +89,7 @@ class Meter:
         return ", ".join(parts)
 
     def _cpu_percent(self, glance: dict[str, Any]) -> float | None:
-        """100 for one core."""
+        """Return the CPU use since the last look, 100 for one core; None if it is unknown."""
         now, cpu_sec = self._clock(), glance.get("cpu_sec")
         if cpu_sec is None:
             return None
@@ -127,11 +129,11 @@ def _say_json(job: dict[str, Any], glance: dict[str, Any]) -> None:
 
 
 class _Teller:
-    """A line for each change of a job, and its predictions where they are new."""
+    """Prints a line for each change of a job, and its predictions when they are new."""
 
     def __init__(self) -> None:
         self._meter = Meter()
-        self._told: dict[int, int] = {}  # of each job, the step whose predictions were printed last
+        self._told: dict[int, int] = {}  # job → the step whose predictions were printed last
 
     def say(self, job: dict[str, Any], glance: dict[str, Any]) -> None:
         taken = self._meter.words(glance)
@@ -141,12 +143,12 @@ class _Teller:
 
 
 def _glance(read: Read, job: dict[str, Any]) -> dict[str, Any]:
-    """More of a job that has begun; of somebody else's, whose name we do not see, there is no more."""
+    """Return details of a job that has begun; empty for another user's job, which has none for us."""
     return dict(read("glance", str(job["id"]))) if job["progress"]["step"] is not None and job["source"] else {}
 
 
 def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
-    """The last predictions, where they are new, a line each."""
+    """Yield the latest predictions, a line each, if they are new."""
     rows = glance.get("predictions") or []
     if not rows or told.get(glance["id"]) == rows[0]["step"]:
         return

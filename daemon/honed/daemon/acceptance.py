@@ -1,12 +1,12 @@
-"""From a file in incoming/ to an entry in queued/, or to rejected/ with its reason.
+"""The way from a file in incoming/ to an entry in queued/, or to rejected/ with its reason.
 
     arrival ── whole ──► claimed/<id>/ ── copied, checked by the preflight helper ──► queued/ or held/, or rejected/
                                                    ├─ names other jobs ──► once those are known, the same
-                                                   └─ names a model or data set to fetch ──► once it is there, again
+                                                   └─ names a model or data set to fetch ──► checked again once fetched
 
-Nothing here waits: a helper answers when it has looked at the files that a job names. A job that names others may
-have been dropped together with them, in any order: it is settled after the other arrivals of its time. One whose
-`job:NAME` is not made yet is accepted without a plan; it is planned by a second check, when those jobs have succeeded.
+No step here blocks: a helper answers after it has checked the files that a job names. A job that names other jobs may
+have been dropped together with them, in any order: it is settled after the other arrivals of its time. A job whose
+`job:NAME` has not been made yet is accepted without a plan; a second check plans it when those jobs have succeeded.
 """
 
 from __future__ import annotations
@@ -53,29 +53,32 @@ from honed.system.log import about
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-#: Of one user's flood, how many are claimed and not checked yet at a time: the rest waits in incoming/, where it costs
-#: nothing and is in nobody's way.
+#: Arrivals of one user that are claimed and not checked yet, at most: the rest of a flood stays in incoming/, where it
+#: costs nothing and delays nobody.
 MAX_PENDING = 64
-#: How many are claimed, or accepted, together: they share the syncs of the disk. More would hold up the loop.
+#: Arrivals that are claimed, or accepted, together: they share the syncs of the disk. More would hold up the loop.
 MAX_TOGETHER = 16
-#: Arrivals that are looked at in one pass, and seconds between two listings of incoming/, as many times as one takes.
+#: Arrivals looked at in one pass; and the pause between two listings of incoming/, as a multiple of a listing's
+#: duration.
 MAX_LOOKS_PER_PASS = 200
 LISTING_REST = 20
-#: Seconds that a checked arrival waits for others to be accepted with, and that a pass over those may take that wait.
+#: Seconds that a checked arrival waits for others to be accepted with; seconds that a pass over waiting arrivals may
+#: take.
 ACCEPT_TOGETHER_SEC = 0.25
 PASS_SEC = 0.1
-#: Accepted jobs that are being checked again at a time.
+#: Accepted jobs that are checked again at the same time, at most.
 MAX_ASKED_AGAIN = 32
-#: Seconds for which a job waits for the arrival of one that it names, and for other arrivals to be settled first.
+#: Seconds that a job waits for the arrival of a job that it names, and for other arrivals to be settled first.
 NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
-#: Looks at which an arrival could not be taken, after which it is left where it lies.
+#: Failed attempts to take an arrival, after which it is left in incoming/.
 MAX_DENIALS = 3
-#: Files of one user that came over the control socket and wait: they take room on honed's disk, and not in their quota.
+#: Unchecked files of one user that came over the control socket: they count on honed's disk, and not in the user's
+#: quota.
 MAX_SUBMITTED = 10_000
-#: How often one arrival has the same thing fetched: what is cached can be removed before the next look at it.
+#: Fetches of the same model or data set for one arrival: a cached copy can be removed before the next check.
 MAX_FETCHES_PER_ARRIVAL = 3
-#: What a write meets where something else has its name: in a job's directory, its submitter's doing.
+#: Errors of a write where another file has its name: in a job's directory, its submitter put it there.
 PLANTED_ERRNOS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -98,7 +101,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Fetching:
-    """What waits for a model: an arrival, or a job that was accepted and is to be planned again."""
+    """An arrival, or an accepted job that is planned again, and the model or data set that is fetched for it."""
 
     missing: Missing
     answer: dict[str, Any]
@@ -108,14 +111,14 @@ class _Fetching:
 
 @dataclass(frozen=True)
 class Replanned:
-    """What the second check made of a job that had waited for others' files: a plan, or an error."""
+    """The second check's answer on a job that waited for other jobs' outputs: a plan, or an error."""
 
     job_id: int
     answer: dict[str, Any]
 
 
 class _Names:
-    """The names of the arrivals that wait, of each person, and the names that these wait for."""
+    """The names of each user's waiting arrivals, and the names that these wait for."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, str], list[int]] = {}
@@ -126,14 +129,14 @@ class _Names:
         self._wanted[job.uid, job.name] = wanted
 
     def forget(self, job: Job) -> None:
-        """It waits no longer."""
+        """Remove an arrival that no longer waits."""
         numbers = self._numbers[job.uid, job.name]
         numbers.remove(job.id)
         if not numbers:
             del self._numbers[job.uid, job.name], self._wanted[job.uid, job.name]
 
     def newest(self, name: str, job: Job) -> int:
-        """The number of this person's newest arrival of that name, besides this one; 0 where there is none."""
+        """Return the number of this user's newest waiting arrival of that name other than `job`; 0 without one."""
         return max((number for number in self._numbers.get((job.uid, name), ()) if number != job.id), default=0)
 
     def wanted_by(self, name: str, uid: int) -> list[str]:
@@ -141,7 +144,7 @@ class _Names:
 
 
 class Acceptance:
-    """The way in."""
+    """Claims arrivals, has them checked, and accepts or refuses them."""
 
     def __init__(
         self,
@@ -161,20 +164,20 @@ class Acceptance:
         self.config = config
         self._fetcher = fetcher
         self._clock = clock
-        self._submitted: dict[int, deque[Claim]] = {}  # over the control socket, and not looked at yet, by submitter
+        self._submitted: dict[int, deque[Claim]] = {}  # came over the control socket and not copied yet, by submitter
         self._pending: dict[int, _Pending] = {}
         self._waiting: dict[int, _Waiting] = {}
-        self._names = _Names()  # of those that wait
-        self._quiet_since: float | None = None  # since when nothing else is on its way
-        self._last_waiting = 0  # up to which number the last pass has come
+        self._names = _Names()  # of the waiting arrivals
+        self._quiet_since: float | None = None  # since when no other arrival is being taken or checked
+        self._last_waiting = 0  # the number at which the last pass stopped
         self._fetching: dict[int, _Fetching] = {}
         self._num_fetches: dict[int, Counter[Missing]] = {}
         self._ask_again: dict[int, Callable[[], None]] = {}  # for accepted jobs that are being checked again
         self._asked_again: set[int] = set()
         self._replanned: list[Replanned] = []
-        self._checked: list[tuple[_Pending, dict[str, Any]]] = []  # to be accepted, together
+        self._checked: list[tuple[_Pending, dict[str, Any]]] = []  # accepted together
         self._checked_since = 0.0
-        self._listed: dict[int, deque[Path]] = {}  # what lay in incoming/ and was not looked at yet, by owner
+        self._listed: dict[int, deque[Path]] = {}  # listed in incoming/ and not looked at yet, by owner
         self._num_unsettled = 0
         self._list_at = 0.0
         self._must_list = False
@@ -183,59 +186,59 @@ class Acceptance:
         self._num_denials: dict[str, int] = {}
         self._num_scans = 0
         self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
-        self._late: list[Job] = []  # accepted, though a fault came after their entry was there
-        self.fault = ""  #: what kept the last scan's arrivals from being settled, where the machine did
+        self._late: list[Job] = []  # accepted, although an error followed after their entry was written
+        self.fault = ""  #: the machine's fault that kept the last scan's arrivals from being settled
 
     @property
     def is_busy(self) -> bool:
-        """Whether something lies in incoming/ or is being checked."""
+        """True while something lies in incoming/ or is being checked."""
         asked_again = self._asked_again - self._fetching.keys() - self._checkers.stuck()
         return bool(self._being_checked() or asked_again or self._checked or self._late or self.num_unsettled)
 
     def _being_checked(self) -> set[int]:
-        """The arrivals that are being checked, but for those that cannot be."""
+        """Return the arrivals that are being checked, except those that cannot be checked for now."""
         return self._pending.keys() - self._checkers.stuck()
 
     @property
     def num_stuck(self) -> int:
-        """Arrivals and jobs that cannot be checked for now."""
+        """Number of arrivals and jobs that cannot be checked for now."""
         arrivals = sum(len(waiting) for uid, waiting in self._lists() if self._checkers.is_stuck(uid))
         return len(self._checkers.stuck()) + arrivals
 
     def _lists(self) -> Iterator[tuple[int, Sequence[object]]]:
-        """What was not looked at yet, by user."""
+        """Yield the arrivals that were not looked at yet, by user."""
         yield from self._listed.items()
         yield from self._submitted.items()
 
     @property
     def num_waiting(self) -> int:
-        """Arrivals that are checked and name jobs which may still arrive."""
+        """Number of checked arrivals that name jobs which may still arrive."""
         return len(self._waiting)
 
     @property
     def num_fetching(self) -> int:
-        """Arrivals and jobs whose base model is being fetched."""
+        """Number of arrivals and jobs whose base model is being fetched."""
         return len(self._fetching)
 
     @property
     def num_arriving(self) -> int:
-        """Arrivals that were seen and not taken yet: they may still be being written."""
+        """Number of arrivals that were seen and not taken yet: they may still be being written."""
         return self._num_unsettled + sum(len(waiting) for _, waiting in self._lists())
 
     @property
     def num_unsettled(self) -> int:
-        """Those that can be taken, and one for what may have arrived since."""
+        """Number of arrivals that can be taken, plus one if more may have arrived since the last listing."""
         arrivals = sum(len(waiting) for uid, waiting in self._lists() if not self._checkers.is_stuck(uid))
         return self._num_unsettled + arrivals + self._must_list
 
     @property
     def has_room(self) -> bool:
-        """Whether accepted jobs may be checked again now: a few at a time, so that new ones get their turn."""
+        """True if more accepted jobs may be checked again now: a few at a time, so that new arrivals get their turn."""
         return len(self._asked_again - self._checkers.stuck()) < MAX_ASKED_AGAIN
 
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
-        """Take a job file that somebody hands over; it is checked as a dropped one is. Raises HonedError where it is
-        not taken, and OSError where the machine keeps us from it."""
+        """Take a job file over the control socket; it is checked like a dropped one. Raises HonedError if it is not
+        taken, and OSError if the machine prevents it."""
         if len(data) > (limit := self.config.spool.max_spec_bytes):
             raise too_large(name, limit)
         if self._arrivals.num_submitted(uid) >= MAX_SUBMITTED:
@@ -248,7 +251,7 @@ class Acceptance:
         return claim
 
     def scan(self) -> None:
-        """Claim arrivals that are whole, and check again what was claimed before and could not be settled then."""
+        """Claim complete arrivals, and check those again that were claimed before and could not be settled then."""
         self.fault = ""
         now = self._clock()
         self._must_list = now < self._list_at
@@ -271,9 +274,9 @@ class Acceptance:
         self._claim(whole)
 
     def _in_turn(self, lists: dict[int, deque[T]], taken: Sequence[object], *, limit: int) -> Iterator[T]:
-        """What stands in these lists, one of each user's in turn, until so many are `taken`; it is off its list then.
+        """Take items off these lists, one of each user in turn, until `limit` are `taken`.
 
-        A user who has much under way, or whose files cannot be checked, is passed over.
+        Users with too much under way, and users whose files cannot be checked, are skipped.
         """
         uids = [pending.copy.uid for pending in (*self._pending.values(), *(pending for pending, _ in self._checked))]
         counts = Counter(uids)
@@ -284,12 +287,12 @@ class Acceptance:
             waiting, num_taken = lists.pop(uid), len(taken)
             first = waiting.popleft()
             if waiting:
-                lists[uid] = waiting  # behind the others
+                lists[uid] = waiting  # behind the other users
             yield first
             counts[uid] += len(taken) - num_taken
 
     def _list(self) -> None:
-        """Look what lies in incoming/. While a flood is taken, that is done now and then."""
+        """List incoming/. While a flood is taken, this happens only now and then."""
         arrivals = self._in_order(self._arrivals.dropped())
         self._watcher.keep({each.path.name for each in arrivals})
         self._listed, self._num_unsettled = {}, 0
@@ -297,13 +300,13 @@ class Acceptance:
             self._listed.setdefault(each.uid, deque()).append(each.path)
 
     def _in_order(self, arrivals: list[Dropped]) -> list[Dropped]:
-        """As they were first seen; those first seen together by their times, which a clock that jumps gets wrong."""
+        """Sort arrivals by the scan that first saw them, then by their times, which clock jumps falsify."""
         self._num_scans += 1
         self._seen_at = {each.path.name: self._seen_at.get(each.path.name, self._num_scans) for each in arrivals}
         return sorted(arrivals, key=lambda each: self._seen_at[each.path.name])
 
     def _check_claimed(self) -> None:
-        """What was claimed before: by a honed that was killed, or when the disk was full."""
+        """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
         known = {
             *self._pending,
             *self._waiting,
@@ -316,10 +319,10 @@ class Acceptance:
             return
         found = self._arrivals.claims(but=known | self._tried, limit=self._room())
         if not found:
-            self._tried.clear()  # once more with the next look
+            self._tried.clear()  # tried once more at the next scan
             return
         self._tried |= {claim.id for claim in found}
-        self._must_list = True  # and then those behind them
+        self._must_list = True  # and then the arrivals behind them
         unsettled = []
         for claim in found:
             if (job := self._arrivals.accepted(claim)) is not None:
@@ -329,19 +332,19 @@ class Acceptance:
         self._copy(unsettled)
 
     def _room(self) -> int:
-        """How many more of those that were claimed before may be looked at now."""
+        """Return how many more of the earlier claims may be looked at now."""
         return max(0, min(MAX_TOGETHER, MAX_PENDING - len(self._being_checked()) - len(self._checked)))
 
     def _claim(self, paths: list[Path]) -> None:
-        """Raises OSError where the machine keeps one of them from being claimed; the others are."""
+        """Claim these arrivals. Raises OSError if the machine prevents one claim, after the others were made."""
         claims: list[Claim] = []
         faults: list[Exception] = []
         for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
             match taken:
-                case PermissionError() if taken.filename == str(path):  # else a place of our own
+                case PermissionError() if taken.filename == str(path):  # else the error is about a directory of our own
                     self._num_denials[path.name] = self._num_denials.get(path.name, 0) + 1
                     if self._num_denials[path.name] < MAX_DENIALS:
-                        continue  # the next look may have more luck
+                        continue  # the next attempt may succeed
                     self._leave(path, taken)
                 case Exception():
                     faults.append(taken)
@@ -356,7 +359,7 @@ class Acceptance:
             raise faults[0]
 
     def _leave(self, path: Path, error: OSError) -> None:
-        """What cannot be taken lies where it is, and is told of once: a directory of somebody else's."""
+        """Leave an arrival that cannot be taken (another user's directory) where it is, and log it once."""
         with contextlib.suppress(FileNotFoundError):
             self._left[path.name] = path.lstat().st_ino
             log.warning("%r lies in %s and cannot be taken: %s", path.name, path.parent, error.strerror)
@@ -391,7 +394,7 @@ class Acceptance:
         self._checkers.submit(pending.claim.id, pending.copy.path, self.config, uid=pending.copy.uid)
 
     def settle(self) -> list[Job]:
-        """Accept or refuse what the helper has answered on. Returns the jobs accepted."""
+        """Accept or refuse the arrivals that the helpers have answered on. Returns the accepted jobs."""
         late, self._late = self._late, []
         for answer in self._checkers.poll():
             if not (answer["ok"] and answer["needs_fetch"]):
@@ -423,7 +426,7 @@ class Acceptance:
         return late
 
     def _settle(self, checked: list[tuple[_Pending, dict[str, Any], Job]]) -> list[Job]:
-        """Accept what is in no other job's way, together. Returns the jobs accepted."""
+        """Accept, together, the arrivals that conflict with no other job. Returns the accepted jobs."""
         free = []
         for pending, answer, job in checked:
             try:
@@ -452,7 +455,7 @@ class Acceptance:
         return accepted
 
     def _accepted(self, claim: Claim) -> Job | None:
-        """What a claim has become whose acceptance failed, where that was after its commit."""
+        """Return the job that a claim became if its acceptance failed only after the commit; else None."""
         with contextlib.suppress(OSError):
             return self._arrivals.accepted(claim)
         return None
@@ -460,7 +463,7 @@ class Acceptance:
     # -- models to fetch ----------------------------------------------------------------------------------------------
 
     def _fetch(self, answer: dict[str, Any], pending: _Pending | None) -> None:
-        """Have the model or data set fetched that a check has missed; the check is made again when it is there."""
+        """Start the fetch of the model or data set that a check missed; the check is repeated after the fetch."""
         number = answer["id"]
         missing = Missing(**answer["needs_fetch"])
         ask_again = self._ask_again[number] if pending is None else functools.partial(self._submit, pending)
@@ -482,21 +485,21 @@ class Acceptance:
         log.info("job %d (%s): waits for %s at %s to be fetched", number, who, missing.repo_id, missing.revision)
 
     def settle_fetched(self) -> None:
-        """Check again what a fetch has ended for, or refuse it with what the fetch has met."""
+        """Check again the arrivals and jobs whose fetch succeeded, and refuse those whose fetch failed."""
         for fetched in self._fetcher.poll():
             waits = self._fetching.pop(fetched.number)
             if fetched.error is None:
                 waits.ask_again()
             else:
                 self._end_fetch(fetched.number, waits, fetched.error)
-        if not self.config.policy.hub:  # any more: the check says so
+        if not self.config.policy.hub:  # no longer allowed: the check reports it
             for number, waits in list(self._fetching.items()):
                 self._fetcher.leave(number)
                 del self._fetching[number]
                 waits.ask_again()
 
     def _end_fetch(self, number: int, waits: _Fetching, error: HonedError) -> None:
-        """Say no to what has waited for a model."""
+        """Refuse an arrival, or fail the replanning of a job, because its fetch failed."""
         if waits.pending is not None:
             self._refuse(waits.pending.claim, error)
             return
@@ -505,7 +508,7 @@ class Acceptance:
         self._replanned.append(Replanned(number, {"id": number, "ok": False, "error": error.as_dict()}))
 
     def fetching(self) -> list[dict[str, Any]]:
-        """What waits for a model, and how far that is."""
+        """Return a row for each arrival and job that waits for a fetch, with its progress."""
         found = []
         for number, waits in sorted(self._fetching.items()):
             progress = self._fetcher.progress(number)
@@ -529,7 +532,7 @@ class Acceptance:
         return found
 
     def cancel(self, number: int) -> None:
-        """Refuse an arrival that waits for a model, on its owner's word."""
+        """Refuse an arrival that waits for a fetch, at its owner's request."""
         waits = self._fetching.pop(number)
         self._fetcher.leave(number)
         self._end_fetch(number, waits, InterruptedRunError(f"cancelled, before its {_what(waits)} was fetched"))
@@ -566,7 +569,7 @@ class Acceptance:
                 self._waiting[number] = replace(waiting, missing_since=None)
                 continue
             if len(ready) >= MAX_TOGETHER or any({other.name, str(other.id)} & set(named) for _, _, other in ready):
-                accepted += self._settle(ready)  # first those that this one names
+                accepted += self._settle(ready)  # first the arrivals that this one names
                 ready = []
             found = {name: self._named(name, job) for name in named}
             missing = next((name for name, other in found.items() if other is None), None)
@@ -585,29 +588,29 @@ class Acceptance:
             else:
                 ready.append((waiting.pending, waiting.answer, job))
             if now - began >= PASS_SEC:
-                break  # the rest in the next pass
+                break  # the others in the next pass
         else:
             self._last_waiting = 0
         return accepted + self._settle(ready)
 
     def _waiting_in_turn(self) -> list[int]:
-        """Those that the last pass has not come to, then the others."""
+        """Return the waiting arrivals, first those that the last pass did not reach."""
         numbers = list(self._waiting)
         at = next((index for index, number in enumerate(numbers) if number > self._last_waiting), 0)
         return numbers[at:] + numbers[:at]
 
     def _may_still_come(self, waiting: _Waiting, now: float) -> bool:
-        """Whether a job that an arrival names is missing for too short a time to be given up."""
+        """Return True while a job that an arrival names has not been missing for long enough to be given up."""
         missing_since = waiting.missing_since if waiting.missing_since is not None else now
         self._waiting[waiting.job.id] = replace(waiting, missing_since=missing_since)
         return now - max(missing_since, self._quiet_since or missing_since) < NAMED_JOB_PATIENCE_SEC
 
     def _named(self, name: str, job: Job) -> Job | None:
-        """The accepted job of that number, or the newest of that name; None while a newer one is still waiting."""
+        """Return the job of that number, or the newest of that name; None while a newer one is still waiting."""
         known = [other for other in self._known(name) if other.id != job.id]
         if not self.config.policy.share_results and job.uid != 0:
-            known = [other for other in known if other.uid == job.uid]  # what others make is theirs
-        # Of a name that several people use, one's own: nobody else's newer job takes its place.
+            known = [other for other in known if other.uid == job.uid]  # other users' outputs are not shared
+        # Of a name that several users use, the user's own job wins: nobody else's newer job replaces it.
         known = [other for other in known if other.uid == job.uid] or known
         newest = max(known, key=lambda other: other.id, default=None)
         return None if self._names.newest(name, job) > (newest.id if newest else 0) else newest
@@ -641,7 +644,7 @@ class Acceptance:
         return self.config.policy.share_results or job.uid in {0, other.uid}
 
     def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
-        """These names, those that this user's waiting arrivals of these names wait for, and so on."""
+        """Return these names, the names that this user's waiting arrivals of these names wait for, and so on."""
         seen: set[str] = set()
         ahead = list(first)
         while ahead:
@@ -652,11 +655,11 @@ class Acceptance:
         return seen
 
     def _with_inputs(self, job: Job, answer: dict[str, Any], named: dict[str, Job]) -> Job:
-        """The job, depending on those that make what it starts from. Raises SpecError where one makes no such thing."""
+        """Return the job, depending on the makers of its inputs. Raises SpecError if one makes no such output."""
         for key, name in answer["references"].items():
             _check_product(key, named[name], self._spec_of(named[name]))
         makers = {name: named[name].id for name in answer["references"].values()}
-        dependencies = [str(named[name].id) for name in _names(answer)]  # a later job of that name is another
+        dependencies = [str(named[name].id) for name in _names(answer)]  # numbers: a later job may take the name
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
 
     def _spec_of(self, job: Job) -> dict[str, Any]:
@@ -664,8 +667,8 @@ class Acceptance:
         return dict(plan["spec"])
 
     def plan_again(self, job: Job, made: dict[str, Path], device: Device | None = None) -> None:
-        """Have a job checked whose inputs are there now, name → output directory, or that is to run on another device
-        than it was planned for; `replanned` has the answer."""
+        """Check a job again whose inputs (name → output directory) now exist, or that will run on another device than
+        it was planned for. `replanned` returns the answer."""
         if job.id in self._asked_again:
             return
         self._asked_again.add(job.id)
@@ -676,7 +679,7 @@ class Acceptance:
         files = self._spool.job_layout(job.id)
         commit, pinned = None, None
         places: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
+        with contextlib.suppress(OSError, ValueError):  # without a pinned commit, the branch's current one is used
             plan = json.loads(untrusted.read_plain(files.plan_path, num_names=1))
             commit, pinned = plan.get("base_model_commit"), plan.get("precision")
             places = plan.get("hub_datasets") or {}
@@ -697,14 +700,14 @@ class Acceptance:
         return job_id in self._asked_again
 
     def replanned(self) -> list[Replanned]:
-        """The answers to `plan_again` since the last call."""
+        """Return the answers to `plan_again` that have come since the last call."""
         done, self._replanned = self._replanned, []
         return done
 
     def plan_of(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
-        """What stands in plan.json."""
+        """Return the content of plan.json."""
         identity = {"id": job.id, "name": job.name, "user_id": str(job.uid), "instance": str(self._spool.root)}
-        # Chat templates ask for today's date in local time; every attempt is told that of the acceptance.
+        # Chat templates may ask for today's date in local time; every attempt gets the date of the acceptance.
         date = datetime.fromtimestamp(job.submitted_at, UTC).astimezone().isoformat(timespec="seconds")
         return {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir, "date": date}
 
@@ -759,7 +762,7 @@ class Acceptance:
             self._wait(claim, problem)
 
     def _wait(self, claim: Claim, error: Exception) -> None:
-        """An arrival that the machine, and not its dropper, keeps us from settling is tried again at the next scan."""
+        """Leave an arrival, which a fault of the machine keeps from being settled, to the next scan."""
         self.fault = durable.machine_fault(error) or quote.hide(said(error))
         unforeseen = None if isinstance(error, OSError) else error
         log.error("%r waits in %s: %s", claim.name, claim.path.parent, said(error), exc_info=unforeseen)
@@ -791,22 +794,22 @@ def _what(waits: _Fetching) -> str:
 
 
 def _names(answer: dict[str, Any]) -> list[str]:
-    """The jobs that a spec names, each once: those it depends on, and those whose outputs it starts from."""
+    """Return the jobs that a spec names, each once: its dependencies, and the jobs whose outputs it starts from."""
     return list(dict.fromkeys([*map(str, answer["spec"].get("depends_on") or ()), *answer["references"].values()]))
 
 
 def _key_of(name: str, answer: dict[str, Any]) -> str:
-    """The key with which a spec names a job."""
+    """Return the key with which a spec names a job."""
     return next((key for key, maker in answer["references"].items() if maker == name), "depends_on")
 
 
 def _locate(error: HonedError, answer: dict[str, Any]) -> None:
-    """Give a refusal the line of its key: what stands in the entry of a job that waits from before has none."""
+    """Add the line of its key to a refusal, where the answer has lines."""
     problem.locate(error, answer["spec"], {(key,): line for key, line in answer.get("lines", {}).items()})
 
 
 def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:
-    """Whether a job makes what another one's key wants of it. Raises SpecError."""
+    """Check that a job makes what another job's key asks for. Raises SpecError if not."""
     makes_adapter = spec["kind"] == "sft" and bool(spec.get("lora") or spec.get("adapter"))
     who = f"{key}: job {maker.id} ({maker.name})"
     if key == "adapter" and not makes_adapter:

@@ -1,9 +1,9 @@
-"""The jobs that run: starts their attempts, follows their events, and settles how they ended.
+"""The running jobs: starts their attempts, follows their events, and settles how they ended.
 
     queued ── start ──► running ── event lines ──► database, log ── exit and result ──► outcome ──► another state
 
-What must survive a kill of the daemon is in the entry before it is done: a job lies in running/ before its worker
-starts, and says why it is to stop before its worker is asked to.
+State that must survive a kill of the daemon is written to the entry first: a job lies in running/ before its worker
+starts, and its entry has the reason of a stop before its worker is asked to stop.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ log = logging.getLogger(__name__)
 CANCEL_TIMEOUT_SEC = 30.0
 #: Seconds between the dump of a hanging worker's stacks and its end.
 DUMP_SEC = 5.0
-#: Bytes of events that are still read of a worker that has ended: a file can be without end.
+#: Bytes of events that are still read after a worker has ended: a file can be endless.
 MAX_REST_BYTES = 512 * 2**20
-#: Passes of the loop after which a worker whose result cannot be read is taken for one that left none.
+#: Passes of the loop after which an unreadable result is treated as none.
 MAX_UNREAD = 60
-#: Steps in one job's affairs that fail in ways nobody foresaw, before it is settled by its exit alone.
+#: Unforeseen failures in one job's steps, before the job is settled by its exit status alone.
 MAX_FAILED_STEPS = 5
-#: Why a worker may not be started although its job and its program are as they should be.
+#: Errors that keep a worker from starting although its job and its program are in order.
 MACHINE_ERRNOS = durable.MACHINE_ERRNOS | {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 @dataclass
 class Running:
-    """What the daemon knows of a running job beyond its entry; all of it can be lost."""
+    """The daemon's knowledge of a running job beyond its entry; all of it may be lost."""
 
     job: Job
     offset: int
@@ -65,16 +65,16 @@ class Running:
     ended: Exit | None = None
     is_stalled: bool = False
     beat_at_ns: int = 0  #: the pulse file's time when it was last looked at
-    phase: str = ""  #: what the worker is at, by its pulse
-    learned_sec: float | None = None  #: how long it may be silent there, by its own steps
-    overdue_at: float | None = None  #: monotonic seconds at which its time limit is over, and the grace
+    phase: str = ""  #: the worker's phase, from its pulse file
+    learned_sec: float | None = None  #: how long it may be silent in that phase, learned from its own steps
+    overdue_at: float | None = None  #: monotonic seconds at which its time limit and the grace period are over
     is_overdue: bool = False
-    are_earlier_counted: bool = True  #: False where what an earlier attempt told may not be in the database
+    are_earlier_counted: bool = True  #: False if an earlier attempt's events may be missing from the database
     put_out: event.Reading | None = None  #: in the outbox, and not in the database yet
-    read_fault: str = ""  #: why its events could not be read; said once
+    read_fault: str = ""  #: why its events could not be read; logged once
     num_unread: int = 0  #: passes in which its result could not be read
-    num_failed_steps: int = 0  #: in ways that nobody foresaw
-    not_started: OSError | None = None  #: why it has no worker; settled by the next pass
+    num_failed_steps: int = 0  #: unforeseen failures
+    not_started: OSError | None = None  #: why it has no worker; settled in the next pass
 
 
 class Attempts:
@@ -99,13 +99,13 @@ class Attempts:
         self.outbox: Outbox | None = None  #: where a metrics API is configured
         self.running: dict[int, Running] = {}
         self._put_back: list[Job] = []
-        self.fault = ""  #: what keeps a job from being settled or followed, where the machine does
-        self.is_stopping = False  #: honed itself is asked to end
+        self.fault = ""  #: the machine's fault that keeps a job from being settled or followed
+        self.is_stopping = False  #: honed itself was asked to stop
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     def start(self, job: Job, device: Device, backend: str) -> None:
-        """Start a job's next attempt. It lies in running/ first: a crash after that is an attempt that vanished."""
+        """Start a job's next attempt. It moves to running/ first: a crash after that is an attempt that vanished."""
         number = job.attempts[-1].number + 1 if job.attempts else 1
         now = Moment.now()
         attempt = Attempt(
@@ -116,7 +116,7 @@ class Attempts:
             started_monotonic=now.monotonic,
             boot_id=now.boot_id,
         )
-        offset = self._database.offset(job.id, number)  # what fails here or in the move leaves the job in the queue
+        offset = self._database.offset(job.id, number)  # an error here or in the move leaves the job in the queue
         job = self._spool.move(
             job,
             State.RUNNING,
@@ -163,7 +163,7 @@ class Attempts:
             self.running[job.id].not_started = problem
 
     def _write_adjustments(self, job: Job) -> None:
-        """Tell the worker what a lack of memory has changed; the entry is the truth."""
+        """Write the out-of-memory adjustments for the worker; the entry has the authoritative ones."""
         path = self._layout.job(job.id).adjustments_path
         if job.adjustments:
             durable.write_json(path, [asdict(each) for each in job.adjustments])
@@ -171,7 +171,7 @@ class Attempts:
             path.unlink(missing_ok=True)
 
     def _settle_unstarted(self, running: Running, problem: OSError) -> Job | None:
-        """Put a job back whose worker was not started, for no fault of its own; else that was its attempt."""
+        """Put a job back if its worker was not started for no fault of its own; else settle the attempt as failed."""
         job = running.job
         if isinstance(problem, NotNowError) or problem.errno in MACHINE_ERRNOS:
             self._not_now(job, problem)
@@ -181,9 +181,9 @@ class Attempts:
         return self._settle(running, Outcome(failure.code, failure))
 
     def _not_now(self, job: Job, problem: OSError) -> None:
-        """Put back a job whose worker was not started; the attempt is forgotten."""
+        """Put back a job whose worker was not started; remove the attempt, unless its first start did run."""
         attempts = job.attempts[:-1]
-        if job.attempt.num_starts > 1:  # its first start was one
+        if job.attempt.num_starts > 1:  # the first start of the attempt did run
             took_sec = self._took_sec(job, None)
             attempts = job.with_attempt(ended_at=time.time(), outcome="interrupted", took_sec=took_sec).attempts
         if job.stop is Stop.CANCEL:
@@ -197,16 +197,16 @@ class Attempts:
         self._put_back.append(job)
 
     def put_back(self) -> list[Job]:
-        """The jobs whose workers could not be started since the last look; they are where they were."""
+        """Return the jobs put back since the last call because their workers could not be started."""
         jobs, self._put_back = self._put_back, []
         return jobs
 
     def adopt(self, job: Job) -> None:
-        """Take over a job that was running when the last daemon ended, whether its worker lives or not."""
+        """Take over a job that was running when the last daemon ended, whether its worker is alive or not."""
         self._follow(job, self._database.offset(job.id, job.attempt.number))
         self._tell_fallback(job)
         if not self._runner.adopt(job.id, job.attempt.number, job.attempt.num_starts):
-            # The last daemon ended between its word in the entry and the start.
+            # The last daemon ended after it had written the entry and before it started the worker.
             if job.stop is not None:
                 self.running[job.id].not_started = NotNowError("asked to stop before it was started")
                 return
@@ -223,15 +223,18 @@ class Attempts:
         self.running[job.id].are_earlier_counted = len(job.attempts) == 1
 
     def _overdue_at(self, job: Job) -> float | None:
-        """When an attempt that has just begun, or is taken over, has had the job's time and the grace."""
+        """Return when an attempt, started or taken over now, has used up the time limit and the grace period."""
         if job.time_limit_sec is None:
             return None
         spent = _spent_before(job) + Moment.now().since(job.attempt.began)
         return self._clock() + max(0.0, job.time_limit_sec - spent) + self.config.jobs.time_limit_grace_sec
 
     def _was_overdue(self, job: Job, ended: Exit) -> bool:
-        """Whether a worker that was asked to end, while honed was down or by one that was killed since, had had its
-        time: `is_overdue`, from what is durable."""
+        """Return True if a worker that was asked to stop had used up its time; honed was down then, or was killed
+        since.
+
+        This derives `is_overdue` from what is durable.
+        """
         if job.time_limit_sec is None or ended.ended is None or not ended.was_asked:
             return False
         if ended.is_machine_going_down:
@@ -240,8 +243,11 @@ class Attempts:
         return spent >= job.time_limit_sec + self.config.jobs.time_limit_grace_sec
 
     def _took_sec(self, job: Job, ended: Exit | None) -> float:
-        """Seconds that the latest attempt has taken: until somebody saw its worker end, else until now, or where the
-        machine went down meanwhile, until its last sign of life: the time off is none of the job's."""
+        """Return the seconds that the latest attempt has taken: until its worker's recorded end, else until now.
+
+        If the machine went down meanwhile: until the last sign of life. The time while the machine was off does not
+        count.
+        """
         began, until = job.attempt.began, Moment.now()
         if ended is not None and ended.ended is not None:
             until = ended.ended
@@ -250,11 +256,11 @@ class Attempts:
             try:
                 until = Moment(pulse_path.lstat().st_mtime)
             except OSError:
-                until = began  # it never gave one
+                until = began  # it never gave a sign of life
         return until.since(began)
 
     def is_left(self, job_id: int) -> bool:
-        """Whether a running job goes on while honed does not."""
+        """Return True if a running job continues while honed is down."""
         return self._runner.is_supervised(job_id)
 
     def devices_in_use(self) -> set[str]:
@@ -263,7 +269,7 @@ class Attempts:
     # -- stop ---------------------------------------------------------------------------------------------------------
 
     def stop(self, job_id: int, why: Stop) -> None:
-        """Ask a running job to stop; the reason is durable first. Cancel outranks hold, hold a shutdown."""
+        """Ask a running job to stop; the reason is durable first. Cancel outranks hold, hold outranks shutdown."""
         running = self.running[job_id]
         rank = [Stop.SHUTDOWN, Stop.HOLD, Stop.CANCEL]
         if running.job.stop is None or rank.index(why) > rank.index(running.job.stop):
@@ -276,12 +282,12 @@ class Attempts:
             return
         self._runner.stop(running.job.id)
         if self._runner.is_supervised(running.job.id) and why is not Stop.CANCEL:
-            return  # the unit's own stop timeout, which a worker that writes its checkpoint extends
+            return  # the unit's own stop timeout applies; a worker that writes its checkpoint extends it
         patience = CANCEL_TIMEOUT_SEC if why is Stop.CANCEL else self.config.jobs.stop_timeout_sec
         running.kill_at = self._clock() + min(patience, self.config.jobs.stop_timeout_sec)
 
     def enforce(self) -> None:
-        """Kill what was asked to stop and did not; end what hangs, its stacks dumped first."""
+        """Kill workers that were asked to stop and did not; dump the stacks of hanging workers, then kill them."""
         now = self._clock()
         for running in self.running.values():
             if running.ended is not None or running.not_started is not None:
@@ -314,7 +320,7 @@ class Attempts:
                 self._runner.dump(running.job.id)
 
     def _is_stalled(self, running: Running, now: float) -> bool:
-        """Whether nothing was heard for too long; a unit has a watchdog that hears more than we do."""
+        """Return True if a worker gave no sign of life for too long; False for units, whose own watchdog hears more."""
         if self._runner.is_supervised(running.job.id):
             return False
         jobs = self.config.jobs
@@ -323,40 +329,42 @@ class Attempts:
         return now - running.heard_at >= limit_sec
 
     def _feel_pulse(self, running: Running, now: float) -> None:
-        """Whether the worker has moved since the last look; more often than it has something to tell."""
+        """Note whether the worker has moved since the last look; its pulse comes more often than its events."""
         path = self._layout.job(running.job.id).attempt(running.job.attempt.number).pulse_path
         try:
             beat_at_ns = path.lstat().st_mtime_ns
             if beat_at_ns == running.beat_at_ns:
                 return
-            # What was there before this daemon says nothing of now, and a clock that is set moves no deadline.
+            # A pulse from before this daemon's start says nothing of now, and setting the clock must not move a
+            # deadline.
             running.beat_at_ns, running.heard_at = beat_at_ns, now
             told = json.loads(untrusted.read_plain(path, max_bytes=4096))
             learned_sec = told.get("limit_sec")
             is_number = isinstance(learned_sec, int | float) and learned_sec > 0
             running.phase, running.learned_sec = str(told.get("phase", ""))[:32], learned_sec if is_number else None
         except (OSError, ValueError, AttributeError):
-            return  # there is none yet, or it is being written
+            return  # there is no pulse file yet, or it is being written
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Read what the workers have told since the last pass."""
+        """Read the events that the workers have reported since the last pass."""
         for running in self.running.values():
             with self._alone(running):
                 self._read_events(running)
 
     def _read_events(self, running: Running) -> int:
         if not running.are_earlier_counted:
-            # The database may not have taken the end of one; counted after ours, its rows would come over them.
+            # The database may lack the end of an earlier attempt; if it were counted after this one's events, it would
+            # overwrite them.
             rebuild.count(self._database, self._layout, running.job, len(running.job.attempts) - 1)
             running.are_earlier_counted = True
         path = self._layout.job(running.job.id).attempt(running.job.attempt.number).events_path
-        # What the database would not take is offered to it again as it was: in the outbox it is already.
+        # A reading that the database did not take is offered again unchanged: the outbox has it already.
         try:
             reading = running.put_out or event.read(path, running.offset)
         except OSError as problem:
-            # A link, a pipe, a file that we may not read: the worker's own doing, or the disk's.
+            # A link, a pipe, or a file that we may not read: caused by the worker itself, or by the disk.
             if str(problem) != running.read_fault:
                 log.warning("job %d (%s): its events cannot be read: %s", running.job.id, running.job.name, problem)
             running.read_fault = str(problem)
@@ -384,7 +392,7 @@ class Attempts:
     # -- reap ---------------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Job]:
-        """Settle the jobs whose workers have ended. Returns them as they are now."""
+        """Settle the jobs whose workers have ended. Returns them in their new state."""
         settled = []
         self.fault = ""
         for running in list(self.running.values()):
@@ -400,12 +408,12 @@ class Attempts:
 
     @contextlib.contextmanager
     def _alone(self, running: Running) -> Iterator[None]:
-        """What nobody foresaw in one job's affairs is logged and tried again; the other jobs do not suffer."""
+        """Log an unforeseen error in one job's step, to be tried again; other jobs are not affected."""
         try:
             yield
         except Exception as problem:
             if fault := durable.machine_fault(problem):
-                self.fault = fault  # told by the loop, and tried again until it is mended
+                self.fault = fault  # reported by the loop, and tried again until it is fixed
             else:
                 log.exception("job %d (%s): a step failed", running.job.id, running.job.name)
                 running.num_failed_steps += 1
@@ -425,7 +433,8 @@ class Attempts:
             )
         result_path = attempt.result_path
         try:
-            # What its worker has written can be the reason why its end cannot be told: then it is told without.
+            # The files that a worker has written may be the reason why its end cannot be judged: then they are not
+            # read.
             outcome = judge(result_path, ended, is_readable=running.num_failed_steps < MAX_FAILED_STEPS)
         except OSError:
             running.num_unread += 1
@@ -453,14 +462,15 @@ class Attempts:
             running.ended = None
             return None
         if running.job.stop in {Stop.HOLD, Stop.SHUTDOWN} and self._may_fall_back(running.job, outcome):
-            # Unsloth gave up while the job was asked to stop: it goes on without Unsloth when it starts again.
+            # Unsloth gave up while the job was asked to stop: the job continues without Unsloth when it starts again.
             running.job = self._spool.update(running.job.with_attempt(backend="transformers", num_starts=2))
             stopped = error.InterruptedRunError("stopped on request, before Unsloth gave way to transformers")
             outcome = replace(outcome, code=stopped.code, error=stopped)
         return self._settle(running, outcome, is_counted=is_counted)
 
     def _why_stopped(self, outcome: Outcome, ended: Exit) -> Stop | None:
-        """What a stop that honed did not ask for is: the machine's end, or honed's own, or a person's wish."""
+        """Return the kind of a stop that honed did not ask for: SHUTDOWN (the machine or honed ends) or HOLD (a
+        person)."""
         if outcome.code != "interrupted" and not (outcome.code == "killed" and ended.was_asked):
             return None
         if self.is_stopping or ended.is_machine_going_down or self._runner.is_machine_going_down():
@@ -468,8 +478,10 @@ class Attempts:
         return Stop.HOLD if ended.was_asked else None
 
     def _read_the_rest(self, running: Running) -> bool:
-        """The last events of a worker that has ended; what cannot be counted now is said, holds up nothing, and is
-        counted later. Returns whether all is."""
+        """Read the last events of a worker that has ended. Returns False if some remain to be counted later.
+
+        Events that cannot be counted now are logged and block nothing.
+        """
         left = MAX_REST_BYTES
         try:
             while left > 0 and (num_bytes := self._read_events(running)):
@@ -484,10 +496,10 @@ class Attempts:
         except Exception:
             log.exception("job %d (%s): its last events are not counted", running.job.id, running.job.name)
             return False
-        return not running.read_fault  # a disk may give them in a moment
+        return not running.read_fault  # a disk may return them in a moment
 
     def _falls_back(self, running: Running, outcome: Outcome) -> bool:
-        """Start a fresh process without Unsloth where it cannot, or not as planned; no attempt is used up."""
+        """Start a new process without Unsloth if Unsloth cannot run the job as planned; no attempt is used up."""
         asked = running.job.stop
         if asked is not None or not self._may_fall_back(running.job, outcome):
             return False
@@ -503,14 +515,14 @@ class Attempts:
         running.job = self._spool.update(
             running.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
         )
-        with contextlib.suppress(sqlite3.Error):  # it is told when the job is adopted, or caught up with
+        with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
             self._tell_fallback(running.job)
         device = running.job.attempt.device
         self._launch(running.job, device if device not in {"cpu", "mps"} else None)
         return True
 
     def _tell_fallback(self, job: Job) -> None:
-        """Count the fallback of the latest attempt, once."""
+        """Record the fallback of the latest attempt in the database, once."""
         if (told := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
             offset = self._database.offset(job.id, job.attempt.number)
             self._database.apply(job, event.Reading([told], offset, 0))
@@ -523,7 +535,7 @@ class Attempts:
         return bool(plan["spec"].get("backend") != "unsloth")
 
     def _settle(self, running: Running, outcome: Outcome, *, is_counted: bool = True) -> Job:
-        """Write down how the attempt ended and move the job on."""
+        """Record how the attempt ended, and move the job to its next state."""
         told = running.narrator.progress.get("step")
         step = outcome.step if outcome.step is not None else told if isinstance(told, int) else 0
         took_sec = self._took_sec(running.job, running.ended)
@@ -577,12 +589,12 @@ class Attempts:
         return job
 
     def _remedy(self, running: Running, job: Job, outcome: Outcome) -> Remedy:
-        """What a job that ran out of memory or of room does otherwise from now on."""
+        """Return what a job that ran out of memory or disk space changes from now on."""
         match outcome.code:
             case error.OutOfMemoryError.code:
                 return self._smaller(running, job, outcome)
             case error.DiskShortError.code if outcome.needed_bytes:
-                # Where there is room already, it is another limit that was hit, such as a quota: that counts.
+                # If there is room already, another limit such as a quota was hit: that counts as a failure.
                 return Remedy(needs_bytes=outcome.needed_bytes if not self.has_room(job, outcome.needed_bytes) else 0)
             case _:
                 return Remedy()
@@ -600,7 +612,7 @@ class Attempts:
         wish = (spec.get("retry") or {}).get("on_out_of_memory", "adjust")
         if wish != "adjust":
             return Remedy(is_last=wish == "fail")
-        was_killed = not outcome.phase  # by the kernel, which may have done so for want of another's memory
+        was_killed = not outcome.phase  # by the kernel, perhaps because another process needed memory
         phase = outcome.phase or running.phase or running.narrator.stage
         step = out_of_memory.next_step(
             spec, attempt=job.attempt.number, phase=phase, is_sure=not was_killed, media=media
@@ -615,16 +627,16 @@ class Attempts:
         return Remedy(error=error.OutOfMemoryError(words, hint=hint), is_last=True)
 
     def has_room(self, job: Job, num_bytes: int | None = None) -> bool:
-        """Whether there is the free space that a job waits for."""
+        """Return True if the free disk space that a job waits for is available."""
         try:
             found = os.statvfs(self._layout.job(job.id).dir)
         except OSError:
-            return True  # its start will tell
+            return True  # its start will show it
         return found.f_bavail * found.f_frsize >= (job.needs_bytes if num_bytes is None else num_bytes)
 
 
 def _spent_before(job: Job) -> float:
-    """Seconds that the attempts before the latest one took."""
+    """Return the seconds that the attempts before the latest one took."""
     return sum(each.spent_sec for each in job.attempts[:-1])
 
 
@@ -636,16 +648,16 @@ _NO_STEP_HINT = (
 
 @dataclass(frozen=True)
 class Remedy:
-    """What lets a job go on after it ran out of something, or why nothing does."""
+    """The change that lets a job continue after it ran out of memory or disk space, or the error if there is none."""
 
     adjustment: Adjustment | None = None
     needs_bytes: int = 0
-    is_last: bool = False  #: it is not tried again
-    error: error.HonedError | None = None  #: in the place of what the worker said
+    is_last: bool = False  #: no further attempt
+    error: error.HonedError | None = None  #: replaces the worker's own error
 
 
 def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[State, dict[str, Any]]:  # noqa: B008
-    """The state that a job goes to after an attempt, and the changes of its entry."""
+    """Return the state that a job moves to after an attempt, and the changes of its entry."""
     problem = outcome.error.as_dict() if outcome.error is not None else None
     if outcome.is_success:
         return State.SUCCEEDED, {"outcome": outcome.code, "error": None, "stop": None, "remark": outcome.remark}
@@ -657,7 +669,7 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
         case Stop.SHUTDOWN if outcome.code in {"interrupted", "killed"}:
             return State.QUEUED, {"outcome": "interrupted", "error": None, "stop": None}
         case None if outcome.code == "interrupted":
-            # Somebody stopped the worker behind honed's back: a person, so a person lets it go on.
+            # Somebody stopped the worker without honed: a person, so a person has to release the job.
             return State.HELD, {"outcome": "interrupted", "error": problem, "stop": None}
     again = State.HELD if job.stop is Stop.HOLD else State.QUEUED
     if remedy.adjustment is not None:  # a ladder has its own end, and uses up no attempt
@@ -674,7 +686,7 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
 
 
 def _kind(job: Job, outcome: Outcome) -> message.Message:
-    """What explains the end of an attempt."""
+    """Return the message that explains the end of an attempt."""
     match job.state:
         case State.SUCCEEDED:
             return message.SUCCEEDED

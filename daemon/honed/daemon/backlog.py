@@ -1,9 +1,9 @@
-"""The jobs that are queued or held: which of them is next, what each of them waits for.
+"""The queued and held jobs: their order, and the conditions that each of them waits for.
 
-Nobody else knows the set of them. What a job waits for is looked at when it comes and when one that it depends on
-changes: so a pass over a long queue costs what has changed since the last one, and not its length. Those that start
-from another job's output, and those that are to run on another device than they were planned for, are planned again
-from here.
+Only this module knows the whole set. A job's conditions are checked when the job is added and when one of its
+dependencies changes: a pass over a long queue costs as much as has changed since the last pass, not the queue's
+length. Jobs that start from another job's output, and jobs that will run on another device than they were planned for,
+are planned again from here.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _ENDED = {State.FAILED: "failed", State.CANCELLED: "was cancelled"}
 class _Blocking:
     """A dependency that will not succeed by itself."""
 
-    found: Job | None  #: None where it is gone
+    found: Job | None  #: None if it was removed
     words: str
 
 
 def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError:
-    """The reason why a job is held, and what lets it go on."""
+    """Return the error that explains why a job is held and how to let it continue."""
     numbers = [str(each.found.id) for each in blocking if each.found is not None]
     again = ""
     if len(numbers) == len(blocking):
@@ -57,7 +57,7 @@ def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError
 
 
 class Backlog:
-    """Queued and held jobs. `clock` is monotonic seconds."""
+    """The queued and held jobs. `clock` is monotonic seconds."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class Backlog:
         self._clock = clock
         self._jobs: dict[int, Job] = {}
         self._num_queued = 0
-        # (-priority, number) of what nothing but a device keeps from starting, by whether a GPU is wanted
+        # (-priority, number) of jobs that wait for nothing but a device, by whether they want a GPU
         self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._unplanned: set[int] = set()  # deferred, and their inputs are there
-        self._users: dict[int, set[int]] = {}  # the jobs here that depend on that one
-        self._unsure: set[int] = set()  # to be looked at again
+        self._unplanned: set[int] = set()  # deferred jobs whose inputs exist
+        self._users: dict[int, set[int]] = {}  # job number → the jobs here that depend on it
+        self._unsure: set[int] = set()  # to be checked again
         self._not_before: dict[int, float] = {}
-        self._short: set[int] = set()  # those that wait for disk space
-        self._waiting: set[int] = set()  # jobs of which it was said that they wait
-        self._asked_for: dict[int, Device] = {}  # jobs that are planned again, for that device
+        self._short: set[int] = set()  # waiting for disk space
+        self._waiting: set[int] = set()  # jobs whose wait for a GPU was logged
+        self._asked_for: dict[int, Device] = {}  # jobs being planned again, and the device
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -109,11 +109,11 @@ class Backlog:
         return len(self._short)
 
     def jobs(self) -> Iterable[Job]:
-        """All of them, queued and held, in no order that means anything."""
+        """Return all queued and held jobs, in no particular order."""
         return self._jobs.values()
 
     def _put(self, job: Job) -> None:
-        """Keep a job, as it is now; what it waits for is looked at in the next pass."""
+        """Keep a job in its current state; its conditions are checked in the next pass."""
         self._pop(job.id)
         self._jobs[job.id] = job
         if job.state is State.QUEUED:
@@ -148,11 +148,11 @@ class Backlog:
             del ready[at]
 
     def _before(self, job: Job) -> list[Job]:
-        """The jobs that one depends on, as far as they are there."""
+        """Return the existing jobs that this one depends on."""
         return [found for reference in job.depends_on if (found := self._find_any(reference)) is not None]
 
     def _told(self, old: Job | None, new: Job | None) -> None:
-        """A job has changed: here it is as its entry is, and those that depend on it are looked at again."""
+        """Follow a change of a job's entry, and mark the jobs that depend on it for another check."""
         changed = new or old
         if changed is None:
             return
@@ -162,17 +162,17 @@ class Backlog:
         self._unsure |= self._users.get(changed.id, set())
 
     def next_retry_at(self) -> float | None:
-        """When the first of the jobs may start that are not tried before some time to come."""
+        """Return the earliest time at which a delayed retry may start; None without one."""
         now = self._clock()
         return min((when for when in self._not_before.values() if when > now), default=None)
 
     def all_wait_for_a_person(self) -> bool:
-        """Whether nothing here will start by itself."""
+        """Return True if no job here will start by itself."""
         if self._unsure:
             return False
         stuck: set[int] = set()
         ahead = [job.id for job in self._jobs.values() if job.state is State.HELD]
-        ahead += [number for number in self._short if not self._attempts.has_room(self._jobs[number])]  # made by one
+        ahead += [number for number in self._short if not self._attempts.has_room(self._jobs[number])]  # for a person
         while ahead:
             number = ahead.pop()
             if number not in stuck:
@@ -183,7 +183,7 @@ class Backlog:
     # -- what comes and goes ------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Take in what the spool has, and have the database know it."""
+        """Read the spool's queued and held jobs, and write all jobs to the database."""
         for state in (State.QUEUED, State.HELD):
             for job in self._spool.jobs(state):
                 self._put(job)
@@ -191,7 +191,7 @@ class Backlog:
         self._database.put_jobs(self._spool.catalog)
 
     def _look_at_held(self, job: Job) -> None:
-        """Let a job go on that was held for one which has succeeded since; else have it say what holds it now."""
+        """Release a job whose dependency has succeeded since it was held; else update the reason why it is held."""
         if job.held_for is None:
             return
         found = self._spool.job(job.held_for)
@@ -206,7 +206,7 @@ class Backlog:
         self._database.put_job(released)
 
     def _tell_anew(self, job: Job, found: Job | None) -> None:
-        """`found`: the job that it is held for."""
+        """Update the reason why a job is held. `found` is the job that it is held for."""
         blocking = self._blocking(job)
         is_requeued = found is not None and found.state not in _ENDED
         if blocking:
@@ -217,7 +217,7 @@ class Backlog:
                 hint=f"when that has succeeded, this one goes on; or honectl cancel {job.id}",
             )
         else:
-            return  # it depends on a name, which means another job by now
+            return  # it depends on a name, which by now means another job
         numbers = [each.found.id for each in blocking if each.found is not None]
         held_for = job.held_for if is_requeued or job.held_for in numbers else next(iter(numbers), None)
         if (problem.as_dict(), held_for) == (job.error, job.held_for):
@@ -232,12 +232,13 @@ class Backlog:
         self._put(self._spool.update(job, error=problem.as_dict(), held_for=held_for))
 
     def add(self, job: Job) -> None:
-        """A job that was accepted."""
+        """Add an accepted job."""
         self._put(job)
         self._database.put_job(job)
 
     def put_back(self, job: Job, *, delay_sec: float = 0.0) -> None:
-        """A job that ran, or could not be started, where it is to run again; not before so many seconds."""
+        """Take back a job that ran, or could not be started, if it is to run again; `delay_sec` from now at the
+        earliest."""
         if job.state not in {State.QUEUED, State.HELD}:
             return
         if delay_sec:
@@ -245,26 +246,26 @@ class Backlog:
         self._put(job)
 
     def follow_change(self, changed: Job) -> None:
-        """A person has changed a job that is not running, whatever it was before."""
+        """Follow a person's change of a job that is not running, whatever its state was before."""
         self._pop(changed.id)
         self._not_before.pop(changed.id, None)
         if changed.state in {State.QUEUED, State.HELD}:
             self._put(changed)
 
     def defer_users_of(self, job: Job) -> None:
-        """Have those planned anew that start from this one, which is made anew."""
+        """Plan again all jobs that start from this job's output, because it will be made again."""
         for other in [other for other in self._jobs.values() if job.id in other.inputs.values()]:
             self._put(self._spool.update(other, is_deferred=True))
 
     def take(self, job: Job) -> None:
-        """A job that is to start now: here it is no longer."""
+        """Remove a job that starts now."""
         self._waiting.discard(job.id)
         self._not_before.pop(job.id, None)
         self._placement.forget(job)
         self._pop(job.id)
 
     def fail(self, job: Job, error: HonedError) -> None:
-        """End a job that cannot be started."""
+        """Fail a job that cannot be started."""
         self._pop(job.id)
         log.error(
             "job %d (%s): %s",
@@ -281,17 +282,17 @@ class Backlog:
         self._database.put_job(failed)
 
     def backend_of(self, job: Job) -> str:
-        """What is to load the job's base. Raises OSError, ValueError, KeyError or TypeError for a plan that is none."""
+        """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""
         plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
         name: str = plan["backend"]["name"]
         if job.attempts and job.attempts[-1].num_starts > 1:
-            name = job.attempts[-1].backend  # it fell back before; it would again
+            name = job.attempts[-1].backend  # it fell back before, and would again
         return name
 
     # -- which is next ------------------------------------------------------------------------------------------------
 
     def next_that_fits(self) -> tuple[Job, Device] | None:
-        """The most urgent job that fits on a free device: highest priority, then first come. It stays until taken."""
+        """Return the job to start on a free device: highest priority first, then first come. It stays until taken."""
         self.look_again()
         now = self._clock()
         with_device = [ready for wants_gpu, ready in self._ready.items() if self._placement.is_any_free(wants_gpu)]
@@ -318,13 +319,13 @@ class Backlog:
             log.info("job %d (%s): waits for a GPU: others hold their memory", job.id, job.name)
 
     def look_again(self) -> None:
-        """What the jobs wait for that are new, or that depend on one that has changed."""
+        """Check the conditions of new jobs, and of jobs with a dependency that has changed."""
         while self._unsure:
             number = self._unsure.pop()
             try:
                 if (job := self._jobs.get(number)) is not None:
                     self._look_at(job)
-            except BaseException:  # a full disk: it is yet to be done
+            except BaseException:  # e.g. a full disk: still to be done
                 self._unsure.add(number)
                 raise
 
@@ -348,7 +349,7 @@ class Backlog:
         return all(found.state is State.SUCCEEDED for found in there)
 
     def _blocking(self, job: Job) -> list[_Blocking]:
-        """What a job depends on that will not succeed by itself."""
+        """Return the dependencies of a job that will not succeed by themselves."""
         blocking = []
         for reference in job.depends_on:
             found = self._find_any(reference)
@@ -361,13 +362,13 @@ class Backlog:
         return blocking
 
     def _had_succeeded(self, reference: str, job: Job) -> bool:
-        """Whether a job that was pruned had done what this one waited for: a success, and not its files."""
+        """Return True if a pruned job had met this dependency: it succeeded, and its files are not needed."""
         pruned = self._spool.pruned(reference)
         return pruned is not None and pruned.state is State.SUCCEEDED and pruned.id not in job.inputs.values()
 
     def _hold(self, job: Job, blocking: Sequence[_Blocking]) -> None:
-        """Leave a job whose dependencies will not succeed by themselves to a person. Once they have been requeued and
-        have succeeded, the job goes on by itself."""
+        """Hold a job whose dependencies will not succeed by themselves, for a person to decide. It continues by itself
+        once they have been requeued and have succeeded."""
         problem = _blocked(job, blocking)
         log.warning(
             "job %d (%s): held: %s",
@@ -382,7 +383,7 @@ class Backlog:
         self._database.put_job(held)
 
     def _find_any(self, reference: str) -> Job | None:
-        """The job of that number, else the newest of that name."""
+        """Return the job of that number, else the newest job of that name."""
         if reference.isdecimal() and (job := self._spool.job(int(reference))) is not None:
             return job
         return max(self._spool.named(reference), key=lambda job: job.id, default=None)
@@ -390,8 +391,7 @@ class Backlog:
     # -- why a job waits ----------------------------------------------------------------------------------------------
 
     def waits_for(self, job_id: int) -> dict[str, str] | None:
-        """The reason why a queued job does not run: a word for programs, and words for people. None where it is not
-        queued."""
+        """Return why a queued job does not run: a code for programs, a text for people. None if it is not queued."""
         job = self._jobs.get(job_id)
         if job is None or job.state is not State.QUEUED:
             return None
@@ -419,7 +419,7 @@ class Backlog:
     # -- planned again ------------------------------------------------------------------------------------------------
 
     def plan_deferred(self) -> None:
-        """Have the jobs planned whose inputs are made by now."""
+        """Plan the deferred jobs whose inputs exist by now."""
         self.look_again()
         for number in sorted(self._unplanned):
             if not self._acceptance.has_room:
@@ -428,14 +428,14 @@ class Backlog:
                 self._acceptance.plan_again(self._jobs[number], self._made_for(self._jobs[number]))
 
     def settle_replanned(self) -> None:
-        """Take the plans that were made again; a fault that was found then ends the job."""
+        """Take the plans that were made again; an error found then fails the job."""
         for done in self._acceptance.replanned():
             job, found = self._jobs.get(done.job_id), self._asked_for.pop(done.job_id, None)
             if job is not None and job.state is State.QUEUED:
                 self._replanned(job, done.answer, found)
 
     def _replanned(self, job: Job, answer: dict[str, Any], found: Device | None) -> None:
-        """`found`: the device that it was planned again for, where it was that and not an input that was new."""
+        """Take one new plan. `found` is the device that it was made for; None if it was made for new inputs."""
         if answer["ok"] and not answer["waits_for"]:
             durable.write_json(self._layout.job(job.id).plan_path, self._acceptance.plan_of(job, answer))
             self._placement.reread_plan(job)
@@ -447,13 +447,13 @@ class Backlog:
                 log.warning("job %d (%s): %s", job.id, job.name, warning)
             return
         problem = from_dict(answer["error"]) if not answer["ok"] else ModelError("what it starts from is not there")
-        if found is not None:  # it cannot run there; it was accepted, so it can elsewhere
+        if found is not None:  # it was accepted, so another device can run it
             self._placement.rule_out(job, found, problem.message)
             log.warning("job %d (%s): not on %s: %s", job.id, job.name, found.name, problem.message)
             return
         self.fail(job, problem)
 
     def _made_for(self, job: Job) -> dict[str, Path]:
-        """What other jobs have made for this one: by the names under which it asks for it."""
+        """Return the output directories of other jobs that this one starts from, by the names it uses for them."""
         makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
         return {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}

@@ -1,6 +1,5 @@
-"""The daemon's end of one preflight helper (preflight.py): it never waits, and it kills a helper that does not answer
-in time. Imports nothing of what the helper checks with, so that the daemon stays small.
-"""
+"""The daemon's end of one preflight helper (preflight.py). It never blocks, and kills a helper that does not answer in
+time. It imports none of the helper's checks, so that the daemon stays small."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ log = logging.getLogger(__name__)
 
 #: Bytes; an answer holds a spec and a plan.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-#: Helpers that one job file may cost; after the second it is refused.
+#: Helpers that one job file may crash; after the second it is refused.
 MAX_HELPERS_PER_REQUEST = 2
-#: Seconds that a helper has from its start to its first word.
+#: Seconds from a helper's start to its first word.
 START_TIMEOUT_SEC = 120.0
-#: Seconds between looks at one that is on its way.
+#: Seconds between looks at a helper that is starting.
 LOOK_SEC = 0.5
-#: Seconds before another start where one has failed, doubled each time; and the longest.
+#: Seconds before another start after one has failed, doubled each time; and the longest.
 FIRST_PAUSE_SEC = 0.2
 MAX_PAUSE_SEC = 10.0
-#: What may be wrong with a job file that cannot be read; anything else is the machine's.
+#: Errors of reading that are a fault of the job file; any other is the machine's.
 _FILE_FAULTS = {errno.ENOENT, errno.EACCES, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO}
 
 
@@ -47,15 +46,15 @@ class _Request:
     config: Config
     rest: dict[str, Any]
     is_sent: bool = False
-    deadline: float = 0.0  #: by the client's clock, from when it was sent
-    num_helpers: int = 0  #: that it was sent to
+    deadline: float = 0.0  #: by the client's clock, set when the request is sent
+    num_helpers: int = 0  #: helpers that it was sent to
 
     @property
     def timeout_sec(self) -> float:
         return self.config.spool.preflight_timeout_sec
 
     def line(self) -> bytes:
-        """The request as it is sent, with the job file's content: the helper may not be able to read the file."""
+        """Return the request's line, with the job file's content: the helper may not be able to read the file."""
         data = untrusted.read_plain(self.spec_path, max_bytes=self.config.spool.max_spec_bytes, num_names=1)
         spec = {"spec_name": self.spec_path.name, "spec": base64.b64encode(data).decode("ascii")}
         request = {"id": self.id, **spec, "config": self.config.model_dump(mode="json"), **self.rest}
@@ -63,11 +62,11 @@ class _Request:
 
 
 class Checker:
-    """Hands requests to a helper, one at a time and in order, and never waits for it.
+    """Hands requests to a helper, one at a time and in order, and never blocks.
 
     `helper_changed` is called with the old and the new descriptor to watch for reading (None: there is none), so that
     the caller's selector can follow: the helper is started with the first request, and again after a death. While none
-    can be started, requests wait, and `fault` says why. `who` is for the log: whose files they are.
+    can be started, requests wait, and `fault` says why. `who` names the user in log lines.
     """
 
     def __init__(
@@ -89,17 +88,17 @@ class Checker:
         self._helper: Helper | None = None
         self._corpses: list[Helper] = []  #: killed; one in an unanswered system call may linger
         self._buffer = bytearray()
-        self._num_searched = 0  # bytes of it without a line's end
+        self._num_searched = 0  # bytes of it known to have no line end
         self._is_ready = False
         self._ready_by = 0.0
         self._start_at = -MAX_PAUSE_SEC
         self._pause_sec = FIRST_PAUSE_SEC
-        self.may_go_on = True  #: False: what is being checked is finished, and nothing else begun
+        self.may_go_on = True  #: False: the current check is finished, and no other is begun
         self.fault = ""  #: why no helper can be started
 
     @property
     def deadline(self) -> float | None:
-        """When `poll` must be called at the latest, by the client's clock."""
+        """Time by which `poll` must be called, by the client's clock; None without one."""
         if self._helper is not None and not self._is_ready:
             return min(self._ready_by, self._clock() + LOOK_SEC)
         if self._current is not None and self._current.is_sent:
@@ -112,7 +111,7 @@ class Checker:
 
     @property
     def is_between(self) -> bool:
-        """Whether no helper is at anything."""
+        """True if no helper is working on a request."""
         return self._current is None or not self._current.is_sent
 
     @property
@@ -121,21 +120,21 @@ class Checker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has a helper that takes requests."""
+        """True if it has a helper that takes requests."""
         return self._is_ready
 
     @property
     def wants_helper(self) -> bool:
-        """Whether a helper has to be started now."""
+        """True if a helper has to be started now."""
         has_work = self._current is not None or bool(self._waiting)
         return self._helper is None and has_work and self._clock() >= self._start_at
 
     def stuck(self) -> set[int]:
-        """The requests for which there is no helper to be had."""
+        """Return the requests for which no helper can be started."""
         return {request.id for request in self._requests()} if self.fault else set()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable with an answer; -1 while there is no helper."""
+        """Return the descriptor that becomes readable with an answer; -1 while there is no helper."""
         return self._helper.fileno() if self._helper is not None else -1
 
     def submit(
@@ -151,7 +150,7 @@ class Checker:
         pinned: Mapping[str, Any] | None = None,
         uid: int | None = None,
     ) -> None:
-        """Ask for a job file to be checked; `poll` has the answer. `commit`: the one that a hub id meant before;
+        """Submit a job file for a check; `poll` returns the answer. `commit`: the commit that a hub id meant before;
         `dataset_commits`: those of data sets, by key; `pinned`: the precision of the job's earlier plan."""
         rest = {
             "device": device.as_dict() if device else None,
@@ -165,7 +164,7 @@ class Checker:
         self.advance()
 
     def poll(self) -> list[dict[str, Any]]:
-        """The answers that have come since the last call, in the helper's own words; see the module's top."""
+        """Return the answers that have come since the last call, unchanged; preflight.py describes them."""
         self._corpses = [corpse for corpse in self._corpses if not corpse.is_gone()]
         answers: list[dict[str, Any]] = []
         for line, is_over in iter(self._read_line, None):
@@ -180,11 +179,11 @@ class Checker:
         return answers + unread
 
     def rest(self) -> None:
-        """End the helper, which is at nothing; requests wait."""
+        """End the idle helper; requests wait."""
         self._drop_helper()
 
     def close(self) -> None:
-        """End the helper, whatever it is at, for good."""
+        """End the helper for good, whatever it is doing."""
         self._drop_helper()
         self._stage_file.close()
         deadline = time.monotonic() + 1.0
@@ -197,7 +196,7 @@ class Checker:
     # -- the helper ---------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Begin the next request, as far as that goes now."""
+        """Begin the next request, if that is possible now."""
         while self.may_go_on and self.is_between:
             if self._current is None and not self._waiting:
                 return
@@ -209,11 +208,11 @@ class Checker:
             self._send(self._current, self._helper)
 
     def _send(self, request: _Request, helper: Helper) -> None:
-        """A helper that is dead already is found so by the next read."""
+        """Send a request to the helper. If the helper is already dead, the next read detects it."""
         try:
             line = request.line()
         except OSError as error:
-            if error.errno not in _FILE_FAULTS:  # no descriptor to be had
+            if error.errno not in _FILE_FAULTS:  # e.g. no free descriptor
                 self._fail_start(str(error))
                 return
             fault = SpecError(f"{request.spec_path.name} cannot be read: {error.strerror}", hint="drop it again")
@@ -230,13 +229,13 @@ class Checker:
         self._stage_file.truncate(0)
         try:
             self._helper = self._start(self._stage_file.fileno(), self._helper_changed)
-        except OSError as error:  # no process, no descriptor to be had; systemd does not start it
+        except OSError as error:  # no process or no descriptor available, or systemd does not start it
             self._fail_start(str(error))
         else:
             self._ready_by = self._clock() + START_TIMEOUT_SEC
 
     def _fail_start(self, why: str) -> None:
-        """No request pays for that: they wait, and it is tried again."""
+        """Schedule another start of the helper. Requests wait, and the failure does not count against them."""
         self._drop_helper()
         self._start_at = self._clock() + self._pause_sec
         self._pause_sec = min(2 * self._pause_sec, MAX_PAUSE_SEC)
@@ -263,7 +262,7 @@ class Checker:
         self._corpses.append(helper)
 
     def _read_line(self) -> tuple[bytes, bool] | None:
-        """One line, or the news that the helper is over; None where there is no more to read for now."""
+        """Return one line and False, or b"" and True if the helper has ended; None if there is nothing to read now."""
         while self._helper is not None:
             end = self._buffer.find(b"\n", self._num_searched)
             if end >= 0:
@@ -292,13 +291,13 @@ class Checker:
         request = self._current
         answer = reply.read(line, request.id) if request is not None and request.is_sent else None
         if answer is None:
-            return self._revive()  # a helper that talks nonsense is none
+            return self._revive()  # an invalid answer is treated as a crash
         self._current = None
         self.advance()
         return [answer]
 
     def _revive(self) -> list[dict[str, Any]]:
-        """After the helper's death: once more with a new one, or the end of a request that has killed two."""
+        """Send the request to a new helper after the helper's death, or refuse it if it has crashed two."""
         if not self._is_ready:
             self._fail_start("it ended before it was ready, see the journal")
             return []
@@ -327,7 +326,7 @@ class Checker:
         return _refusal(request.id, error)
 
     def _stage(self) -> str:
-        """What the helper was at, in its own words."""
+        """Return the helper's last reported stage."""
         told = os.pread(self._stage_file.fileno(), STAGE_BYTES, 0).decode("ascii", errors="replace").strip()
         return told if told.isprintable() and told else "start"
 

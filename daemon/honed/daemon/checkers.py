@@ -1,10 +1,10 @@
-"""The checking of job files, with the rights of those who dropped them, as far as this machine can.
+"""All preflight helpers of an instance: job files are checked with the rights of their submitters where possible.
 
     root and accounts of the system, and where workers are no units    one helper, the daemon's child, for all of them
     people (access.is_person)                                          each their own, as honed-check@UID.service
 
-A unit is kept while there is work for it, and for a while after. There are a few at a time: who waits for one takes the
-place of one that has nothing to do, or of the one that has worked the longest, when that is between two job files.
+A unit is kept while there is work for it, and for a while after. Only a few run at a time: a user who waits for one
+takes the place of an idle unit, or of the unit that has worked the longest, when that is between two job files.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from honed.system.device import Device
 
 #: Units at a time.
 MAX_UNITS = 3
-#: Seconds that a unit may go on while others wait for its place, and that it is kept without work.
+#: Seconds that a unit may continue while others wait for its place, and seconds that it is kept without work.
 TURN_SEC = 5.0
 IDLE_SEC = 20.0
 
 
 class Checkers:
-    """One face for all helpers of an instance; see Checker for what is handed to them.
+    """One interface to all helpers of an instance; see Checker for the parameters.
 
-    `start` and `start_as` start the common one, and one with the rights of a submitter (None: there are no units).
+    `start` starts the common helper, `start_as` one with the rights of a submitter (None: there are no units).
     """
 
     def __init__(
@@ -47,28 +47,28 @@ class Checkers:
         self._clock = clock
         self._common = Checker(start, helper_changed, clock=clock)
         self._people: dict[int, Checker] = {}  # by uid
-        self._turns: dict[int, float] = {}  # uid → since when it has its place
-        self._idle: dict[int, float] = {}  # uid → since when it has nothing to do, of those with a place
-        self._queue: deque[int] = deque()  # those that wait for a place
+        self._turns: dict[int, float] = {}  # uid → since when it has had a place
+        self._idle: dict[int, float] = {}  # uid → since when it has been idle, of those with a place
+        self._queue: deque[int] = deque()  # users that wait for a place
 
     @property
     def deadline(self) -> float | None:
-        """When `poll` must be called at the latest, by the clock."""
+        """Time by which `poll` must be called, by the clock; None without one."""
         deadlines = [checker.deadline for checker in (self._common, *self._people.values())]
         ends = [since + IDLE_SEC for since in self._idle.values()]
         return min((each for each in (*deadlines, *ends) if each is not None), default=None)
 
     @property
     def fault(self) -> str:
-        """Why some job files cannot be checked; empty where all can."""
+        """Reason why some job files cannot be checked; empty if all can."""
         return next((checker.fault for checker in (self._common, *self._people.values()) if checker.fault), "")
 
     def stuck(self) -> set[int]:
-        """The numbers of the job files that cannot be checked."""
+        """Return the numbers of the job files that cannot be checked."""
         return set[int]().union(*(checker.stuck() for checker in (self._common, *self._people.values())))
 
     def is_stuck(self, uid: int) -> bool:
-        """Whether what this user drops cannot be checked for now."""
+        """Return True if this user's job files cannot be checked for now."""
         checker = self._people.get(uid) if self._has_unit(uid) else self._common
         return checker is not None and bool(checker.fault)
 
@@ -85,7 +85,7 @@ class Checkers:
         pinned: Mapping[str, Any] | None = None,
         uid: int | None = None,
     ) -> None:
-        """As Checker.submit, with the rights of `uid`; None: ours."""
+        """Submit a job file as Checker.submit does, to be checked with the rights of `uid`; None: with our own."""
         self._of(uid).submit(
             job_id,
             spec_path,
@@ -100,13 +100,13 @@ class Checkers:
         self._hand_out()
 
     def poll(self) -> list[dict[str, Any]]:
-        """The answers that have come since the last call."""
+        """Return the answers that have come since the last call."""
         answers = [answer for checker in (self._common, *self._people.values()) for answer in checker.poll()]
         self._hand_out()
         return answers
 
     def close(self) -> None:
-        """End all helpers, whatever they are at, for good."""
+        """End all helpers for good, whatever they are doing."""
         for checker in (self._common, *self._people.values()):
             checker.close()
 
@@ -130,7 +130,7 @@ class Checkers:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
-        """Give the places to those who have work, in turn."""
+        """Give the places to users with work, in turn."""
         now = self._clock()
         for uid in list(self._turns):
             self._look_after(uid, self._people[uid], now)
@@ -147,18 +147,19 @@ class Checkers:
         self._forget()
 
     def _look_after(self, uid: int, checker: Checker, now: float) -> None:
-        """Keep or take back a place that somebody has."""
+        """Keep or take back a user's place."""
         if not checker.has_helper and not checker.wants_helper:
             self._take_back(uid)  # its start has failed, or its helper has died without work
         elif not checker.is_ready:
-            self._turns[uid] = now  # the start counts for nobody's turn
+            self._turns[uid] = now  # the time of the start does not count
         elif checker.is_busy:
             self._idle.pop(uid, None)
         elif now - self._idle.setdefault(uid, now) >= IDLE_SEC:
             self._take_back(uid)
 
     def _end_turns(self, now: float) -> None:
-        """Have as many begin nothing more as others wait, those first who have worked the longest."""
+        """Keep as many units as there are places missing from beginning another job file: the longest-working ones, and
+        only those whose turn is over."""
         over = sorted((since, uid) for uid, since in self._turns.items() if now - since >= TURN_SEC)
         num_short = max(0, len(self._queue) - (MAX_UNITS - len(self._turns)))
         ending = {uid for _, uid in over[:num_short]}
@@ -166,8 +167,7 @@ class Checkers:
             self._let(uid, go_on=uid not in ending)
 
     def _take_back_one(self) -> bool:
-        """Take back the place that has had nothing to do for the longest, or one whose turn is over and that is between
-        two job files."""
+        """Take back the longest-idle place, or one whose turn is over and that is between two job files."""
         ended = [uid for uid in self._turns if not self._people[uid].may_go_on and self._people[uid].is_between]
         for uid in [*sorted(self._idle, key=self._idle.__getitem__), *ended][:1]:
             self._take_back(uid)
@@ -185,7 +185,7 @@ class Checkers:
         self._people[uid].rest()
 
     def _forget(self) -> None:
-        """Drop what is kept of those who have neither work nor a helper."""
+        """Remove the checkers of users who have neither work nor a helper."""
         for uid, checker in list(self._people.items()):
             if uid not in self._turns and not checker.is_busy:
                 checker.close()

@@ -1,9 +1,9 @@
-"""The daemon's end of keeping house: what goes is chosen here in small bites, and removed by a child (removal.py).
+"""The daemon's end of housekeeping: it chooses in small bites what to remove, and a child removes it (removal.py).
 
     a finished job ── its entry renamed to pruned/: the commit ──► its rows ──► the child: staged copies, directory
     checkpoints ── the entry says so ── renamed to .checkpoints.<n>.old ──► the child
 
-A daemon that dies in between finds at its next start what it had begun: a directory whose entry lies in pruned/, rows
+After a crash in between, the next start finds the unfinished work: a directory whose entry lies in pruned/, rows
 without an entry, checkpoints under their old name.
 """
 
@@ -37,21 +37,21 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
-#: Seconds of one turn of the loop that may go into the choice of what is removed.
+#: Seconds of one turn of the loop that may be spent on choosing what to remove.
 BITE_SEC = 0.02
-#: Rows that are removed from a table in one turn.
+#: Rows removed from a table in one turn.
 BITE_ROWS = 2000
-#: Items for one child: a command line has an end.
+#: Items for one child: the length of a command line is limited.
 MAX_ITEMS = 2000
-#: Seconds before what could not be removed is tried again.
+#: Seconds before a failed removal is retried.
 RETRY_SEC = 600.0
-#: Last entries of pruned jobs that are remembered, for the sake of who asks after them.
+#: Last entries of pruned jobs that are kept, to answer questions about them.
 MAX_REMEMBERED = 10_000
 
 
 @dataclass
 class Done:
-    """What became of an item that was asked for."""
+    """The result of removing one requested item."""
 
     num_bytes: int = 0
     num_files: int = 0
@@ -60,16 +60,19 @@ class Done:
 
 @dataclass
 class _Work:
-    """Items that wait for a child, in order, and those that it has."""
+    """The items that wait for a child, in order, and the items that the child is working on."""
 
     waiting: dict[str, None] = field(default_factory=dict)
     at_work: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
-    said: IO[bytes] | None = None  #: its output, read when it has ended
+    said: IO[bytes] | None = None  #: the child's output, read when it has ended
 
 
 class Housekeeper:
-    """`unfinished` tells of the jobs that are not over; `clock` is monotonic seconds, `now` those since the epoch."""
+    """Applies the retention limits and the prune requests.
+
+    `unfinished` returns the jobs that are not over; `clock` is monotonic seconds, `now` seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -90,9 +93,9 @@ class Housekeeper:
         self._clock = clock
         self._now = now
         self._needs = Needs(spool, layout)
-        self._sizes: dict[tuple[int, int], int] = {}  # bytes of a job as it is: number and revision
-        self._weights: dict[tuple[int, int], int] = {}  # the same of its checkpoints
-        self._rows: list[int] = []  # pruned jobs whose rows are still there
+        self._sizes: dict[tuple[int, int], int] = {}  # number and revision → bytes of the job's directory
+        self._weights: dict[tuple[int, int], int] = {}  # the same → bytes of its checkpoints
+        self._rows: list[int] = []  # pruned jobs whose rows still exist
         self._work = _Work()
         self._done: dict[str, Done] = {}
         self._retry: dict[str, float] = {}
@@ -104,18 +107,18 @@ class Housekeeper:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do at once."""
+        """True if there is work to do at once."""
         return bool(self._rows or self._look or (self._work.waiting and self._work.process is None))
 
     def patience(self) -> float:
-        """Seconds that the loop may sleep for our sake."""
+        """Return the seconds that the loop may sleep before housekeeping needs a turn."""
         if self.is_busy:
             return 0.0
         times = [self._look_at, *self._retry.values()]
         return 0.2 if self._work.process is not None else max(0.0, min(times) - self._clock())
 
     def tend(self) -> None:
-        """One bite of what there is to do."""
+        """Do one bite of the pending work."""
         now = self._clock()
         if self._look is None and now >= self._look_at:
             self._look, self._look_at = self._look_over(), now + self.config.retention.interval_sec
@@ -136,7 +139,7 @@ class Housekeeper:
             self._start()
 
     def _forget_rows(self, number: int) -> None:
-        """A bite of a pruned job's rows; its directory goes after the last of them."""
+        """Delete a bite of a pruned job's rows; its directory is removed after the last of them."""
         try:
             if not self._database.forget(number, max_rows=BITE_ROWS):
                 return
@@ -144,12 +147,12 @@ class Housekeeper:
             log.error("job %d: its rows in %s stay for now: %s", number, self._database.path, error)  # noqa: TRY400
             self._retry[f"rows:{number}"] = self._clock() + RETRY_SEC
         self._rows.pop(0)
-        self._database.moved.add(number)  # the index has it no longer
+        self._database.moved.add(number)  # the index no longer lists it
         if f"rows:{number}" not in self._retry and self._spool.is_pruned(number):
             self._want(f"job:{number}")
 
     def _bite(self) -> None:
-        """Go on with the look that was begun, for a moment."""
+        """Continue the current look for a moment."""
         until = time.monotonic() + BITE_SEC
         while self._look is not None and time.monotonic() < until:
             try:
@@ -157,11 +160,11 @@ class Housekeeper:
             except StopIteration:
                 self._look = None
             except BaseException:
-                self._look = None  # begun anew at the next time, not at the next turn
+                self._look = None  # begun anew at the next interval, not in the next turn
                 raise
 
     def close(self) -> None:
-        """The child is ended: what it has not done is found at the next start."""
+        """Kill the child: the next start finds its unfinished work."""
         if self._work.process is not None:
             self._work.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -244,7 +247,7 @@ class Housekeeper:
     # -- what goes ---------------------------------------------------------------------------------------------------
 
     def prune(self, jobs: Sequence[Job], why: str) -> None:
-        """Give finished jobs up, with all that is their own."""
+        """Prune finished jobs, with everything that belongs to them alone."""
         self._spool.prune(*jobs)
         for job in jobs:
             self._rows.append(job.id)
@@ -253,31 +256,31 @@ class Housekeeper:
             log.info("job %d (%s): pruned: %s", job.id, job.name, why, extra=about(job))
 
     def drop_checkpoints(self, job: Job, why: str) -> Job:
-        """Remove a finished job's checkpoints; its entry says so first, so that nobody counts on them."""
+        """Remove a finished job's checkpoints; its entry is marked first, so that nobody relies on them."""
         changed = job if job.are_checkpoints_pruned else self._spool.annotate(job, are_checkpoints_pruned=True)
         self.forget_checkpoints(changed.id)
         log.info("job %d (%s): its checkpoints are removed: %s", job.id, job.name, why, extra=about(job))
         return changed
 
     def forget_checkpoints(self, job_id: int) -> None:
-        """Take a job's checkpoints away at once; what they take on the disk is freed soon."""
+        """Set a job's checkpoints aside at once; their disk space is freed soon."""
         self._done.pop(f"checkpoints:{job_id}", None)
         if removal.set_aside_checkpoints(self._layout, job_id):
             self._want(f"checkpoints:{job_id}")
 
     def free_checkpoints(self, job_id: int) -> None:
-        """Free what checkpoints take that somebody has set aside."""
+        """Free the disk space of checkpoints that were already set aside."""
         self._want(f"checkpoints:{job_id}")
 
     def _find_leftovers(self) -> Iterator[None]:
-        """What an earlier daemon had begun, a piece at a time."""
+        """Find the work that an earlier daemon had begun, a piece at a time."""
         pruned = self._spool.pruned_ids()
         yield
         known = {path.name for path in self._layout.jobs_dir.iterdir()}
         self._rows += sorted(number for number in pruned if str(number) in known)
         yield
         entries = self._spool.ids()
-        # A power cut may have taken back that a job's rows went, or honectl has pruned while honed was down.
+        # A power cut may have undone the deletion of a job's rows, or honectl has pruned while honed was down.
         self._rows += sorted(self._database.job_ids() - entries - set(self._rows))
         yield
         for name in known:
@@ -288,7 +291,7 @@ class Housekeeper:
         self._spool.forget_pruned(set(gone[:-MAX_REMEMBERED]))
 
     def _look_over(self) -> Iterator[None]:
-        """What the configuration has us remove, a piece at a time."""
+        """Find and remove what exceeds the configured retention, a piece at a time."""
         config = self.config.retention
         if jump := self._calendar.look():
             log.warning("the clock was set by %.0f s: nothing is removed for its age this time", jump)
@@ -331,7 +334,7 @@ class Housekeeper:
             yield
         if config.max_checkpoint_bytes is not None:
             are_missing = self._measure(saved, self._weights, "weigh") or are_missing
-        if are_missing:  # the rest at the next look: by then their sizes are known
+        if are_missing:  # the rest at the next look: their sizes are known by then
             self._look_at = self._clock() + min(config.interval_sec, 1.0)
         yield
         items, by_id = [], {job.id: job for job in free}
@@ -371,7 +374,7 @@ class Housekeeper:
         return replace(item, changed_at=self._calendar.date(item.changed_at))
 
     def _may_still_go(self, job: Job) -> bool:
-        """Whether a job is as it was when it was looked at, and still nobody's need: turns have passed since."""
+        """Return True if a job is unchanged since it was looked at, and no job needs it: turns have passed since."""
         if self._spool.job(job.id) != job:
             return False
         return not any(job.id in self._needs.of(other) for other in self._unfinished())
@@ -400,8 +403,8 @@ class Housekeeper:
     # -- what a person asks for --------------------------------------------------------------------------------------
 
     def answer(self, arguments: dict[str, Any], find: Callable[[str], Job], asker: Asker) -> dict[str, Any]:
-        """`honectl prune`: what would go, or with `dry_run: false` what goes from now on. `is_measured`: whether the
-        sizes are known; ask again where not."""
+        """Answer `honectl prune`: list what would be removed, or remove it with `dry_run: false`. `is_measured` in the
+        answer tells whether all sizes are known; if not, ask again."""
         wish = Wish.of(arguments)
         is_dry = bool(arguments.get("dry_run", True))
         if wish.rejected:
@@ -426,14 +429,14 @@ class Housekeeper:
         return report(chosen, sizes, is_measured=not missing)
 
     def _measure(self, jobs: Iterable[Job], known: dict[tuple[int, int], int], kind: str) -> bool:
-        """Have the sizes found out that are not known. Returns whether any is not."""
+        """Queue the measurement of all unknown sizes. Returns True if any size is unknown."""
         missing = [job for job in jobs if (job.id, job.revision) not in known]
         for job in missing:
             self._want(f"{kind}:{job.id}")
         return bool(missing)
 
     def pruned(self, arguments: dict[str, Any], asker: Asker) -> dict[str, Any]:
-        """Progress of the removal of what was asked for: {number: {num_bytes, num_files, problem}} of what is done."""
+        """Return the finished items of a requested removal: {number: {num_bytes, num_files, problem}}."""
         kind = "checkpoints" if arguments.get("checkpoints") else "job"
         try:
             numbers = [int(each) for each in arguments.get("ids") or ()]
@@ -458,7 +461,7 @@ def _wants_jobs(config: RetentionConfig) -> bool:
 
 
 def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> dict[str, Any]:
-    """What goes and what stays, as `prune --json` has it."""
+    """Return the jobs that go and the jobs that stay, in the format of `prune --json`."""
 
     def row(job: Job) -> dict[str, Any]:
         return {"id": job.id, "name": job.name, "state": job.state.value, "num_bytes": sizes.get(job.id)}
@@ -471,7 +474,7 @@ def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> dict[
 
 
 def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> dict[str, Any]:
-    """The refused files that go: the asker's own, or an administrator's choice of all."""
+    """Remove refused files beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator."""
     if not wish.limits:
         raise UsageError("prune what?", hint="--rejected takes --older-than, --keep or --max-size; --keep 0 is all")
     mine = retention.refused_files(spool, uid=None if asker.is_administrator else asker.uid)

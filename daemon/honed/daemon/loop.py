@@ -1,9 +1,9 @@
-"""honed: watches the spool and runs what is dropped into it, one job per free device.
+"""honed: watches the spool and runs the jobs that are dropped into it, one job per free device.
 
-The loop is a list of named steps, each of which does what can be done now and waits for nothing:
+The loop is a list of named steps. Each does what can be done now, and never blocks:
 
     obey signals · settle what ended · follow events · take arrivals · plan what waited for others · start what can ·
-    end what must · tell who wants to know · have rows sent and pages made · keep house ·
+    end what must · notify · have rows sent and pages made · keep house ·
     report
 
 Signals, arrivals, the preflight helpers and the control socket only wake it.
@@ -63,21 +63,21 @@ from honed.system.notify import Notifier
 
 log = logging.getLogger("honed")
 
-#: Seconds for which a free device waits for arrivals that are still being taken, so that of many files dropped at once
-#: the most urgent one starts first.
+#: Seconds for which a free device waits for arrivals that are still being taken, so that the most urgent of many files
+#: dropped together starts first.
 ARRIVAL_GRACE_SEC = 10.0
 #: Seconds between passes of the loop, at most, while one of its steps keeps failing.
 MAX_BROKEN_PAUSE_SEC = 30.0
-#: Seconds before a job is tried again whose worker could not be started, for no fault of its own.
+#: Seconds before the retry of a job whose worker could not be started, for no fault of its own.
 NOT_NOW_SEC = 10.0
 #: Seconds asked of systemd at a time while workers write their checkpoints.
 STOP_EXTENSION_SEC = 30.0
-#: The same, while the database is made again, job by job.
+#: The same while the database is rebuilt, job by job.
 START_EXTENSION_SEC = 60.0
 
 
 class Daemon:
-    """One instance. Time, the look at the devices and the runner come in, so that a test can hand in its own."""
+    """One instance. Clock, device probe and runners are parameters, so that tests can replace them."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Daemon:
         self._is_stopping = False
         self._num_broken_turns = 0
         self._config_fault = ""  # why the last reload was refused
-        self._machine_fault = restart.last_fault()  # what keeps us from working, restarted or not
+        self._machine_fault = restart.last_fault()  # what keeps us from working, also across restarts
         self._pause_until = 0.0
         self._rescan_at = 0.0
         self._free_since: float | None = None
@@ -162,7 +162,7 @@ class Daemon:
         """Run until a signal, or until all is done with `--drain`. Returns the exit status."""
         self._wake.catch_signals()
         self._recover()
-        self._notifier.status(self._status(self._everybody()))  # first: who waits for us to be ready looks at it then
+        self._notifier.status(self._status(self._everybody()))  # before READY=1: then it is read at once
         self._notifier.ready()
         log.info("honed %s ready: %s", __version__, self._status(), extra=about(message=message.READY))
         self._tell_of_machine("")
@@ -172,7 +172,7 @@ class Daemon:
         try:
             while not self._is_over():
                 self._turn()
-            self._is_done(self._tend_database, [])  # what it would not take in the last turn
+            self._is_done(self._tend_database, [])  # writes that the database did not take in the last turn
         finally:
             self._close()
         log.info("honed ends: %s", self._status())
@@ -199,12 +199,12 @@ class Daemon:
         num_broken = sum(not self._is_done(step, faults) for step in steps)
         self._tell_of_machine(faults[0] if faults else self._attempts.fault or self._acceptance.fault)
         self._report(is_healthy=num_broken == len(faults))
-        # What keeps breaking is tried again at leisure, and its restart is left to systemd's watchdog.
+        # A step that keeps failing is retried ever more slowly, and the restart is left to systemd's watchdog.
         self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
         self._pause_until = self._clock() + min(self._num_broken_turns, MAX_BROKEN_PAUSE_SEC)
 
     def _is_done(self, step: Callable[[], None], faults: list[str]) -> bool:
-        """One step; what nobody foresaw in it is logged, and the other steps go on. What is the machine's is told."""
+        """Run one step. Log unforeseen errors, so that the other steps continue; add machine faults to `faults`."""
         try:
             step()
         except Exception as error:
@@ -216,7 +216,7 @@ class Daemon:
         return True
 
     def _tell_of_machine(self, fault: str) -> None:
-        """A full disk and the like: said once, and when it is over."""
+        """Report a machine fault such as a full disk once, and once more when it is over."""
         if fault and not self._machine_fault:
             log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
             self._notices.tell_of_machine(fault)
@@ -229,7 +229,7 @@ class Daemon:
         self._rescan_at = 0.0
 
     def _selector_changed(self, old_fd: int | None, new_fd: int | None) -> None:
-        """A preflight helper was started or is gone."""
+        """Follow the start or the end of a preflight helper."""
         if old_fd is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(old_fd)
@@ -237,7 +237,7 @@ class Daemon:
             self._selector.register(new_fd, selectors.EVENT_READ, lambda _events: None)
 
     def _patience(self) -> float:
-        """Seconds that the loop may sleep when nothing wakes it."""
+        """Return the seconds that the loop may sleep if nothing wakes it."""
         now = self._clock()
         waits = [self._rescan_at - now, self._housekeeper.patience(), self._publishing.patience()]
         if self._attempts.running or self._acceptance.num_fetching:
@@ -263,7 +263,7 @@ class Daemon:
         return self._drain and is_taken and self._backlog.all_wait_for_a_person()
 
     def _is_left(self, job_id: int) -> bool:
-        """Whether a running job goes on while honed is down."""
+        """Return True if a running job continues while honed is down."""
         return self._config.jobs.on_stop == "leave" and self._attempts.is_left(job_id)
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -283,9 +283,9 @@ class Daemon:
             {*(job.id for job in self._backlog.jobs()), *(claim.id for claim in self._arrivals.claims())}
         )
         self._acceptance.scan()
-        with contextlib.suppress(OSError):  # what ended before is told now, or in a turn of the loop
+        with contextlib.suppress(OSError):  # the notices are sent now, or in a turn of the loop
             self._notices.tend()
-        self._publishing.tend_sender()  # rows may wait though there is nothing else to do
+        self._publishing.tend_sender()  # rows may wait although there is nothing else to do
 
     def _close(self) -> None:
         self._server.close()
@@ -293,7 +293,7 @@ class Daemon:
         self._checkers.close()
         self._fetcher.close()
         self._housekeeper.close()
-        # What `--drain` leaves behind may never run again.
+        # After `--drain` nothing may ever run again to send the rest.
         self._publishing.close(is_last=self._drain and not self._is_stopping)
         self._database.close()
         self._arrivals.close()
@@ -311,7 +311,7 @@ class Daemon:
             log.info("asked to stop; %d running jobs go on, %d are asked for a checkpoint", len(left), len(asked))
         if signal.SIGHUP in signals:
             self._reload()
-        if self._is_stopping:  # each time: a full disk may have kept the word from one of them
+        if self._is_stopping:  # in each turn: a full disk may have prevented it for one of them
             for job_id in [job_id for job_id in self._attempts.running if not self._is_left(job_id)]:
                 self._attempts.stop(job_id, Stop.SHUTDOWN)
 
@@ -346,14 +346,14 @@ class Daemon:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _tend_database(self) -> None:
-        """Make the database again where somebody has removed it, or a disk has damaged it."""
+        """Rebuild the database if somebody has removed it, or a disk has damaged it."""
         if self._database.is_lost:
             self._database.renew()
         if self._database.is_new:
             followed = {number: running.offset for number, running in self._attempts.running.items()}
             rebuild(self._database, self._spool, self._layout, followed=followed)
         if self._database.is_behind:
-            self._database.is_behind = False  # what fails now sets it again
+            self._database.is_behind = False  # a failure sets it again
             try:
                 catch_up(self._database, self._spool, self._layout)
             except BaseException:
@@ -371,7 +371,7 @@ class Daemon:
                 unstage.remove_copies(self._layout, job, self._unfinished())
 
     def _retry_delay_sec(self, job: Job) -> float:
-        """The first retry follows at once; each one after it waits twice as long as the one before."""
+        """Return the delay before a retry: none before the first, then twice as long each time."""
         if job.state is not State.QUEUED or job.num_failures <= 1:
             return 0.0
         delay: float = self._config.jobs.retry_delay_sec * 2 ** (job.num_failures - 2)
@@ -389,7 +389,7 @@ class Daemon:
             self._rescan_at = now + self._config.spool.rescan_interval_sec
             self._watcher.rearm()
             self._acceptance.scan()
-        # After the look at incoming/: what was dropped together is known together.
+        # After the scan of incoming/: files that were dropped together are then all known.
         for job in self._acceptance.settle_waiting():
             self._backlog.add(job)
 
@@ -421,7 +421,7 @@ class Daemon:
                 continue
             try:
                 self._attempts.start(job, free, backend)
-            except BaseException:  # a full disk: it lies where it was
+            except BaseException:  # e.g. a full disk: the job is still in queued/
                 self._backlog.put_back(job)
                 raise
 
@@ -430,7 +430,7 @@ class Daemon:
         return limit is None or len(self._attempts.running) < limit
 
     def _must_wait_for_arrivals(self) -> bool:
-        """Whether what is being accepted may be more urgent than what could start now."""
+        """Return True if an arrival that is being accepted may be more urgent than the job that could start now."""
         now = self._clock()
         self._free_since = self._free_since if self._free_since is not None else now
         return self._acceptance.is_busy and now - self._free_since < ARRIVAL_GRACE_SEC
@@ -446,11 +446,11 @@ class Daemon:
             self._notifier.extend_timeout(STOP_EXTENSION_SEC)
 
     def _everybody(self) -> query.Asker:
-        """Who reads STATUS=: every user of the machine, in `systemctl status`."""
+        """Return the asker that stands for the readers of STATUS=: every user of the machine, in `systemctl status`."""
         return query.Asker(query.NOBODY_UID, is_administrator=False, reads_all=self._config.policy.share_results)
 
     def _status(self, asker: query.Asker = query.ANYBODY) -> str:
-        """One line that a person wants to read; without the names of jobs that are not the asker's to read."""
+        """Return one line for people, without the names of jobs that the asker may not read."""
         running = [
             f"{item.job.name} ({item.job.id}) {item.narrator.words()}"
             if asker.may_read(item.job)
@@ -473,7 +473,7 @@ class Daemon:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; the man page is made from it."""
+    """Return the parser of the command line; the man page is generated from it."""
     made = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
     made.add_argument(
         "--root",
@@ -495,15 +495,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `honed` command."""
+    """Run the `honed` command."""
     options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose)
-    faulthandler.enable()  # the watchdog's SIGABRT: the stack of a loop that hangs goes to the journal
+    faulthandler.enable()  # for the watchdog's SIGABRT: the stack of a hanging loop goes to the journal
     return start(layouts.of(options.root), drain=options.drain)
 
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
-    """Run one instance. Returns the exit status: 0, or what keeps systemd from starting it again in vain."""
+    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it in vain."""
     try:
         return Daemon(layout, config.load(layout), drain=drain, **parts).run()
     except HonedError as error:

@@ -1,4 +1,4 @@
-"""The choice of a job's device: which there are, which are free, and for which the job was planned."""
+"""The choice of a job's device: which exist, which are free, and which the job was planned for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 #: Seconds between looks at the GPUs while a job waits for one that others hold.
 DEVICE_PROBE_INTERVAL_SEC = 2.0
-#: Share of a GPU's memory by which two of one kind may differ.
+#: Share of a GPU's memory by which two GPUs of one kind may differ.
 DEVICE_TOLERANCE = 0.02
 
 
 class Placement:
-    """The devices, and what is known of queued jobs on them. `clock` is monotonic seconds."""
+    """The devices, and how queued jobs fit on them. `clock` is monotonic seconds."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Placement:
         self._clock = clock
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
         self._devices: list[Device] = []
-        self._planned_for: dict[int, Device | None] = {}  # read from the plans once
-        self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job was found not to fit, and why
-        self.fault = ""  #: what is wrong with the devices
+        self._planned_for: dict[int, Device | None] = {}  # read from each plan once
+        self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job does not fit, and why
+        self.fault = ""  #: the devices' fault
 
     def tell(self) -> None:
-        """What jobs will train on; a GPU that is there and does not answer is the administrator's affair."""
+        """Log the devices that jobs train on; a GPU that exists and does not answer is a fault."""
         self._look()
         names = ", ".join(found.name for found in self._devices) or "nothing"
         if any(found.kind == "cuda" for found in self._devices) or self.config.device.gpus == []:
@@ -60,13 +60,14 @@ class Placement:
             log.info("no NVIDIA GPU here: jobs train on %s", names)
 
     def is_any_free(self, wants_gpu: bool) -> bool:
-        """Whether a device is free at all: else a long queue need not be looked through."""
+        """Return True if any device is free: else a long queue need not be searched."""
         return bool(self._free(wants_gpu, self._attempts.devices_in_use()))
 
     def free_device(self, job: Job) -> Device | None:
-        """A device that neither a job of ours nor anybody else uses; GPUs are asked again every few seconds.
+        """Return a device that no process uses, preferably one for which the job's plan holds unchanged; None without
+        one.
 
-        Of several, one for which the job's plan holds as it is.
+        GPUs are probed again every few seconds.
         """
         free = self._free(job.num_gpus > 0, self._attempts.devices_in_use() | self._unfit.get(job.id, {}).keys())
         return next((found for found in free if self.holds_on(job, found)), free[0] if free else None)
@@ -84,7 +85,7 @@ class Placement:
         ]
 
     def holds_on(self, job: Job, found: Device) -> bool:
-        """Whether a job's plan, made for one GPU, holds on this one: what its precision and its memory go by."""
+        """Return True if a job's plan, made for one GPU, holds on this one: precision and memory depend on the GPU."""
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
@@ -97,12 +98,12 @@ class Placement:
         return is_alike and found.total_bytes >= planned.total_bytes * (1 - DEVICE_TOLERANCE)
 
     def rule_out(self, job: Job, found: Device, why: str) -> None:
-        """A job cannot run on that device: it is not offered to the job again while it is queued."""
+        """Record that a job cannot run on a device: the job is not offered that device again while it is queued."""
         self._unfit.setdefault(job.id, {})[found.uuid or found.kind] = why
 
     def obstacles(self, job: Job) -> tuple[str, str] | None:
-        """The reason why no device is to be had for a job, as last looked at: `unfit` where none will ever be,
-        else `device`, with the words for a person. None where one is."""
+        """Return why no device is available for a job, as last probed: `unfit` if none will ever be, else `device`;
+        with a text for people. None if one is available."""
         wants_gpu = job.num_gpus > 0 and any(found.kind == "cuda" for found in self._devices)
         users = {running.job.attempt.device: running.job.id for running in self._attempts.running.values()}
         unfit, taken = [], []
@@ -121,11 +122,11 @@ class Placement:
         return ("device" if taken else "unfit"), "; ".join(dict.fromkeys([*taken, *unfit]))
 
     def reread_plan(self, job: Job) -> None:
-        """A job's plan has changed: the next question reads it again."""
+        """Forget a job's old plan: the next question reads the new one."""
         self._planned_for.pop(job.id, None)
 
     def forget(self, job: Job) -> None:
-        """A job is queued no longer."""
+        """Forget a job that is no longer queued."""
         self._planned_for.pop(job.id, None)
         self._unfit.pop(job.id, None)
 

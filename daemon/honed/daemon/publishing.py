@@ -1,4 +1,4 @@
-"""Data of jobs on their way out: rows for a metrics API, and pages; the programs that send and make them."""
+"""Publishing of jobs' data: rows for a metrics API and report pages, and the processes that send and make them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from honed.system.layout import Layout
 
 
 class Publishing:
-    """The sender, where it is no unit of its own, and the reporter. Raises SpecError for an address that is none."""
+    """The sender, unless it is a unit of its own, and the reporter. Raises SpecError for an invalid address."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Publishing:
         self._set_outbox()
 
     def reload(self, config: Config) -> None:
-        """Raises SpecError for an address that is none."""
+        """Apply a new configuration. Raises SpecError for an invalid address."""
         self._config = config
         self._set_outbox()
         self._notices.reload(config.notify)
@@ -50,7 +50,7 @@ class Publishing:
             self._sender.reload()
 
     def _set_outbox(self) -> None:
-        """Keep rows for the metrics API, where one is configured."""
+        """Keep rows for the metrics API if one is configured."""
         reporting = self._config.reporting
         is_wanted = reporting.address() is not None
         limit = reporting.max_outbox_bytes
@@ -65,15 +65,16 @@ class Publishing:
     def tend_reporter(self) -> None:
         moved, self._database.moved = self._database.moved, set()
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
-        # Last, since it raises where the disk is full, and pages would miss what has moved.
+        # Last, since it raises if the disk is full, and pages would then miss changes.
         self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
 
     def patience(self) -> float:
-        """Seconds until a page is to be made, or looked at whether it has been."""
+        """Return the seconds until a page is due, or a running child is to be checked."""
         return self._reporter.patience()
 
     def close(self, *, is_last: bool) -> None:
-        """`is_last`: rows that are left behind may never be sent; elsewhere they wait for the next start."""
+        """Stop the sender and finish the reports. `is_last`: rows left behind may never be sent, so the sender gets
+        `flush_sec` to send them; else they wait for the next start."""
         if self._sender is not None:
             self._sender.finish(self._config.reporting.flush_sec) if is_last else self._sender.stop()
         self._reporter.finish(self._config.policy)

@@ -1,6 +1,6 @@
-"""honed.db made again from what it is derived from: the entries, and what the workers have told.
+"""Rebuild honed.db from its sources: the entries, and the events that the workers have reported.
 
-The rows come out as they were: events in the order in which they were told, each with its worker's time.
+The rows come out as they were: events in their original order, each with its worker's time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
-#: Bytes of one attempt's events that are counted at all: a file can be without end.
+#: Bytes of one attempt's events that are counted at all: a file can be endless.
 MAX_EVENT_BYTES = 512 * 2**20
 
 
@@ -34,8 +34,8 @@ def rebuild(
 ) -> None:
     """Make every row again, in one transaction. `alive` is called on the way: thousands of trained jobs take minutes.
 
-    `followed`: up to where the events of running jobs were read; where the loop goes on, so do their rows. Without it
-    nobody has followed them, and what their workers have told meanwhile goes to the outbox, too.
+    `followed`: the offset up to which the events of each running job were read; their rows are made up to there, and
+    the loop continues from it. Without it nobody has followed them, and running jobs' events go to the outbox, too.
     """
     with database.made_again():
         for job in spool.all_jobs().values():
@@ -47,20 +47,20 @@ def rebuild(
                 end = followed.get(job.id) if followed is not None and is_running else None
                 for reading in _with_fallback(then, _readings(then, layout, end)):
                     if outbox is not None and is_running and followed is None:
-                        outbox.lose(outbox.put(then, reading))  # what was sent before goes under its old keys
+                        outbox.lose(outbox.put(then, reading))  # rows that were already sent keep their old keys
                     database.apply(then, reading)
 
 
 def catch_up(database: Database, spool: Spool, layout: Layout) -> None:
-    """Bring the rows of those jobs up to date whose state is not what the database says: a crash, a full disk or a
-    power cut came between their entries and their rows. What running jobs tell is followed elsewhere."""
+    """Update the rows of jobs whose state in the database is outdated, after a crash, a full disk or a power cut came
+    between their entries and their rows. The events of running jobs are followed elsewhere."""
     for job in spool.not_in(database.states()):
         count(database, layout, job, len(job.attempts) if job.state is not State.RUNNING else 0)
         database.put_job(job)
 
 
 def count(database: Database, layout: Layout, job: Job, num_attempts: int) -> None:
-    """Count what the workers of a job's first so many attempts have told and nobody has counted yet."""
+    """Apply the events of a job's first `num_attempts` attempts that are not in the database yet."""
     for index in range(num_attempts):
         then = replace(job, attempts=job.attempts[: index + 1])
         told = fallback_event(then)
@@ -71,7 +71,7 @@ def count(database: Database, layout: Layout, job: Job, num_attempts: int) -> No
 
 
 def fallback_event(job: Job) -> Event | None:
-    """What is told of a fallback in the latest attempt: the daemon's own word, so it is kept in the entry."""
+    """Return the event of a fallback in the latest attempt: the daemon's own event, so it is kept in the entry."""
     fallback = job.attempt.fallback
     if fallback is None:
         return None
@@ -80,13 +80,13 @@ def fallback_event(job: Job) -> Event | None:
 
 
 def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> Iterator[Reading]:
-    """All that the worker of a job's latest attempt has told from `start` on, or all before `end`."""
+    """Yield all events of a job's latest attempt from `start` on, or all before `end`."""
     path, offset = layout.job(job.id).attempt(job.attempt.number).events_path, start
     limit = MAX_EVENT_BYTES if end is None else end
     while offset < limit:
         try:
             reading = event.read(path, offset, end=end)
-        except OSError as error:  # what its worker left there is no file, or not ours to read
+        except OSError as error:  # the worker left something that is no file, or that we may not read
             log.warning(
                 "job %d (%s): the events of attempt %d cannot be read: %s", job.id, job.name, job.attempt.number, error
             )
@@ -98,7 +98,7 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
 
 
 def _with_fallback(job: Job, readings: Iterator[Reading]) -> Iterator[Reading]:
-    """The same, the fallback told between the two workers of the attempt."""
+    """Yield the same readings, with the fallback event inserted between the attempt's two workers."""
     told, num_started, offset = fallback_event(job), 0, 0
     for reading in readings:
         events: list[Event] = []

@@ -1,7 +1,7 @@
-"""The daemon's end of the reports: which of them are to be made anew, and one child at a time that makes them.
+"""The daemon's end of the reports: which pages are due, and one child at a time that makes them.
 
-The loop never waits for it. A report is made when its job's state changes, and now and then while it runs; a child that
-fails or hangs costs a page, and is said once.
+The loop never waits for the child. A report is made when its job's state changes, and periodically while the job runs.
+A child that fails or hangs costs a page, and is logged once.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two reports of a job that runs, and at least so many times as long as the last ones took: they take a
-#: twentieth of one core at most.
+#: Seconds between two reports of a running job; and the minimum interval as a multiple of the last reports' duration,
+#: so that reports take a twentieth of one core at most.
 INTERVAL_SEC = 20.0
 REST = 20
-#: Seconds that a child may take, for all reports that are due; and that the last one has when the daemon ends.
+#: Seconds that a child may take, for all reports that are due; and seconds for the last one when the daemon ends.
 TIMEOUT_SEC = 300.0
 FINISH_SEC = 20.0
 #: Seconds between looks at a child.
 CHILD_POLL_SEC = 0.5
 #: Jobs in one child, so that a command line has an end.
 MAX_JOBS = 500
-#: Jobs that are due at a time from which on they are no longer made at once; and then, how many times as long it rests.
+#: Due jobs from which on pages are no longer made at once; and the pause then, as a multiple of the child's duration.
 FLOOD = 20
 FLOOD_REST = 4
 
 
 class Reporter:
-    """`clock` is monotonic seconds."""
+    """Runs the children that make reports. `clock` is monotonic seconds."""
 
     def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
@@ -52,7 +52,7 @@ class Reporter:
         self._has_failed = False
 
     def tend(self, *, moved: set[int], running: set[int], policy: PolicyConfig) -> None:
-        """Go on with what is due: the jobs whose state has changed at once, those that run now and then."""
+        """Make reports: of jobs whose state has changed at once, of running jobs periodically."""
         now = self._clock()
         self._due |= moved
         if now >= self._running_due_at:
@@ -64,13 +64,13 @@ class Reporter:
             self._start(now, policy, running)
 
     def patience(self) -> float:
-        """Seconds until there is something to do, if nothing changes meanwhile."""
+        """Return the seconds until there is something to do, if nothing changes meanwhile."""
         if self._process is not None:
             return CHILD_POLL_SEC
         return max(self._rest_until - self._clock(), 0.0) if self._due else math.inf
 
     def finish(self, policy: PolicyConfig) -> None:
-        """Make what is due, for a little while: the daemon ends."""
+        """Make the due reports before the daemon ends, within FINISH_SEC."""
         deadline = self._clock() + FINISH_SEC
         while self._process is not None or self._due:
             if self._process is None:
@@ -88,7 +88,7 @@ class Reporter:
                 return
 
     def _start(self, now: float, policy: PolicyConfig, running: Set[int] = frozenset()) -> None:
-        # Of a flood, those first that run or have just changed: the others are mostly queued, and little to read.
+        # In a flood, first the jobs that run or have just changed: the others are mostly queued, with little to read.
         self._at_work = set(sorted(self._due, key=lambda job_id: (job_id not in running, job_id))[:MAX_JOBS])
         self._due -= self._at_work
         self._began = now
@@ -130,7 +130,7 @@ class Reporter:
             self._has_failed, self._at_work = False, set()
 
     def _fail(self, now: float, why: str) -> None:
-        """The pages that there are stay; these jobs are due again later."""
+        """Keep the existing pages, and make these jobs due again later."""
         if not self._has_failed:
             log.warning("reports were not made: %s; tried again every %.0f s", why, INTERVAL_SEC)
         self._has_failed = True

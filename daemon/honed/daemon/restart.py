@@ -1,4 +1,4 @@
-"""Beginning anew on a machine that has to be mended first: a full disk, a read-only file system."""
+"""Restarting on a machine that has to be fixed first: a full disk, a read-only file system."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from honed.system.notify import Notifier
 
 log = logging.getLogger(__name__)
 
-#: Seconds between tries to start on a machine that has to be mended first, and where the last fault is kept.
+#: Seconds between tries to start while the machine has to be fixed, and the variable that keeps the last fault.
 START_AGAIN_SEC = 5.0
 FAULT_VARIABLE = "HONED_MACHINE_FAULT"
 
 
 def last_fault() -> str:
-    """What kept the try before this one from working, or nothing; who is started from here is not told."""
+    """Return the fault of the previous try to start, or an empty string, and remove it from the environment."""
     return os.environ.pop(FAULT_VARIABLE, "")
 
 
 def start_again_later(fault: str) -> NoReturn:
-    """Say what is wrong with the machine, wait, and begin anew: to systemd the same process, not restarted."""
+    """Report the machine's fault, wait, and start again in the same process: systemd does not see a restart."""
     if os.environ.get(FAULT_VARIABLE) != fault:
         log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
     os.environ[FAULT_VARIABLE] = fault
@@ -41,5 +41,5 @@ def start_again_later(fault: str) -> NoReturn:
     while (left := deadline - time.monotonic()) > 0:
         notifier.watchdog()
         time.sleep(min(left, notifier.watchdog_interval_sec or left))
-    # Anew, and not once more in here: a lock or a socket of the first try must not be in the way of the second.
+    # By exec, not by another try in here: a lock or a socket of the first try must not block the second.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

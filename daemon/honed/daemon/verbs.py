@@ -1,4 +1,4 @@
-"""Answers to honectl over the control socket: who may ask for what, and what is done."""
+"""Answers to honectl over the control socket: the verbs, and who may use them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Answers:
-    """The daemon's end of the verbs. `status` is its line for somebody; `wake` has it look at what has changed."""
+    """The daemon's end of the verbs. `status` returns the status line for an asker; `wake` starts the loop's next
+    turn."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Answers:
         self._wake = wake
 
     def answer(self, request: control.Request) -> Any:
-        """One verb. Raises HonedError for what cannot be done, or not by who asks."""
+        """Answer one verb. Raises HonedError if it cannot be done, or the asker may not do it."""
         verb, reference = request.verb, str(request.arguments.get("id", ""))
         match verb:
             case "show" if (found := self._arrival(reference, self._asker(request))) is not None:
@@ -140,18 +141,20 @@ class Answers:
                 raise UsageError(f"no verb {verb!r}")
 
     def _with_reasons(self, rows: Iterable[dict[str, Any]], asker: query.Asker) -> Iterator[dict[str, Any]]:
-        """What was read, with why each queued job waits: the files do not say that."""
+        """Yield the rows, each queued job with the reason why it waits: the files do not have it."""
         for row in rows:
             if (waits_for := self._backlog.waits_for(row["id"])) is not None:
                 is_theirs = asker.reads_all or row["uid"] == asker.uid
                 row["waiting_for"] = waits_for if is_theirs else {**waits_for, "detail": ""}
             elif row["state"] == State.QUEUED:
-                row["waiting_for"] = None  # it has gone on since that was read
+                row["waiting_for"] = None  # it was queued when the row was read, and is no longer
             yield row
 
     def _arrival(self, reference: str, asker: query.Asker) -> dict[str, Any] | None:
-        """What waits for a model and is no job yet, by its number or, where no job has it, its name. Raises
-        NotPermittedError for somebody else's number; their names are not looked at."""
+        """Return an arrival that waits for a model, by its number, or by its name if no unfinished job has that name.
+
+        Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
+        """
         found = [each for each in self._acceptance.fetching() if each["source"] is not None]
         if not found:
             return None
@@ -184,9 +187,9 @@ class Answers:
             )
 
     def _verdict(self, request: control.Request, name: str) -> dict[str, Any] | None:
-        """What became of an arrival: the job that was made of it, or why it was refused. None where there is none.
+        """Return the job that an arrival became, or the reason of its refusal. None if there is none.
 
-        Raises UsageError for a number that is no number.
+        Raises UsageError for a number that is not an integer.
         """
         asker, number = self._asker(request), request.arguments.get("number")
         if number is not None and type(number) is not int:
@@ -198,7 +201,7 @@ class Answers:
         return next(self._with_reasons([taken], asker)) if taken is not None else None
 
     def _submit(self, request: control.Request) -> dict[str, Any]:
-        """Take a job file from whoever may drop one: who can write in incoming/."""
+        """Take a job file from any user who may write in incoming/."""
         who = Person(request.uid, request.gids, access.user_name(request.uid))
         if not access.may(self._spool.incoming_dir, who, WRITE | ENTER):
             log.warning(
@@ -245,7 +248,7 @@ class Answers:
             self._housekeeper.free_checkpoints(job.id)
             self._backlog.defer_users_of(job)
         self._database.put_job(changed)
-        if verb == "requeue":  # from here on its state alone does not tell whether its rows are up to date
+        if verb == "requeue":  # from here on, its state alone does not show whether its rows are up to date
             with contextlib.suppress(sqlite3.Error):
                 self._database.sync()
         kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
@@ -254,7 +257,7 @@ class Answers:
 
 
 def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
-    """The place where a finished job begins that is queued again, in words."""
+    """Describe in words where a finished job begins when it is requeued."""
     if from_start or job.state is State.SUCCEEDED:
         return "the start"
     if job.are_checkpoints_pruned:
@@ -263,13 +266,13 @@ def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
         has_any = any(True for _ in layout.job(job.id).checkpoints_dir.iterdir())
     except FileNotFoundError:
         has_any = False
-    except OSError:  # its worker's, and not ours to look into
+    except OSError:  # the directory is its worker's, and we may not list it
         return "its last checkpoint, if it has one"
     return "its last checkpoint" if has_any else "the start: it has no checkpoint"
 
 
 def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: bool = False) -> Job:
-    """Do what a person asks of a job that is not running. Raises UsageError where its state does not allow it."""
+    """Apply a verb to a job that is not running. Raises UsageError if its state does not allow the verb."""
     match verb, job.state:
         case "cancel", State.QUEUED | State.HELD:
             return spool.move(job, State.CANCELLED, outcome="cancelled")
@@ -281,9 +284,9 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
             return spool.annotate(job, is_pinned=verb == "pin")
         case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
             if from_start or job.state is State.SUCCEEDED:
-                # At once, and for good: what they take on the disk is freed by honed (housekeeper.py).
+                # At once and for good: honed frees the disk space (housekeeper.py).
                 removal.set_aside_checkpoints(layout, job.id)
-            is_deferred = bool(job.inputs)  # what it starts from may have changed since
+            is_deferred = bool(job.inputs)  # its inputs may have changed since
             return spool.move(
                 job,
                 State.QUEUED,
@@ -312,7 +315,7 @@ def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: boo
 
 
 def arrival_row(found: dict[str, Any], asker: query.Asker) -> dict[str, Any]:
-    """What waits for a model, as query's rows are: of somebody else's, that it is there."""
+    """Return the row of an arrival that waits for a model, as query's rows are; another user's without details."""
     if asker.reads_all or found["uid"] == asker.uid:
         return found
     return {**found, "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}

@@ -1,4 +1,4 @@
-"""Waking the loop from outside: a byte in a pipe, written by threads, and by Python itself where a signal comes."""
+"""Waking the loop: a byte in a pipe, written by threads, and by Python itself when a signal arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Wake:
-    """The pipe, watched by the loop's selector, and the signals that came. `woken` is called in the loop."""
+    """The pipe, watched by the loop's selector, and the signals received. `woken` is called in the loop."""
 
     def __init__(self, selector: selectors.BaseSelector, woken: Callable[[], None]) -> None:
         self._woken = woken
@@ -19,7 +19,7 @@ class Wake:
         selector.register(self._read_fd, selectors.EVENT_READ, self._drain)
 
     def wake(self) -> None:
-        """Make the loop go round now; safe from any thread and from signal handlers."""
+        """Start the loop's next turn now; safe from any thread and from signal handlers."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._write_fd, b".")
 
@@ -30,18 +30,18 @@ class Wake:
         self._woken()
 
     def catch_signals(self) -> None:
-        """From now on signals are noted, and wake the loop."""
+        """Record signals from now on, and wake the loop with each."""
 
         def note(number: int, _frame: object) -> None:
             self._signals.add(number)
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, note)
-        # The kernel's word that somebody opens a file on which the watcher holds a lease, for the moment of a look.
+        # The kernel sends SIGIO when somebody opens a file during the moment in which the watcher holds a lease on it.
         signal.signal(signal.SIGIO, lambda *_: None)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
 
     def signals(self) -> set[int]:
-        """Those that came since the last call."""
+        """Return the signals received since the last call."""
         signals, self._signals = self._signals, set()
         return signals

@@ -1,8 +1,8 @@
-"""Watches incoming/ and says which arrivals are whole.
+"""Watches incoming/ and tells which arrivals are complete.
 
-inotify (through watchdog) only wakes the loop and gives hints: it loses events in an overflow without telling. The
-scan is the truth. A file is whole when it was renamed in, or was closed and then lay still for a moment, or lay still
-for `settle_sec` with no writer.
+inotify (through watchdog) only wakes the loop and gives hints: it loses events in an overflow without reporting it. The
+scan is authoritative. A file is complete if it was renamed in, or was closed and then unchanged for a moment, or
+unchanged for `settle_sec` with no writer.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from watchdog.observers.api import BaseObserver
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a closed file must lie still: a shell's `>` and `>>` close and open again.
+#: Seconds that a closed file must stay unchanged: a shell's `>` and `>>` close and open again.
 CLOSED_SETTLE_SEC = 0.25
 
 
 @dataclass(frozen=True)
 class _Sighting:
-    """A file's identity and extent, and when it was first seen so (monotonic seconds)."""
+    """A file's identity and extent, and when it was first seen with these (monotonic seconds)."""
 
     key: tuple[int, int, int]
     since: float
 
 
 class Watcher:
-    """One directory, watched. `wake` is called from another thread: it may only write to a pipe."""
+    """A watched directory. `wake` is called from another thread: it may only write to a pipe."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class Watcher:
         self._sightings: dict[str, _Sighting] = {}
         self._observer: BaseObserver | None = None
         self._inode: tuple[int, int] | None = None
-        self._fault = ""  # why it cannot be watched; said once
-        self._absent: set[str] = set()  # named by a hint, and not there at the last look
+        self._fault = ""  # why it cannot be watched; logged once
+        self._absent: set[str] = set()  # named by a hint, and absent at the last listing
 
     @property
     def is_watching(self) -> bool:
         return self._observer is not None and self._observer.is_alive()
 
     def start(self) -> None:
-        """Watch, or say why not, once: then the rescan carries on alone."""
+        """Start watching, or log once why that fails: then the rescan works alone."""
         self._inode = self._identity()
         observer: BaseObserver | None = None
         try:
-            observer = Observer()  # takes an inotify instance already
+            observer = Observer()  # an inotify instance is already taken here
             observer.schedule(_Hints(self), str(self._directory))
             observer.start()
         except OSError as error:
@@ -95,7 +95,7 @@ class Watcher:
             self._observer = None
 
     def rearm(self) -> None:
-        """Watch again where the directory was replaced, which inotify does not tell."""
+        """Watch again if the directory was replaced, which inotify does not report."""
         if self._inode != self._identity():
             log.warning("%s was replaced; watching it again", self._directory)
             self.stop()
@@ -111,7 +111,7 @@ class Watcher:
         return None
 
     def hint(self, event: FileSystemEvent) -> None:
-        """One event, in watchdog's thread."""
+        """Record one event, in watchdog's thread."""
         where = event.dest_path if isinstance(event, FileMovedEvent) else event.src_path
         name = Path(os.fsdecode(where)).name
         if name.startswith("."):
@@ -131,30 +131,30 @@ class Watcher:
         self._wake()
 
     def forget(self, name: str) -> None:
-        """The arrival is gone from the directory."""
+        """Forget an arrival that has left the directory."""
         self._sightings.pop(name, None)
         with self._lock:
             self._closed.discard(name)
             self._moved.discard(name)
 
     def keep(self, names: set[str]) -> None:
-        """Forget all arrivals but these, so that nothing is remembered for ever."""
+        """Forget all arrivals but these, so that the records do not grow for ever."""
         with self._lock:
             hinted = self._closed | self._moved
-        # The word that a file is gone can be lost, too. What came a moment ago may be hinted and not listed yet.
+        # The event of a removed file can be lost, too. A file that came a moment ago may be hinted and not listed yet.
         absent = hinted - names
         for name in [*(self._sightings.keys() - names), *(absent & self._absent)]:
             self.forget(name)
         self._absent = absent
 
     def is_whole(self, path: Path) -> bool:
-        """Whether nobody is still writing this arrival, as far as can be known."""
+        """Return True if nobody is still writing this arrival, as far as can be known."""
         try:
             info = path.lstat()
         except FileNotFoundError:
             return False
         if not stat.S_ISREG(info.st_mode):
-            return True  # it will be refused; there is nothing to wait for
+            return True  # it will be refused: no need to wait
         with self._lock:
             was_moved, was_closed = path.name in self._moved, path.name in self._closed
         if was_moved:
@@ -164,14 +164,14 @@ class Watcher:
         if seen is None or seen.key != key:
             seen = self._sightings[path.name] = _Sighting(key, now)
         wanted = CLOSED_SETTLE_SEC if was_closed else self.settle_sec
-        # What lay here before us need not wait. A clock that is set forward since makes nothing older.
+        # A file older than this process need not wait. Setting the clock forward since then makes no file older.
         wall = min(self._now(), self._made_at[1] + now - self._made_at[0])
         lies_still = now - seen.since >= wanted or wall - info.st_mtime >= max(wanted, self.settle_sec)
         return lies_still and not _has_writer(path)
 
 
 def _give_up(observer: BaseObserver) -> None:
-    """End what was begun of an observer that cannot watch, or each new try would leave a thread and a descriptor."""
+    """Stop an observer that cannot watch, or each new try would leak a thread and a descriptor."""
     with contextlib.suppress(OSError, RuntimeError, AttributeError):
         observer.stop()
 
@@ -185,7 +185,7 @@ class _Hints(FileSystemEventHandler):
 
 
 def _has_writer(path: Path) -> bool:
-    """Whether a process holds the file open for writing; False where we may not ask (another's file)."""
+    """Return True if a process holds the file open for writing; False if we may not ask (another user's file)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,12 +1,11 @@
-"""Attachments of a row: images, videos and sounds, and where in its messages they stand.
+"""Attachments of a row: images, videos and sounds, and their places in its messages.
 
     images, image, videos, video, audios, audio       columns: a path, an embedded file, or a list of them
-    <image> <video> <audio>                           in the text: the places of what the columns hold
-    {"type": "image"}                                 in a message's content: such a place too
-    {"type": "image", "image": "cat.png"}             a place, and what stands there
+    <image> <video> <audio>                           in the text: places for the columns' media
+    {"type": "image"}                                 in a message's content: such a place, too
+    {"type": "image", "image": "cat.png"}             a place with its own media
 
-What the columns hold and nothing has a place for stands before the first turn of the user. No file is opened here, and
-none is fetched.
+Media in a column without a place are put before the first user turn. No file is opened here, and none is fetched.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COLUMNS: Mapping[str, Kind] = {
     "audios": "audio",
     "audio": "audio",
 }
-#: How parts call what they are: ours, and those of OpenAI's messages and of Qwen's.
+#: Types of parts: ours, and those of OpenAI's and Qwen's messages.
 TYPES: Mapping[str, Kind] = {
     "image": "image",
     "image_url": "image",
@@ -43,7 +42,7 @@ TYPES: Mapping[str, Kind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-#: The rest of a row's columns that are read, in one format or another.
+#: The other columns of a row that some format reads.
 _TEXT_COLUMNS = frozenset(
     (
         "messages",
@@ -60,15 +59,15 @@ _TEXT_COLUMNS = frozenset(
         "tools",
     )
 )
-#: How files of each kind are called.
+#: File suffixes of each kind.
 _SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
     "image": IMAGE_SUFFIXES,
     "video": (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v"),
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac"),
 }
-#: Keys under which a part has its file, whatever its kind.
+#: Keys for a part's file that fit any kind.
 _SOURCES = ("path", "url", "file", "data", "bytes", "base64", "source")
-#: What qwen-vl-utils reads in a part. It is one number for the whole job here.
+#: Keys of a part that qwen-vl-utils reads → the job's own key. Here they are set for the whole job.
 _LIMITS = {
     "max_pixels": "max_pixels",
     "min_pixels": "min_pixels",
@@ -83,23 +82,24 @@ _LIMITS = {
     "video_end": "",
 }
 
-#: How embedded frames begin, where nothing names them: JPEG, PNG, BMP.
+#: First bytes of embedded frames without a name: JPEG, PNG, BMP.
 _IMAGE_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"BM")
-#: Characters of a path, of which Linux takes no more.
+#: Characters of a path; Linux accepts no more.
 MAX_PATH = 4096
 
 
 class RowError(Exception):
-    """The reason why a row cannot be used."""
+    """The reason why a row is unusable."""
 
 
 def is_given(value: Any) -> bool:
-    """Whether a column holds anything; null, an empty string and an empty list are nothing."""
+    """Return True if a column has a value; null, an empty string and an empty list are none."""
     return not (value is None or (isinstance(value, str | bytes | list | tuple | dict) and not value))
 
 
 def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """An image, video or sound of message `number` as `{type, source?, index?, column?}`; None for any other part."""
+    """Return an image, video or sound of message `number` as `{type, source?, index?, column?}`; None for any other
+    part."""
     kind = TYPES.get(str(given.get("type"))) or next(
         (kind for kind in KINDS if "type" not in given and kind in given), None
     )
@@ -125,7 +125,7 @@ def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
 def place(
     row: Mapping[str, Any], messages: Sequence[dict[str, Any]], directories: Mapping[Kind, Path] | None
 ) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
-    """The messages with `{type: kind}` in each place, and what stands there, in order. Raises RowError.
+    """Return the messages with `{type: kind}` in each place, and the media of these places, in order. Raises RowError.
 
     Relative paths start from the directory of their kind.
     """
@@ -153,9 +153,9 @@ def overlooked(
     messages: Sequence[Mapping[str, Any]],
     media: Sequence[Media],
 ) -> Iterator[str]:
-    """What of a row looks like an image, a video or a sound and is not read as one, for its owner.
+    """Yield warnings, for the row's owner, about apparent images, videos or sounds that are not read as such.
 
-    `columns` are the data set's own names, `messages` and `media` what was made of the row.
+    `columns` has the data set's own names; `messages` and `media` are the results of reading the row.
     """
     names = {path.name for each in media for path in each.paths}
     data = {each.data for each in media}
@@ -175,7 +175,7 @@ def overlooked(
 
 
 def _kind_by_name(value: Any) -> tuple[Kind | None, str]:
-    """What a column's value is by its name, and that name."""
+    """Return the kind of media that a column's value appears to name, and the file name."""
     name = value.get("path") if isinstance(value, dict) else value
     if not isinstance(name, str) or len(name) > MAX_PATH or "\n" in name:
         return None, ""
@@ -199,19 +199,19 @@ def _columns(row: Mapping[str, Any], directories: Mapping[Kind, Path] | None) ->
 def _refuse_empty_places(
     row: Mapping[str, Any], listed: Mapping[Kind, Any], messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """`<image>` in a row whose column is there, and holds nothing."""
+    """Raise RowError for `<image>` in the text of a row whose column exists and is empty."""
     for key, kind in COLUMNS.items():
         if key in row and not listed and (number := _count(messages, f"<{kind}>")):
             raise RowError(f"{number} times `<{kind}>` in the text, and `{key}` is empty")
 
 
 def _mark(kind: Kind, listed: Mapping[Kind, Any], messages: Sequence[Mapping[str, Any]]) -> str:
-    """What stands in the text in the place of each of a column's media; empty where nothing does."""
+    """Return the marker of a column's media in the text; empty if there is none."""
     if any(_parts(messages, kind)):
         return ""
     if _count(messages, f"<{kind}>"):
         return f"<{kind}>"
-    # LLaVA-Video's rows have `<image>` where a video is.
+    # LLaVA-Video's rows use `<image>` as the place of a video.
     is_llava = kind == "video" and "image" not in listed and not any(_parts(messages, "image"))
     return "<image>" if is_llava and _count(messages, "<image>") else ""
 
@@ -221,7 +221,7 @@ def _count(messages: Sequence[Mapping[str, Any]], mark: str) -> int:
 
 
 def _is_read(message: Mapping[str, Any]) -> bool:
-    """Whether places are looked for: an answer that writes `<image>` means the word."""
+    """Return True if places are searched in a message: `<image>` in an answer is only a word."""
     return bool(message["role"] != "assistant")
 
 
@@ -231,7 +231,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> Iterator[dict[str, Any]]:
-    """The parts that are no text, in order."""
+    """Yield the parts that are not text, in order."""
     for message in messages:
         for each in message["content"] if isinstance(message["content"], list) else []:
             if each["type"] != "text" and kind in (None, each["type"]):
@@ -239,7 +239,7 @@ def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> I
 
 
 def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any]:
-    """A message whose text is taken apart where a mark stands."""
+    """Return a message with its text split at each marker."""
     content = message["content"]
     if not marks or not _is_read(message) or not any(mark in text for mark in marks for text in _texts(message)):
         return message
@@ -306,7 +306,7 @@ def _of_part(
 
 
 def _bare(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates take it: a place is its type."""
+    """Return a message as templates expect it: a place has only its type."""
     if isinstance(message["content"], str):
         return message
     parts = [each if each["type"] == "text" else {"type": each["type"]} for each in message["content"]]
@@ -317,7 +317,7 @@ def _bare(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_frames(kind: Kind, value: Sequence[Any]) -> bool:
-    """Whether a list is one video: its frames are images."""
+    """Return True if a list is one video, given as images."""
     return kind == "video" and all(map(_is_frame, value))
 
 
@@ -325,7 +325,7 @@ def _is_frame(item: Any) -> bool:
     name, data = (item.get("path"), item.get("bytes")) if isinstance(item, dict) else (item, item)
     if isinstance(data, bytes):
         return data.startswith(_IMAGE_BEGINNINGS)
-    # A GIF in a list is a video of its own: nobody writes single frames in it.
+    # A GIF in a list is a video of its own: GIFs are not used for single frames.
     return isinstance(name, str) and name.lower().endswith(IMAGE_SUFFIXES) and not name.lower().endswith(".gif")
 
 
@@ -351,7 +351,7 @@ def _frame(value: Any, directories: Mapping[Kind, Path] | None, what: str) -> Pa
 
 
 def _from_mapping(kind: Kind, value: Mapping[str, Any], directories: Mapping[Kind, Path] | None, what: str) -> Media:
-    """As the datasets library embeds files (`{bytes, path}`), or as OpenAI's and Anthropic's messages have them."""
+    """Return the media of a mapping: embedded as by the datasets library (`{bytes, path}`), OpenAI or Anthropic."""
     name = value.get("path") or value.get("url") or value.get("file")
     form = value.get("format") or str(value.get("media_type") or "").rpartition("/")[2]
     called = name if isinstance(name, str) else f"{kind}.{form}" if form else ""

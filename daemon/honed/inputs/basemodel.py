@@ -1,12 +1,12 @@
-"""A base model on disk, looked at in milliseconds and without torch: its config, its weights' headers, its tokenizer.
+"""Checks of a base model on disk, in milliseconds and without torch: its config, its weights' headers, its tokenizer.
 
-    config.json                                       what the model is
+    config.json                                       the model's architecture
     model.safetensors | model.safetensors.index.json  its weights, whole or in shards
     tokenizer.json | tokenizer.model | …              its tokenizer
     chat_template.jinja | tokenizer_config.json       its chat template, if it has one
 
 A safetensors file begins with 8 bytes, the length of a JSON header that names every tensor's dtype, shape and place,
-so a file that was cut short or is not one shows before any weight is read. No weight is ever read here.
+so a truncated file, or one of another format, is detected before any weight is read. No weight is ever read here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_DIMENSIONS = 64
 #: Bytes; a config.json has a few thousand, a tokenizer_config.json with many added tokens a few million.
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
 
-#: safetensors' word for a dtype, torch's word for it, and bits an element.
+#: safetensors' name of a dtype → torch's name, and bits per element.
 DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 64),
     "F32": ("float32", 32),
@@ -60,7 +60,7 @@ BITS: dict[str, int] = dict(DTYPES.values())
 #: The dtypes in which a whole model may be stored and loaded.
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-#: Any one of these rows of files is a tokenizer.
+#: Any one of these groups of files is a tokenizer.
 TOKENIZER_FILES = (
     ("tokenizer.json",),
     ("tokenizer.model",),
@@ -70,7 +70,7 @@ TOKENIZER_FILES = (
     ("tekken.json",),
 )
 
-#: Keys of a config.json, or of one nested in it, that only a model with eyes or ears has.
+#: Keys of a config.json, or of a nested config, that only a vision or audio model has.
 VISION_KEYS = (
     "vision_config",
     "visual",
@@ -89,12 +89,12 @@ AUDIO_KEYS = (
     "num_mel_bins",
 )
 
-#: Names of the helper tensors that bitsandbytes stores beside a quantized weight; they are no parameters.
+#: Names of the helper tensors that bitsandbytes stores beside a quantized weight; they are not parameters.
 QUANTIZATION_STATE = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*|SCB|weight_format)$"
 )
 
-#: A decoder layer's number in a weight's name, and what config.json calls how many there are.
+#: A decoder layer's number in a weight's name; `_DEPTH_KEYS` are config.json's keys for the number of layers.
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 #: One of the two matrices that LoRA adds to a module.
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
@@ -104,7 +104,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class UncachedError(ModelError):
-    """A hub id that is not in the local cache, or only partly, and may be fetched; the rest of the job may be right."""
+    """A hub id that is not (completely) in the local cache, and may be fetched; the rest of the job may be valid."""
 
     def __init__(self, message: str, missing: snapshot.Missing, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -113,10 +113,10 @@ class UncachedError(ModelError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as a safetensors header names it."""
+    """One tensor of a safetensors header."""
 
     name: str
-    dtype: str  #: torch's word
+    dtype: str  #: torch's name
     shape: tuple[int, ...]
 
     @property
@@ -130,14 +130,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class BaseModelInfo:
-    """What is known of a base model before it is loaded."""
+    """The facts about a base model that are known before it is loaded."""
 
     path: Path
-    model_type: str  #: the spec's where it names one, else config.json's
+    model_type: str  #: the spec's if it names one, else config.json's
     architectures: tuple[str, ...]
     config: dict[str, Any]
     num_parameters: int
-    stored_dtypes: dict[str, int]  #: parameters for each dtype, in torch's words
+    stored_dtypes: dict[str, int]  #: parameters for each dtype, by torch's names
     num_weight_bytes: int  #: as stored
     tensors: tuple[Tensor, ...]  #: empty for pickled weights, whose contents cannot be known without running them
     is_quantized: bool
@@ -153,24 +153,24 @@ class BaseModelInfo:
 
     @property
     def quantization(self) -> str | None:
-        """The bitsandbytes form in which the checkpoint is stored: 4bit, 8bit, or None."""
+        """The bitsandbytes quantization of the stored checkpoint: 4bit, 8bit, or None."""
         if self.quantization_method != "bitsandbytes":
             return None
         return "8bit" if (self.config.get("quantization_config") or {}).get("load_in_8bit") else "4bit"
 
     @property
     def speaks(self) -> bool:
-        """Whether only a part of it is trained, that which reads, sees, hears and writes: Qwen-Omni's thinker."""
+        """True if the model also generates speech, so that only its thinker is trained (Qwen-Omni)."""
         return isinstance(self.config.get("thinker_config"), dict)
 
     @cached_property
     def senses(self) -> Senses:
-        """Its way to take in what is no text, as its processor's files say; read when first asked for."""
+        """The model's handling of media, from its processor's files; read when first asked for."""
         return modality.look(self.path, self.config)
 
     @property
     def stored_dtype(self) -> str:
-        """The floating dtype of most parameters; that of config.json where the weights do not say, else float32."""
+        """The floating dtype of most parameters; without one in the weights that of config.json, else float32."""
         floats = {dtype: count for dtype, count in self.stored_dtypes.items() if dtype in FLOAT_DTYPES}
         if floats and not self.is_quantized:
             return max(floats, key=lambda dtype: floats[dtype])
@@ -179,7 +179,7 @@ class BaseModelInfo:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What is known of an adapter before it is loaded."""
+    """The facts about an adapter that are known before it is loaded."""
 
     path: Path
     config: dict[str, Any]  #: adapter_config.json
@@ -189,9 +189,9 @@ class AdapterInfo:
 
 
 def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = False) -> BaseModelInfo:
-    """What lies in a checkpoint's directory. `model_type` wins over config.json's.
+    """Inspect a checkpoint's directory. `model_type` overrides config.json's.
 
-    Raises ModelError, which names the file and the remedy, for whatever would keep the model from loading.
+    Raises ModelError, with the file and the remedy, for anything that would keep the model from loading.
     """
     config = _config(path)
     model_type = model_type or config.get("model_type")
@@ -233,7 +233,7 @@ def inspect(path: Path, *, model_type: str | None = None, allow_pickle: bool = F
 
 
 def inspect_adapter(path: Path) -> AdapterInfo:
-    """What lies in an adapter's directory. Raises ModelError for whatever would keep the adapter from loading."""
+    """Inspect an adapter's directory. Raises ModelError for anything that would keep the adapter from loading."""
     _check_dir(path, "adapter")
     if not (path / "adapter_config.json").exists() and (other := lookalike.refuse(path, "adapter")) is not None:
         raise other
@@ -255,9 +255,9 @@ def inspect_adapter(path: Path) -> AdapterInfo:
 
 
 def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
-    """Raises ModelError for an adapter whose shapes or layers are those of another base model, as far as headers tell.
+    """Raise ModelError for an adapter whose shapes or layers belong to another base model, as far as headers show.
 
-    Names are the worker's to compare, since transformers gives many stored weights others.
+    The worker compares names, since transformers renames many stored weights on loading.
     """
     check_whole(adapter)
     _check_depth(adapter, model)
@@ -280,8 +280,8 @@ def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
 
 
 def check_whole(adapter: AdapterInfo) -> None:
-    """Raises ModelError for a LoRA adapter whose matrices are not those that its adapter_config.json says: peft finds
-    that once the model is loaded."""
+    """Raise ModelError for a LoRA adapter whose matrices differ from its adapter_config.json: peft detects that only
+    after the model is loaded."""
     config, where = adapter.config, adapter.path / "adapter_model.safetensors"
     if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM"):
         raise ModelError(
@@ -295,7 +295,7 @@ def check_whole(adapter: AdapterInfo) -> None:
     names = {tensor.name for tensor in adapter.tensors}
     for tensor in adapter.tensors:
         found = _MATRIX.fullmatch(tensor.name)
-        if found is None or len(tensor.shape) != 2 or ".experts" in tensor.name:  # peft stacks those of experts
+        if found is None or len(tensor.shape) != 2 or ".experts" in tensor.name:  # peft stacks the experts' matrices
             continue
         other = "B" if found["matrix"] == "A" else "A"
         if f"base_model.model.{found['module']}.lora_{other}.weight" not in names:
@@ -322,13 +322,13 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def _bare(name: str) -> str:
-    """A weight's name from its layer's number on, with its part: checkpoints differ in what stands before."""
+    """Return a weight's name from its layer's number on, with its part: checkpoints differ in the prefix."""
     found = _LAYER.search(name)
     return f"{modality.part(name)} {name[found.start() :]}" if found else name
 
 
 def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
-    """Raises ModelError for an adapter on a layer that the language model has not, as config.json counts them."""
+    """Raise ModelError for an adapter on a layer that the language model does not have, by config.json's count."""
     config = model.config.get("thinker_config") or model.config
     config = next(
         (inner for key in ("text_config", "llm_config") if isinstance(inner := config.get(key), dict)), config
@@ -348,7 +348,7 @@ def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
 
 
 def read_names(path: Path) -> frozenset[str]:
-    """The names of all tensors that a checkpoint is loaded from; none where its weights are pickled."""
+    """Return the names of all tensors that a checkpoint is loaded from; empty if its weights are pickled."""
     if not any(_is_there(path / name) for name in ("model.safetensors", "model.safetensors.index.json")):
         return frozenset()
     tensors, _, _ = _weights(path, allow_pickle=False)
@@ -363,10 +363,10 @@ def resolve(
     revision: str | None = None,
     jobs: Mapping[str, Path] | None = None,
 ) -> Path:
-    """The directory that `base_model` means: a path, a hub id in the local cache, or `job:NAME` among `jobs`.
+    """Return the directory that `base_model` means: a path, a hub id in the local cache, or `job:NAME` among `jobs`.
 
-    `cache_dir` is an HF_HOME. Raises ModelError where there is no such directory, as UncachedError where `allow_hub`
-    lets it be fetched.
+    `cache_dir` is an HF_HOME. Raises ModelError if there is no such directory, as UncachedError if `allow_hub` allows
+    fetching it.
     """
     if base_model.startswith("job:"):
         return _resolve_job(base_model.removeprefix("job:"), jobs or {})
@@ -386,7 +386,7 @@ def is_hub_id(base_model: str) -> bool:
 
 
 def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
-    """A job's output directory, or the merged checkpoint in it, where the output itself is an adapter."""
+    """Return a job's output directory, or the merged checkpoint in it if the output itself is an adapter."""
     if name in jobs:
         merged = jobs[name] / "merged"
         return merged if not (jobs[name] / "config.json").exists() and merged.is_dir() else jobs[name]
@@ -416,9 +416,9 @@ def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: b
 
 
 def read_header(path: Path, *, hint: str) -> tuple[tuple[Tensor, ...], int]:
-    """The tensors that a safetensors file names, and the file's size in bytes. Raises ModelError with `hint`.
+    """Return the tensors that a safetensors file names, and the file's size in bytes. Raises ModelError with `hint`.
 
-    The header is held against the file: each tensor as long as its shape says, none over another, all of them there.
+    The header is checked against the file: each tensor has its shape's length, none overlap, and all of them are there.
     """
     with _open_regular(path, hint) as file:
         size = os.fstat(file.fileno()).st_size
@@ -481,7 +481,7 @@ def _offsets(given: Any) -> tuple[int, int]:
 
 def _tensor(name: str, entry: dict[str, Any]) -> Tensor:
     shape = tuple(entry["shape"])
-    # The product of a hundred thousand large numbers takes minutes.
+    # Multiplying a hundred thousand large numbers takes minutes.
     if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
         raise ValueError(f"shape {shown(entry['shape'])}")
     if entry["dtype"] not in DTYPES:
@@ -508,7 +508,7 @@ def _check_dir(path: Path, key: str) -> None:
 
 
 def _open_regular(path: Path, hint: str) -> BinaryIO:
-    """Open a file for reading; a pipe or a device, on which reading could wait for ever, is refused."""
+    """Open a file for reading; pipes and devices, on which a read could block for ever, are refused."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except FileNotFoundError:
@@ -543,7 +543,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _check_dtype(path: Path, config: dict[str, Any]) -> None:
-    """transformers ends with `module 'torch' has no attribute 'bfloat61'` on a dtype that it does not know."""
+    """Check the dtypes in config.json: transformers' own error is `module 'torch' has no attribute 'bfloat61'`."""
     for key, value in _dtype_entries(config):
         if value is not None and not (isinstance(value, str) and value in BITS):
             raise ModelError(
@@ -566,7 +566,7 @@ def _config_dtype(config: dict[str, Any]) -> str | None:
 
 
 def _weights(path: Path, *, allow_pickle: bool) -> tuple[tuple[Tensor, ...], int, bool]:
-    """The tensors, their bytes, and whether they are pickled; looked for in transformers' own order."""
+    """Return the tensors, their bytes, and True if they are pickled; searched in transformers' own order."""
     index_path = path / "model.safetensors.index.json"
     again = "the download or the copy is incomplete: fetch this file again"
     if _is_there(path / "model.safetensors"):
@@ -588,7 +588,7 @@ def _weights(path: Path, *, allow_pickle: bool) -> tuple[tuple[Tensor, ...], int
 
 
 def _is_there(path: Path) -> bool:
-    """Whether the name is there, be it a link into nowhere, which deserves its own message."""
+    """Return True if the name exists, even as a dangling link, which has an error message of its own."""
     return path.exists() or path.is_symlink()
 
 
@@ -642,7 +642,7 @@ def _count(tensors: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _num_parameters(tensors: tuple[Tensor, ...], config: dict[str, Any]) -> int:
-    """bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
+    """Count the parameters: bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
     quantization = config.get("quantization_config") or {}
     packed = 2 if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit") else 1
     counts = _count(tensors)
@@ -693,7 +693,7 @@ def _check_tokenizer(path: Path) -> None:
 
 
 def _check_tail(path: Path, file: BinaryIO) -> None:
-    """That a tokenizer's file is whole, as far as its end tells: to parse 30 MB of tokenizer.json takes a second."""
+    """Check by its end that a tokenizer's file is complete: parsing 30 MB of tokenizer.json would take a second."""
     size = os.fstat(file.fileno()).st_size
     if size == 0:
         raise ModelError(f"{path}: the file is empty", hint="copy the tokenizer again")
@@ -704,9 +704,9 @@ def _check_tail(path: Path, file: BinaryIO) -> None:
 
 
 def chat_template(path: Path, *, has_processor: bool) -> str | None:
-    """The template that the tokenizer will have, in transformers' own order.
+    """Return the template that the tokenizer will have, in transformers' own order; None without one.
 
-    chat_template.json is read by processors alone: a text model's tokenizer passes over it.
+    chat_template.json is read by processors alone: a text model's tokenizer ignores it.
     """
     readers: list[tuple[str, Callable[[Path], str | None]]] = [
         ("chat_template.jinja", _template_text),
@@ -730,7 +730,7 @@ def _template_text(path: Path) -> str | None:
 
 
 def _template_entry(path: Path) -> str | None:
-    """A string, or a list of named ones of which `default` counts."""
+    """Return the template of a JSON file: a string, or the one named `default` in a list."""
     match _json(path, hint="copy the tokenizer again").get("chat_template"):
         case str() as template:
             return template

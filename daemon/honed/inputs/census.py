@@ -1,6 +1,6 @@
-"""Comparison of rows with each other: those that repeat, and the order of roles in them.
+"""Comparison of rows with each other: duplicates, and the order of roles.
 
-Two rows say the same when a model would be shown the same, whatever their format, their place and their other columns.
+Two rows are duplicates if a model would see the same, regardless of format, place and other columns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from honed.inputs.row import Example
 
-#: Bytes of a digest: of a billion rows, two that differ have the same with a chance of 3 in 100.
+#: Bytes of a digest: among a billion different rows, the chance that two share one is 3 %.
 DIGEST_BYTES = 8
-#: Share of rows that say what another says, above which it is told, and how many rows there are then at least.
+#: Share of duplicate rows above which they are reported, and the smallest number of rows for that.
 MANY_TWICE = 0.05
 MIN_ROWS = 10
 
 Order = Literal["swapped", "opens", "unanswered", "twice"]
-#: What is odd about who speaks when. Whether it can be trained on, the chat template says.
+#: Descriptions of an odd order of roles. The chat template decides whether it can be trained on.
 ORDERS: dict[Order, str] = {
     "swapped": "begin with a turn of the assistant and end with one of the user, as if the two roles were swapped: "
     "what the assistant says is learned",
@@ -34,7 +34,7 @@ ORDERS: dict[Order, str] = {
 
 
 def digest(example: Example) -> bytes:
-    """A digest of a row's content: the same for rows that a model would be shown as the same."""
+    """Return a digest of a row's content: the same for rows that a model would see as the same."""
     said = [
         example.kind,
         _stripped(example.messages),
@@ -48,7 +48,7 @@ def digest(example: Example) -> bytes:
 
 
 def order(example: Example) -> Order | None:
-    """What is odd about the order of a conversation's roles, if anything; of several the gravest."""
+    """Return the oddity in a conversation's order of roles, if any; of several the gravest."""
     roles = [message["role"] for message in example.messages if message["role"] not in ("system", "developer")]
     if example.kind != "messages" or not roles:
         return None
@@ -64,12 +64,12 @@ def order(example: Example) -> Order | None:
 
 @dataclass
 class Census:
-    """The census of a data set's rows, or of all that are trained on."""
+    """The counts of a data set's rows, or of all rows that are trained on."""
 
     num_rows: int = 0
     digests: Counter[bytes] = field(default_factory=Counter)
     orders: Counter[Order] = field(default_factory=Counter)
-    firsts: dict[Order, str] = field(default_factory=dict)  #: the first row of each
+    firsts: dict[Order, str] = field(default_factory=dict)  #: the place of the first row of each
 
     @classmethod
     def of(cls, examples: Iterable[tuple[Example, str]]) -> Census:
@@ -87,20 +87,20 @@ class Census:
 
     @property
     def num_twice(self) -> int:
-        """Rows that say what one before them said."""
+        """Number of rows that repeat an earlier one."""
         return self.num_rows - len(self.digests)
 
     @property
     def has_many_twice(self) -> bool:
-        """Whether so many are there twice that their owner may not have meant it."""
+        """True if there are so many duplicates that they may be a mistake."""
         return self.num_rows >= MIN_ROWS and self.num_twice > MANY_TWICE * self.num_rows
 
     def num_in(self, other: Census) -> int:
-        """Rows that say what one of the other's says."""
+        """Return the number of rows that also occur in the other census."""
         return sum(number for each, number in self.digests.items() if each in other.digests)
 
     def told_orders(self) -> list[str]:
-        """In words, for the rows' owner."""
+        """Return descriptions of the odd orders, for the rows' owner."""
         return [
             f"{number} of {self.num_rows} rows {ORDERS[odd]}; the first: {self.firsts[odd]}"
             for odd, number in self.orders.most_common()
@@ -108,9 +108,9 @@ class Census:
 
 
 def together(examples: Sequence[Example], held: set[int]) -> set[int]:
-    """The places that are held out where rows that say the same are kept on one side: that of the first of them.
+    """Return the held-out places with duplicates kept on one side: the side of the first of them.
 
-    Without such rows it is `held` itself. At least one that says something of its own is on each side.
+    Without duplicates the result is `held` itself. Each side keeps at least one distinct content.
     """
     firsts: dict[bytes, int] = {}
     first_of = [firsts.setdefault(digest(example), place) for place, example in enumerate(examples)]

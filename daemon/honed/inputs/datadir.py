@@ -1,9 +1,9 @@
-"""Data sets that are directories: which of their files are read, and which split each file's name says it is.
+"""Data sets that are directories: the choice of their files, and each file's split by its name.
 
 train.jsonl  test.jsonl                      a split is a word at the beginning or the end of a name
-data/train-00000-of-00002.parquet            as hub repositories have them
+data/train-00000-of-00002.parquet            as in hub repositories
 train/part-1.parquet  test/part-1.parquet    or a directory's name
-dataset_dict.json  train/  test/             what save_to_disk of datasets writes, and each split so:
+dataset_dict.json  train/  test/             as written by save_to_disk of datasets, each split with:
 state.json  dataset_info.json  data-00000-of-00001.arrow
 """
 
@@ -22,7 +22,7 @@ from honed.spec.data_form import SUFFIXES_HINT, form_of
 from honed.spec.spec import DatasetSpec
 from honed.system.error import DatasetError
 
-#: How splits are called, as in Hugging Face's own rules for names of files.
+#: Words for splits, as in Hugging Face's own rules for file names.
 _WORDS = {
     "train": "train",
     "training": "train",
@@ -37,26 +37,26 @@ _WORDS = {
     "heldout": "test",
     "holdout": "test",
 }
-#: What lies beside data files and describes them.
+#: Files beside data files that describe them.
 METADATA = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json"))
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
-#: Directories below a data set's that are looked into where it has no files of its own, and files that are listed.
+#: Levels of directories that are searched below a data set's if it has no files itself, and files that are listed.
 MAX_DEPTH = 3
 MAX_FILES = 20_000
-#: Entries of a directory beside data files that are looked at.
+#: First entries of a directory in which data files are searched.
 MAX_LOOKED_AT = 1000
 
 
 def files_of(dataset: DatasetSpec) -> list[Path]:
-    """The data files of a data set. Raises DatasetError where there is none."""
+    """Return the data files of a data set. Raises DatasetError if there are none."""
     return dataset.hub_files if dataset.is_of_hub else files(dataset.place, split=dataset.split)
 
 
 def files(path: Path, *, split: str | None = None) -> list[Path]:
-    """The data files of a data set: the file itself, or those of a directory by name, hidden ones left out.
+    """Return the data files of a data set: the file itself, or those of a directory by name, without hidden ones.
 
-    With a split, those of its directory `<split>/`, or those whose names say the word; `train` is what no name says
-    otherwise where none says `train`. Raises DatasetError where there is none.
+    With a split: those of its directory `<split>/`, or those whose names have the word. If no name says `train`, it
+    means the files whose names say no split. Raises DatasetError if there are none.
     """
     if path.is_file():
         if form_of(path) is None:
@@ -86,19 +86,19 @@ def files(path: Path, *, split: str | None = None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A directory that holds more than one split, and of which none is named."""
+    """A directory that holds more than one split, of which the job names none."""
 
-    train: tuple[str, ...]  #: values of `split` that pick what is trained on
-    held_out: tuple[str, ...]  #: and what is held out
-    example: str  #: the name of a file that is held out
-    is_certain: bool  #: whether the names leave no doubt
+    train: tuple[str, ...]  #: values of `split` for the rows to train on
+    held_out: tuple[str, ...]  #: values of `split` for held-out rows
+    example: str  #: the name of a held-out file
+    is_certain: bool  #: True if the names leave no doubt
 
 
 def mixed(path: Path, paths: Sequence[Path]) -> Mixed | None:
-    """Whether the files of a directory, read as one data set, are by their names held-out rows beside others.
+    """Return the splits if a directory's files, read as one data set, are by their names held-out rows beside others.
 
-    Where no name says `train`, one that says more than `test` may be about tests: certain are those that say that
-    alone, or stand beside a file that has the rest of their name (`rows.jsonl`, `rows_eval.jsonl`).
+    If no name says `train`, a name with more than the word `test` may be about tests. A name is certain if it is the
+    word alone, or if another file has the rest of its name (`rows.jsonl`, `rows_eval.jsonl`).
     """
     if path.is_file():
         return None
@@ -118,20 +118,22 @@ def mixed(path: Path, paths: Sequence[Path]) -> Mixed | None:
 
 
 def held_out_word(path: Path, paths: Sequence[Path]) -> str | None:
-    """The word by which all of a data set's files, or the file itself, call themselves held out: `test`."""
+    """Return the word (such as `test`) by which all of a data set's files, or the file itself, are named as held
+    out."""
     words = {_said(path if path.is_dir() else path.parent, file) for file in paths}
     word = next(iter(words)) if len(words) == 1 else None
     return word if word is not None and _WORDS[word] != "train" else None
 
 
 def is_held_out(split: str) -> bool:
-    """Whether a split's name says that it is held out."""
+    """Return True if a split's name means held-out data."""
     word = _word(split)
     return word is not None and _WORDS[word] != "train"
 
 
 def unread(path: Path, paths: Sequence[Path]) -> list[str]:
-    """Directories below a data set's that have data files, too, and are not read since it has files of its own."""
+    """Return directories below a data set's that also have data files, and are not read since it has files of its
+    own."""
     if not path.is_dir() or not any(file.parent == path for file in paths):
         return []
     return [
@@ -142,7 +144,7 @@ def unread(path: Path, paths: Sequence[Path]) -> list[str]:
 
 
 def _has_data(path: Path) -> bool:
-    """Whether a data file is among a directory's first entries: there may be a million images in it."""
+    """Return True if a data file is among a directory's first entries: it may contain a million images."""
     try:
         with os.scandir(path) as entries:
             first = [entry.name for entry in itertools.islice(entries, MAX_LOOKED_AT)]
@@ -155,7 +157,7 @@ def _has_data(path: Path) -> bool:
 
 
 def _listed(path: Path) -> list[Path]:
-    """The data files right in a directory; where there is none, those below it."""
+    """Return the data files directly in a directory; if there are none, those below it."""
     if (saved := _saved(path)) is not None:
         return saved
     if found := list(_direct(path)):
@@ -185,7 +187,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _below(path: Path, depth: int) -> list[Path]:
-    """Files in the directories below one, no link followed to another."""
+    """Return the files in the directories below one, without following links to directories."""
     found: list[Path] = []
     for entry in _entries(path):
         if entry.is_dir() and not entry.is_symlink():
@@ -196,7 +198,7 @@ def _below(path: Path, depth: int) -> list[Path]:
 
 
 def _saved(path: Path) -> list[Path] | None:
-    """The files of a data set that was saved with save_to_disk, in their order; None where this is none."""
+    """Return the files of a data set that save_to_disk wrote, in their order; None for other directories."""
     state = _json(path / "state.json")
     listed = state.get("_data_files")
     named = [str(each.get("filename")) for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
@@ -233,7 +235,7 @@ def _shown(path: Path, found: Sequence[Path]) -> list[str]:
 
 
 def _of_split(path: Path, found: Sequence[Path], split: str) -> list[Path]:
-    """The files whose names say the split: by its very word, else by one that means the same."""
+    """Return the files whose names say the split: by its very word, else by a synonym."""
     if any(split in file.relative_to(path).parts[:-1] for file in found):
         return [file for file in found if split in file.relative_to(path).parts[:-1]]
     is_word = re.fullmatch("[0-9A-Za-z]*", split) is not None
@@ -256,27 +258,28 @@ def _of_split(path: Path, found: Sequence[Path], split: str) -> list[Path]:
 
 
 def _label(path: Path, file: Path) -> str:
-    """What `split` would be for a file: `train_sft` of train_sft-00000-of-00002.parquet, or the word that it says."""
+    """Return the `split` value of a file: `train_sft` for train_sft-00000-of-00002.parquet, or the split word in its
+    name."""
     if (word := _word(_stem(file))) is not None:
         return word if _unnumbered(_stem(file)) == _stem(file) else _unnumbered(_stem(file))
     return next((part for part in file.relative_to(path).parts[:-1] if _word(part)), _stem(file))
 
 
 def _said(path: Path, file: Path) -> str | None:
-    """The word for a split in a file's name, or in that of a directory between it and the data set's."""
+    """Return the split word in a file's name, or in the name of a directory between it and the data set's."""
     parts = file.relative_to(path).parts
     return _word(_stem(file)) or next((word for part in parts[:-1] if (word := _word(part))), None)
 
 
 def _word(name: str) -> str | None:
-    """The word for a split that a name begins or ends with; None where it has two that differ."""
+    """Return the split word that a name begins or ends with; None without one, or with two of different meaning."""
     words = [word for word in re.split(r"[^a-z]+", _unnumbered(name).lower()) if word]
     found = [word for word in (words[:1] + words[-1:]) if word in _WORDS]
     return found[0] if found and len({_WORDS[word] for word in found}) == 1 else None
 
 
 def _stem(file: Path) -> str:
-    """A file's name without the suffixes that say its form."""
+    """Return a file's name without the suffixes of its format."""
     name = file.name
     while form_of(Path(name)) is not None:
         name = Path(name).stem
@@ -284,12 +287,12 @@ def _stem(file: Path) -> str:
 
 
 def _unnumbered(stem: str) -> str:
-    """A name without the number of its shard."""
+    """Return a name without the number of its shard."""
     return shard["split"] if (shard := _SHARD.fullmatch(stem)) is not None else stem
 
 
 def _rest(file: Path) -> str:
-    """A file's name without the word for a split, and what joined the two."""
+    """Return a file's name without its split word and the separator."""
     stem = _unnumbered(_stem(file))
     word = _word(stem)
     if word is None:

@@ -1,12 +1,12 @@
-"""Data files: the rows of one, whatever its form and however it is packed.
+"""Data files: reads the rows of a file, in any supported format and compression.
 
     .jsonl .ndjson    an object on each line
     .json             a list of them, or an object with one as `data`
     .csv              with a header
     .parquet .arrow   tables; .arrow as `save_to_disk` of datasets writes them
 
-The first three may be packed: `.gz`, `.zst`, `.bz2`, `.xz`. A name is a hint: what a file begins with decides where it
-leaves no doubt. Rows are read one at a time, never a file at once where its form allows it.
+The first three may be compressed: `.gz`, `.zst`, `.bz2`, `.xz`. A name is only a hint: the file's first bytes decide if
+they are unambiguous. Rows are read one at a time, and a whole file at once only if its format requires it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from honed.spec.problem import shown
 from honed.system import quote
 from honed.system.error import DatasetError, unreadable
 
-#: Bytes of one line, embedded images and all. A file without line breaks must not fill the memory.
+#: Bytes of one line, including embedded images. A file without line breaks must not fill the memory.
 MAX_LINE_BYTES = 256 * 1024 * 1024
-#: Bytes of a .json file, unpacked: it is in memory at once, and a small packed one may hold any number.
+#: Bytes of a .json file, decompressed: all of it is in memory, and a small compressed file may expand to any size.
 MAX_JSON_BYTES = 2 * 1024**3
-#: Rows of a table that are Python objects at a time.
+#: Rows of a table that are held as Python objects at a time.
 NUM_TABLE_ROWS = 256
-#: Bytes by which a form is told.
+#: Bytes by which a format is detected.
 _HEAD_BYTES = 4096
 
-#: How packed files begin.
+#: First bytes of compressed files.
 _PACKED_BEGINNINGS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz"}
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _UTF8_MARK = codecs.BOM_UTF8
@@ -48,13 +48,13 @@ _UTF8_MARK = codecs.BOM_UTF8
 
 @dataclass(frozen=True)
 class Broken:
-    """What stands in the place of a row that cannot be used, whatever its format, and why."""
+    """The placeholder of a row that is unusable in any format, with the reason."""
 
     reason: str
 
 
 def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of one file. Raises DatasetError, which names the file, the place, and what to do."""
+    """Yield the rows of one file. Raises DatasetError, which names the file, the place, and the remedy."""
     for n, (row, place) in enumerate(read_any(path)):
         if limit is not None and n >= limit:
             return
@@ -69,7 +69,7 @@ def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
 
 
 def read_any(path: Path) -> Iterator[tuple[Any, str]]:
-    """Each row, or what stands in its place, with where it lies."""
+    """Yield each row, or its placeholder, with its place in the file."""
     form = form_of(path)
     if form is None:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}", hint=SUFFIXES_HINT)
@@ -95,7 +95,7 @@ def read_any(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def check_beginning(path: Path) -> None:
-    """Raises DatasetError for a file that by its first bytes holds no rows, such as a page of the web."""
+    """Raise DatasetError for a file whose first bytes show that it has no rows, such as a web page."""
     with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
         head = _beginning(path)
         if _is_foreign(head):
@@ -115,7 +115,7 @@ def _beginning(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
-    """A file's text in UTF-8, unpacked as it is read."""
+    """Open a file's text as UTF-8, decompressed while it is read."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         head = file.peek(_HEAD_BYTES)
@@ -148,7 +148,7 @@ def _unpacked(path: Path, file: io.BufferedReader, packed: str) -> io.BufferedRe
 
 
 class _Recoded(io.RawIOBase):
-    """UTF-16 with its mark, as UTF-8."""
+    """UTF-16 text with a byte order mark, read as UTF-8."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file, self._decoder, self._rest = file, codecs.getincrementaldecoder("utf-16")(), b""
@@ -168,12 +168,12 @@ class _Recoded(io.RawIOBase):
 
 
 def _is_foreign(head: bytes) -> bool:
-    """Whether a file that should be a table is none."""
+    """Return True if a file that should be a table has another format."""
     return head.lstrip().startswith((b"<", b"version https://git-lfs", b"{", b"[", b"PK\x03\x04"))
 
 
 def _refuse_foreign(path: Path, head: bytes) -> None:
-    """Raises DatasetError for what is saved in place of data files by accident."""
+    """Raise DatasetError for files that are saved in place of data files by accident."""
     begins = head.removeprefix(_UTF8_MARK).lstrip()[:200]
     if begins.startswith(b"version https://git-lfs"):
         raise DatasetError(
@@ -207,7 +207,7 @@ def _read_text(path: Path, form: str) -> Iterator[tuple[Any, str]]:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a file has an object on its first line and something on another."""
+    """Return True if a file has an object on its first line and text on another."""
     with _opened(path) as file:
         first = file.readline(MAX_LINE_BYTES + 1).removeprefix(_UTF8_MARK)
         while first and not first.strip():
@@ -289,7 +289,7 @@ def _read_json(path: Path, file: io.BufferedReader) -> Iterator[tuple[Any, str]]
 
 
 class _Decoder:
-    """JSON, and whether an object in it has a key twice, of which Python would take the last without a word."""
+    """A JSON decoder that detects duplicate keys in an object, of which Python would silently keep the last."""
 
     def __init__(self) -> None:
         self._has_twice = False
@@ -299,7 +299,7 @@ class _Decoder:
         return self._decoder.decode(text)
 
     def judged(self, row: Any) -> Any:
-        """The row, or why it cannot be used."""
+        """Return the row, or a Broken with the reason why it is unusable."""
         key = _twice(row) if self._has_twice else None
         return row if key is None else Broken(f"`{quote.name(key)}` occurs twice in one object")
 
@@ -312,7 +312,7 @@ class _Decoder:
 
 
 class _Twice(dict[str, Any]):
-    """An object with a key twice."""
+    """An object with a duplicate key."""
 
     def __init__(self, made: dict[str, Any], key: str) -> None:
         super().__init__(made)
@@ -354,8 +354,8 @@ def _read_csv(path: Path, binary: io.BufferedReader) -> Iterator[tuple[Any, str]
 
 
 def _check_columns(path: Path, names: Iterable[str]) -> None:
-    """Raises DatasetError for a column that occurs twice, of which only the last would be read, and for one that is
-    several, which another mark than the comma separates."""
+    """Raise DatasetError for a duplicate column, of which only the last would be read, and for a header with another
+    separator than the comma."""
     listed = [name.strip() for name in names]
     for name in listed:
         if name and listed.count(name) > 1:
@@ -383,7 +383,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _read_arrow(path: Path) -> Iterator[tuple[Any, str]]:
-    """A stream of Arrow, as datasets writes them, or a file of it. Not mapped: the check may have few addresses."""
+    """Yield the rows of an Arrow stream, as datasets writes them, or file. Not mapped: the check has little address
+    space."""
     pyarrow = _pyarrow(path, "ipc")
 
     def batches() -> Iterator[Any]:
@@ -415,7 +416,7 @@ def _pyarrow(path: Path, part: str) -> Any:
 
 
 def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, str]]:
-    """The rows of a table: its schema comes first, then its batches."""
+    """Yield the rows of a table; `batches` yields its schema first, then its batches."""
     number = 0
     try:
         found = batches()
@@ -436,7 +437,7 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
             hint="write the file again with its text in UTF-8",
         ) from error
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, NotImplementedError) as error:
-        # The last ones come of values that Python has no word for, such as a date before the year 1.
+        # The last exceptions come from values that Python cannot represent, such as a date before the year 1.
         raise DatasetError(
             f"{path}: not a readable {form} file: {quote.mark(' '.join(str(error).split()))}",
             hint="copy it again from where it came from, or write it anew",
@@ -444,7 +445,7 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
 
 
 def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
-    """What makes values of JSON that a table holds as text, as datasets' `Json` does; None where nothing is so."""
+    """Return the decoder for JSON that a table holds as text, as datasets' `Json` type does; None if it holds none."""
     if getattr(kind, "extension_name", "") == "arrow.json":
         return json.loads
     if hasattr(kind, "value_type") and (inner := _json_decoder(kind.value_type)) is not None:
@@ -458,7 +459,7 @@ def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give each object all the keys that any of them has, so null there means absent."""
+    """Remove null values: tables give each object the keys of all of them, so null means absent."""
     match value:
         case dict():
             return {key: _without_nulls(each) for key, each in value.items() if each is not None}
@@ -478,5 +479,5 @@ def _json_words(error: Exception) -> str:
             return error.msg
         case RecursionError():
             return "nested too deeply"
-        case _:  # Python reads no number of more than 4300 digits
+        case _:  # Python refuses numbers of more than 4300 digits
             return "a number with thousands of digits"

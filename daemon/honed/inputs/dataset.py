@@ -1,7 +1,7 @@
-"""Data sets: files of rows in any of five formats (see row.py), read into one kind of thing, the `Example`.
+"""Data sets: files of rows in any of five formats (see row.py), read into one type, the `Example`.
 
-Which files, datadir.py says; how each is read, datafile.py. A row that cannot be used is counted and the first ones are
-named; a file that cannot be read is an error that names the place.
+datadir.py chooses the files, datafile.py reads each. Unusable rows are counted, and the first ones are named; an
+unreadable file is an error that names the place.
 """
 
 from __future__ import annotations
@@ -55,47 +55,47 @@ __all__ = [
     "words",
 ]
 
-#: How many of a data set's bad rows are named; the rest is counted.
+#: Bad rows of a data set that are named; the others are only counted.
 MAX_NAMED = 5
-#: Of a directory's further files the beginning is looked at, too: so many rows of so many of them, and of a .json file,
-#: which is read whole, where it is no larger.
+#: Of a directory's later files the beginning is checked, too: rows of each file, number of files, and the largest size
+#: of a .json file, which is read whole.
 NUM_LATER_ROWS = 2
 NUM_LATER_FILES = 20
 MAX_LATER_JSON_BYTES = 2**24
-#: Files of a data set of which the first bytes are looked at.
+#: Files of a data set whose first bytes are checked.
 NUM_BEGINNINGS = 1000
-#: Images, videos and sounds of a data set that are opened for a look at it.
+#: Images, videos and sounds of a data set that are opened for a check.
 NUM_OPENED = 100
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a data set looks like from its first rows."""
+    """The findings in a data set's first rows."""
 
     format: str
     num_files: int
     num_bytes: int
     columns: tuple[str, ...]
-    rows: list[dict[str, Any]]  #: those that are text alone, good or bad
+    rows: list[dict[str, Any]]  #: those of text only, good or bad
     bad: tuple[str, ...]
-    num_rows: int  #: that were looked at
-    is_whole: bool  #: whether these are all that the job reads
-    attached: list[Attached]  #: the rows with media, as far as these were opened and are good
+    num_rows: int  #: rows that were looked at
+    is_whole: bool  #: True if these are all rows that the job reads
+    attached: list[Attached]  #: the good rows with media, as far as these were opened
     num_attached: int  #: rows with media
-    num_broken: int  #: of these, the ones with a file that is missing or cannot be read
+    num_broken: int  #: rows with media of which a file is missing or unreadable
     broken: tuple[str, ...]  #: the first few
-    overlooked: tuple[str, ...]  #: what seems to be media, and is not read as such
-    absent: tuple[str, ...]  #: of the data set's `columns`, those that no row has
-    unread: tuple[str, ...]  #: columns that no format, or not this one, reads
+    overlooked: tuple[str, ...]  #: apparent media that are not read as such
+    absent: tuple[str, ...]  #: entries of the data set's `columns` that no row has
+    unread: tuple[str, ...]  #: columns that this format does not read
     num_untrained: int  #: rows with weight 0 on each turn of the assistant
-    census: Census  #: of the good ones
-    num_unpaired: int  #: rows of a prompt and a completion with true or false as their `label`
-    examples: tuple[Example, ...] = ()  #: the good rows that are text alone
+    census: Census  #: of the good rows
+    num_unpaired: int  #: rows of prompt and completion with a boolean `label`
+    examples: tuple[Example, ...] = ()  #: the good rows of text only
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A row with images, videos or sounds, of which the headers were read."""
+    """A row with images, videos or sounds whose headers were read."""
 
     texts: tuple[str, ...]  #: of its messages
     media: tuple[Facts, ...]
@@ -103,7 +103,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of one data set's rows."""
+    """The counts of one data set's rows."""
 
     path: str
     format: str
@@ -127,9 +127,9 @@ class Mixture:
 def inspect(
     dataset: DatasetSpec, *, num_rows: int = 20, permit: Callable[[Path], None] = lambda _path: None
 ) -> Inspection:
-    """A look at a data set's first rows. Raises DatasetError where they cannot be read, or half of them not be used.
+    """Inspect a data set's first rows. Raises DatasetError if they are unreadable, or more than half of them unusable.
 
-    `permit` is asked before a file that a row names is opened, and raises where it may not be.
+    `permit` is called before a file that a row names is opened, and raises if it may not be opened.
     """
     paths = files_of(dataset)
     collected = _Collector(dataset, 0, has_chat_template=True)
@@ -222,7 +222,7 @@ def _overlooked(row: dict[str, Any], example: Example | None, columns: Mapping[s
 
 
 class _Looker:
-    """What the headers of rows' media say, of the first NUM_OPENED files; of the rest, whether they are there."""
+    """Reads the media headers of the first NUM_OPENED files; of the other files it checks only that they exist."""
 
     def __init__(self, permit: Callable[[Path], None]) -> None:
         self._permit = permit
@@ -250,11 +250,11 @@ class _Looker:
 def load(
     datasets: Sequence[DatasetSpec], *, seed: int, has_chat_template: bool, spill_dir: Path | None = None
 ) -> Mixture:
-    """Every row of the data sets, or the shares of them that `fraction` asks for.
+    """Load every row of the data sets, or the shares of them that `fraction` asks for.
 
-    Fractions are shares of the mixture, normalised to one; the mixture is as large as can be with no row drawn twice.
-    Which rows of a data set are drawn depends on the seed alone; they stay in their order. Images, videos and sounds
-    that are embedded in rows become files in `spill_dir`; without one they stay in memory.
+    Fractions are shares of the mixture, normalised to one; the mixture is as large as possible with no row drawn twice.
+    The draw depends on the seed alone; drawn rows keep their order. Images, videos and sounds that are embedded in rows
+    become files in `spill_dir`; without one they stay in memory.
     """
     collected = [
         _collect(dataset, n, has_chat_template=has_chat_template, spill_dir=spill_dir)
@@ -271,9 +271,10 @@ def load(
 def split(
     examples: Sequence[Example], eval_split: float, seed: int, *, together: bool = True
 ) -> tuple[list[Example], list[Example]]:
-    """Those to train on and those held out, in order, each at least one. Raises DatasetError for a single example.
+    """Split examples into those to train on and those held out, in order, at least one each. Raises DatasetError if all
+    have the same content.
 
-    Rows that say the same are kept on one side; not so without `together`, as in jobs that began before it.
+    Rows of the same content stay on one side, except without `together`, as in jobs that began before that rule.
     """
     if len(examples) < 2:
         raise DatasetError("one example cannot be split in two", hint="leave out eval_split, or add rows")
@@ -319,7 +320,7 @@ def _collect(dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill
 
 
 class _Collector:
-    """One data set's rows as they are read: the examples, and the bad ones with their places."""
+    """One data set's rows as they are read: the examples, and the bad rows with their places."""
 
     def __init__(
         self, dataset: DatasetSpec, index: int, *, has_chat_template: bool, spill_dir: Path | None = None
@@ -333,7 +334,7 @@ class _Collector:
         self.num_bad = 0
         self.bad: list[str] = []
         self._num_unanswered = 0
-        self._misfit: Misfit | None = None  #: what the first row is that no format takes
+        self._misfit: Misfit | None = None  #: the apparent kind of the first row that fits no format
 
     def add(self, row: Any, path: Path, place: str) -> Example | None:
         self.num_rows += 1
@@ -352,7 +353,7 @@ class _Collector:
         return self.examples[-1]
 
     def check(self) -> None:
-        """Raises DatasetError where no row is good, or more than half are bad."""
+        """Raise DatasetError if no row is good, or more than half are bad."""
         if not self.num_rows:
             raise DatasetError(
                 f"{self._dataset.path}: there is no row in it", hint="was it written to its end? Or name another file"

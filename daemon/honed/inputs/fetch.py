@@ -1,21 +1,21 @@
-"""Fetches a model or data set from the hub into the cache: a program of its own, without torch. What was cut short is
-gone on with.
+"""Fetches a model or data set from the hub into the cache: a separate program, without torch. Interrupted fetches are
+resumed.
 
     python -m honed.inputs.fetch --root DIR REPO_ID [--revision R] [--allow-pickle] [--allow-code]     for people
     python -m honed.inputs.fetch --root DIR --dataset REPO_ID [--revision R] [--name N] [--split S]
     python -m honed.inputs.fetch --root DIR --request N                                                for the daemon
 
-For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem"}` on the way and, last,
-`{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon the same in the files of
-layout.FetchLayout, and nothing but them: so a service manager may run it as well. Exit statuses: 0 and error.py's.
+For people: lines of JSON on stdout, `{"bytes", "of", "files", "of_files", "file", "problem"}` as progress and, last,
+`{"ok": true, "path"}` or `{"ok": false, "error": {"code", "message", "hint"}}`. For the daemon the same goes to the
+files of layout.FetchLayout, and nowhere else: so any service manager can run it. Exit statuses: 0 and error.py's.
 
-What is taken: the configuration, the tokenizer and processor, templates, and the weights as safetensors; pickled
-weights only where they are allowed and no others are there; code only where it is allowed. Nothing else. Of a data set
-the files of rows that honed reads, as hubdata.py chooses them, and its card; scripts never.
+Of a model it fetches the configuration, the tokenizer and processor, templates, and the weights as safetensors; pickled
+weights only if they are allowed and there are no others; code only if it is allowed. Of a data set it fetches the data
+files that hubdata.py chooses, and the card; scripts never.
 
-Each file grows in blobs/<hash>.part, is held against its hash, and only then gets its name and its link; so what lies
-in a snapshot is whole, and what a kill leaves is gone on from. A branch means the commit that it had when the fetch
-began. What is asked of the hub, and what it says, is hub.py's.
+Each file grows in blobs/<hash>.part, is checked against its hash, and only then gets its name and its link. So files in
+a snapshot are complete, and a fetch resumes after a kill. A branch means its commit at the start of the fetch. hub.py
+sends the requests to the hub and reads its answers.
 """
 
 from __future__ import annotations
@@ -66,35 +66,35 @@ log = logging.getLogger("honed.inputs.fetch")
 
 T = TypeVar("T")
 
-#: Without it huggingface_hub 1.33 asks its hub for a list of coding agents, and tells whether one of them runs here.
+#: Without it huggingface_hub 1.33 requests a list of coding agents from its hub, and reports if one of them runs here.
 ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1"}
-#: Seconds between tries while the hub does not answer: the first, doubled for each one after it, and the longest.
+#: Seconds before a retry while the hub does not answer: the first delay, doubled each time; and the longest.
 FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
-#: Seconds between two words about progress.
+#: Seconds between two reports of progress.
 PROGRESS_INTERVAL_SEC = 0.5
 #: Bytes of disk that a fetch leaves free.
 MIN_FREE_BYTES = 512 * 1024 * 1024
 #: Bytes hashed at a time.
 CHUNK_BYTES = 1024 * 1024
-#: How often a file that is not what its hash says is fetched again.
+#: Downloads of a file whose hash does not match, before the fetch fails.
 MAX_DAMAGED = 2
 
-#: Weights in transformers' own order: the file, or the index of its shards; and whether they are pickled.
+#: Weights in transformers' own order: the file, or the index of its shards; and True if they are pickled.
 WEIGHTS = (("model.safetensors", False), ("pytorch_model.bin", True))
-#: Files beside the weights; and those of them that nothing here reads.
+#: Suffixes of the files beside the weights; and files with these suffixes that are not needed.
 KINDS = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 PASSED_OVER = re.compile(
     r"adapter_.*|.*\.index\.json|(README|LICENSE|NOTICE|USE_POLICY|requirements).*|(trainer_state|.*_results)\.json",
     re.I,
 )
-#: The one directory that tokenizers read.
+#: The only directory that tokenizers read.
 TEMPLATE_DIR = "additional_chat_templates/"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be fetched, as it stands in <n>.json."""
+    """The content of <n>.json: the model or data set to fetch."""
 
     repo_id: str
     revision: str
@@ -111,7 +111,7 @@ class Request:
 
     @classmethod
     def read(cls, path: Path) -> Request:
-        """Raises UsageError for what is no request."""
+        """Read a request. Raises UsageError for an invalid one."""
         try:
             request = cls(**json.loads(path.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -128,12 +128,12 @@ class Request:
         return self
 
 
-#: Is told how far it is: bytes, of how many; files, of how many; the file; what keeps it waiting.
+#: Receives the progress: bytes, of how many; files, of how many; the current file; the problem that delays it.
 Tell = Callable[[dict[str, Any]], None]
 
 
 class Fetch:
-    """One model or data set on its way into the cache."""
+    """The fetch of one model or data set into the cache."""
 
     def __init__(self, request: Request, cache_dir: Path, token: str | None, tell: Tell) -> None:
         self._request = request
@@ -147,7 +147,7 @@ class Fetch:
         self._delay_sec = FIRST_DELAY_SEC
 
     def run(self) -> Path:
-        """Returns the snapshot's directory, all of it there. Raises HonedError."""
+        """Fetch everything. Returns the snapshot's complete directory. Raises HonedError."""
         with self._turn():
             listing = self._patiently(self._hub.list)
             files = self._choose(listing) if self._wanted.repo_type == snapshot.MODEL else self._choose_data(listing)
@@ -191,14 +191,14 @@ class Fetch:
         )
 
     def _choose(self, listing: Listing) -> list[File]:
-        """The small files first, so that what is wrong with them shows early."""
+        """Choose a model's files, the small ones first, so that their faults show early."""
         self._check(listing)
         names = [name for name in listing.files if self._is_wanted(name)]
         names += self._weights(listing)
         return [self._known(listing, name) for name in names]
 
     def _choose_data(self, listing: Listing) -> list[File]:
-        """The card first, since it may say which files are which split."""
+        """Choose a data set's files. The card is fetched first, since it may assign files to splits."""
         first, card = [], None
         if hubdata.CARD in listing.files:
             file = self._known(listing, hubdata.CARD)
@@ -253,7 +253,7 @@ class Fetch:
         return shards
 
     def _known(self, listing: Listing, name: str) -> File:
-        """A file with its size and hash; a mirror may leave them to the file's own address."""
+        """Return a file with its size and hash; a mirror may give them only at the file's own address."""
         file = listing.files[name]
         if not file.blob or file.num_bytes < 0:
             file = self._patiently(lambda: self._hub.ask(listing.commit, name))
@@ -283,7 +283,7 @@ class Fetch:
     # -- one file -----------------------------------------------------------------------------------------------------
 
     def _get(self, commit: str, file: File) -> None:
-        """Have a file whole in blobs/."""
+        """Download a file completely into blobs/."""
         blob, part = self._dir / "blobs" / file.blob, self._part(file)
         if blob.exists() and blob.stat().st_size == file.num_bytes:
             return
@@ -305,7 +305,7 @@ class Fetch:
         )
 
     def _download(self, commit: str, file: File) -> None:
-        """Add to the part what it lacks."""
+        """Download the bytes that the part lacks."""
         with self._part(file).open("ab", buffering=0) as out:
             self._keep(out, min(out.tell(), file.num_bytes) if out.tell() <= file.num_bytes else 0)
             done = out.tell()
@@ -316,23 +316,23 @@ class Fetch:
                     self._keep(out, 0)
                     raise TransientError(f"{file.name}: the hub has nothing from byte {done} on")
                 if done and response.status_code != 206:
-                    self._keep(out, 0)  # it gives the file from its beginning
+                    self._keep(out, 0)  # the hub sends the file from its beginning
                 for chunk in response.iter_bytes():
                     _write(out.fileno(), chunk)
                     self._delay_sec = FIRST_DELAY_SEC
                     self._progress["bytes"] += len(chunk)
                     self._say(problem=None)
                     self._check_deadline()
-                    if out.tell() > file.num_bytes:  # it may go on so until the disk is full
+                    if out.tell() > file.num_bytes:  # it might continue until the disk is full
                         break
             got = out.tell()
-            if got > file.num_bytes:  # its hash will tell; tried again for ever it would be fetched for ever
+            if got > file.num_bytes:  # the hash check will fail; a retry here could repeat for ever
                 self._progress["bytes"] -= got - file.num_bytes
             elif got < file.num_bytes:
                 raise TransientError(f"{file.name}: {got} bytes came, of {file.num_bytes}")
 
     def _keep(self, out: Any, num_bytes: int) -> None:
-        """Cut a part down to its first bytes."""
+        """Truncate a part to its first bytes."""
         self._progress["bytes"] -= out.tell() - num_bytes
         out.truncate(num_bytes)
         out.seek(0, os.SEEK_END)
@@ -340,7 +340,7 @@ class Fetch:
     # -- patience -----------------------------------------------------------------------------------------------------
 
     def _patiently(self, step: Callable[[], T]) -> T:
-        """Do it again while the hub does not answer, ever more slowly, until the deadline."""
+        """Retry a step while the hub does not answer, with growing delays, until the deadline."""
         while True:
             self._check_deadline()
             try:
@@ -367,7 +367,7 @@ class Fetch:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One fetch of a repository at a time."""
+        """Allow one fetch of a repository at a time."""
         directory = snapshot.record_dir(self._cache_dir, self._wanted.repo_id, self._wanted.repo_type)
         durable.make_dir(directory)
         with (directory / "lock").open("ab") as lock:
@@ -406,7 +406,8 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _is_what_it_should_be(path: Path, file: File) -> bool:
-    """Whether a file has its size and the hash that it is named by; a mirror's own ETag says nothing."""
+    """Return True if a file has its size and the hash in its name; a mirror's own ETag is not a hash, and is not
+    checked."""
     if path.stat().st_size != file.num_bytes:
         return False
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", file.blob):
@@ -421,7 +422,7 @@ def _is_what_it_should_be(path: Path, file: File) -> bool:
 
 
 def _link(blob: Path, name: Path) -> None:
-    """Put a link to a blob under a name, in place of whatever else is there."""
+    """Make `name` a link to a blob, replacing whatever is there."""
     durable.make_dir(name.parent)
     target = os.path.relpath(blob, name.parent)
     if name.is_symlink() and str(name.readlink()) == target:
@@ -437,7 +438,8 @@ def _link(blob: Path, name: Path) -> None:
 
 
 def read_token(layout: Layout, environment: Mapping[str, str]) -> str | None:
-    """The hub's token, from the first file that there is. Raises EnvironmentInvalidError where it cannot be read."""
+    """Return the hub's token, from the first file that exists; None without one. Raises EnvironmentInvalidError if it
+    is unreadable."""
     places = [layout.token_path]
     if directory := environment.get("CREDENTIALS_DIRECTORY"):
         places.insert(0, Path(directory) / "hf-token")
@@ -461,7 +463,7 @@ def read_token(layout: Layout, environment: Mapping[str, str]) -> str | None:
 
 
 def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
-    """Returns the snapshot's directory. Raises HonedError for whatever keeps it from being fetched."""
+    """Fetch what is requested. Returns the snapshot's directory. Raises HonedError if it cannot be fetched."""
     try:
         import huggingface_hub  # noqa: F401, PLC0415
     except ImportError as error:
@@ -500,7 +502,7 @@ def main() -> int:
     if (options.request is None) == (options.repo_id is None):
         parser.error("either REPO_ID or --request N")
     logs.set_up(verbose=False)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
     os.environ |= ENVIRONMENT
     layout = layouts.of(options.root)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -538,7 +540,7 @@ def _end(error: HonedError) -> int:
 
 
 def _for_the_daemon(layout: Layout, number: int) -> int:
-    """A fetch that was interrupted leaves no result: it is to be gone on with."""
+    """Run a fetch for the daemon. An interrupted fetch leaves no result, so that it is resumed."""
     files = layout.fetch(number)
     try:
         with _alone(files.lock_path):
@@ -562,11 +564,11 @@ def _for_the_daemon(layout: Layout, number: int) -> int:
 
 @contextlib.contextmanager
 def _alone(lock_path: Path) -> Iterator[None]:
-    """Hold a fetch's lock. Raises InterruptedRunError where it runs already."""
+    """Hold a fetch's lock. Raises InterruptedRunError if the fetch runs already."""
     with os.fdopen(os.open(lock_path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "a+b") as lock:
         with contextlib.suppress(OSError):
-            os.fchmod(lock.fileno(), 0o600)  # whoever may open it can hold it
-        for _ in range(20):  # the daemon may be looking whether it is free
+            os.fchmod(lock.fileno(), 0o600)  # everybody who may open it can hold it
+        for _ in range(20):  # the daemon may be testing the lock
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -579,7 +581,7 @@ def _alone(lock_path: Path) -> Iterator[None]:
 
 
 def _write_progress(path: Path, progress: dict[str, Any]) -> None:
-    """Whole, but not synced: it is of no use after a crash."""
+    """Write the progress atomically, but do not sync it: it is useless after a crash."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(progress))
     temporary.rename(path)

@@ -1,11 +1,11 @@
-"""Data sets of the hub: which files of a repository are a job's rows, and where they are in the cache.
+"""Data sets of the hub: the files of a repository that are a job's rows, and their places in the cache.
 
-The card (README.md) may say which files are which configuration and split, in `configs`. Where it does not, a
-configuration is a directory, and the files' names say the splits, by the rules for local directories (datadir.py).
-Scripts are never run, nor fetched.
+The card (README.md) may assign files to configurations and splits, in `configs`. If it does not, a configuration is a
+directory, and the files' names tell the splits, by the rules for local directories (datadir.py). Scripts are never run,
+nor fetched.
 
-What is chosen is fetched by fetch.py, as models are, and its record says which files these are; of a snapshot that
-somebody else put into the cache the same choice is made from what lies there.
+fetch.py fetches the chosen files, as it does for models, and its record lists them. For a snapshot that another program
+put into the cache, the same choice is made among its files.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from honed.spec.data_form import SUFFIXES_HINT, form_of
 from honed.spec.spec import DatasetSpec, JobSpec
 from honed.system.error import DatasetError
 
-#: What describes a data set, and how many bytes of it are read.
+#: The file that describes a data set, and the most bytes of it that are read.
 CARD = "README.md"
 MAX_CARD_BYTES = 2**20
-#: A branch that the hub makes of many data sets.
+#: A branch that the hub generates for many data sets.
 _CONVERTED = "refs/convert/parquet"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one data set's rows, for good."""
+    """The place of one data set's rows, fixed to a commit."""
 
     commit: str
     path: Path  #: the snapshot
-    files: tuple[str, ...]  #: within it, in their order
+    files: tuple[str, ...]  #: within the snapshot, in their order
 
     def as_dict(self, repo_id: str) -> dict[str, Any]:
         return {"repo_id": repo_id, "commit": self.commit, "path": str(self.path), "files": list(self.files)}
@@ -51,7 +51,7 @@ class Place:
 
 
 def choose(names: Iterable[str], card: bytes | None, wanted: Missing) -> list[str]:
-    """Choose the data files that a job reads. Raises DatasetError where that cannot be told."""
+    """Choose the data files that a job reads. Raises DatasetError if the choice is impossible or ambiguous."""
     where, listed = f"datasets: {wanted.repo_id} at {wanted.revision}", sorted(names)
     readable = [name for name in listed if _is_readable(name)]
     saved = {os.path.dirname(name) for name in readable if name.endswith(".arrow")}  # noqa: PTH120
@@ -66,7 +66,7 @@ def choose(names: Iterable[str], card: bytes | None, wanted: Missing) -> list[st
 
 
 def _is_readable(name: str) -> bool:
-    """Whether it is a data file, under a name that stays in its directory."""
+    """Return True for a data file whose name does not lead out of its directory."""
     parts = name.split("/")
     is_plain = name.isprintable() and all(part and not part.startswith(".") for part in parts)
     return is_plain and form_of(Path(name)) is not None and parts[-1] not in datadir.METADATA
@@ -92,7 +92,7 @@ def _unreadable(where: str, listed: Sequence[str]) -> DatasetError:
 
 
 def _of_names(where: str, readable: Sequence[str], place: str, split: str | None) -> list[str]:
-    """Choose by the rules for directories, in one with empty files of the same names."""
+    """Choose by the rules for directories, in a temporary one with empty files of the same names."""
     with tempfile.TemporaryDirectory(prefix="honed-") as directory:
         root = Path(directory).resolve()
         for name in readable:
@@ -125,18 +125,18 @@ def _several_splits(where: str, splits: Sequence[str]) -> DatasetError:
 
 @dataclass(frozen=True)
 class _Config:
-    """One configuration, as the card has it."""
+    """One configuration, as described by the card."""
 
     name: str
     is_default: bool
     data_dir: str
-    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty where names say the splits
+    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty if the files' names tell the splits
 
 
 def _configs(card: bytes | None) -> list[_Config]:
-    """The configurations that the card names; none where it cannot be understood."""
+    """Return the configurations that the card names; empty if it cannot be parsed."""
     found = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*\n", (card or b"").decode(errors="replace").lstrip("\ufeff"), re.S)
-    # This key alone: beside it stands what no YAML reader of ours takes, and much of it.
+    # Only this key is parsed: the rest of a card is long, and often not valid for our YAML reader.
     block = re.search(r"^configs:.*\n(?:(?:[ \t-].*)?\n)*", found[1] + "\n", re.M) if found else None
     if block is None:
         return []
@@ -175,7 +175,7 @@ def _listed(given: Any) -> tuple[str, ...]:
 
 
 def _config(where: str, configs: Sequence[_Config], name: str | None) -> _Config | None:
-    """The configuration that is meant; None where the card names none."""
+    """Return the configuration that is meant; None if the card names none."""
     if not configs:
         return None
     if name is None:
@@ -214,8 +214,8 @@ def _of_patterns(where: str, readable: Sequence[str], config: _Config, split: st
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match directory by directory, `**` as any number of them: a card's author makes both, and it must take no long
-    time."""
+    """Match directory by directory, with `**` for any number of them, in bounded time: a card's author controls both
+    names and patterns."""
     parts, places = name.split("/"), {0}
     for each in pattern.split("/"):
         if each == "**":
@@ -226,7 +226,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _directory(where: str, readable: Sequence[str], name: str | None) -> str:
-    """The directory that is a configuration of which the card says nothing."""
+    """Return the directory of a configuration that the card does not describe."""
     if name is None or name == "default":
         return ""
     for place in (name, f"data/{name}"):
@@ -247,7 +247,7 @@ def wanted(each: DatasetSpec, commit: str | None = None) -> Missing:
 
 
 def find(cache_dir: Path, asked: Missing) -> Place | None:
-    """Find a data set's rows in the cache; None where they are not there, or not all. Raises DatasetError."""
+    """Find a data set's rows in the cache; None if they are not, or not all, there. Raises DatasetError."""
     commit = snapshot.commit_of(cache_dir, asked.repo_id, asked.revision, DATASET)
     path = snapshot.snapshot_dir(cache_dir, asked.repo_id, commit, DATASET)
     if not path.is_dir():
@@ -271,10 +271,11 @@ def find(cache_dir: Path, asked: Missing) -> Place | None:
 def located(
     job_spec: JobSpec, cache_dir: Path, *, allow_hub: bool, commits: Mapping[str, str] | None = None
 ) -> tuple[JobSpec, dict[str, Place], Missing | None]:
-    """The job with its data sets of the hub found in the cache, where each lies, and the first that has to be fetched.
+    """Return the job with its hub data sets found in the cache, the place of each, and the first that has to be
+    fetched.
 
-    `commits` has what their revisions meant before, by key. Raises DatasetError for one that is not there where nothing
-    may be fetched.
+    `commits` has the commits that their revisions meant before, by key. Raises DatasetError for a missing data set if
+    nothing may be fetched.
     """
     places: dict[str, Place] = {}
     missing = None
@@ -290,7 +291,7 @@ def located(
 
 
 def placed(job_spec: JobSpec, places: Mapping[str, Place]) -> JobSpec:
-    """The job with these places for its data sets of the hub."""
+    """Return the job with these places for its hub data sets."""
     if not places:
         return job_spec
 
@@ -306,7 +307,7 @@ def placed(job_spec: JobSpec, places: Mapping[str, Place]) -> JobSpec:
 
 
 def planned(job_spec: JobSpec, plan: Mapping[str, Any]) -> JobSpec:
-    """The job with the places that its plan has for them."""
+    """Return the job with its plan's places for its hub data sets."""
     given = plan.get("hub_datasets") or {}
     places = {key: Place(each["commit"], Path(each["path"]), tuple(each["files"])) for key, each in given.items()}
     return placed(job_spec, places)

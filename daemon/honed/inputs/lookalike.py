@@ -1,4 +1,4 @@
-"""Directories that are no base model or adapter: what they are, and where the model is."""
+"""Directories that are no base model or adapter: error messages that name their kind, and the model's real place."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from honed.system.error import ModelError
 
-#: How a file begins that git-lfs has not fetched yet.
+#: First bytes of a file that git-lfs has not fetched yet.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-#: Entries of a directory that are looked at.
+#: Entries of a directory that are listed, at most.
 MAX_ENTRIES = 1000
 MAX_NAMED = 3
-#: Directories below it that are looked into for a file of a model.
+#: Directories below it that are searched for a model's file.
 MAX_BELOW = 50
 
 _GGUF = ("GGUF, which is for inference", "name the directory of the checkpoint that it was made from")
@@ -23,7 +23,7 @@ _TORCH = (
     "torch's own format, which runs code when it is read",
     "name a directory with config.json and safetensors: load it where you trust it, and save_pretrained it",
 )
-#: A file's suffix: what it is, and what to do.
+#: File suffix → the file's kind, and the remedy.
 _FILES = {
     ".gguf": _GGUF,
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin", ".pkl"), _TORCH),
@@ -37,7 +37,7 @@ _FILES = {
 
 
 def refuse_file(path: Path, key: str) -> ModelError:
-    """The refusal of a file in a directory's place."""
+    """Return the refusal of a file given instead of a directory."""
     parent = path.parent
     marker = "adapter_config.json" if key == "adapter" else "config.json"
     if path.suffix in (".safetensors", ".json", ".bin") and (parent / marker).is_file():
@@ -51,8 +51,8 @@ def refuse_file(path: Path, key: str) -> ModelError:
 
 
 def refuse(path: Path, key: str = "base_model") -> ModelError | None:
-    """The refusal of a directory without config.json (of an adapter: adapter_config.json); None where nothing is known
-    of what it is."""
+    """Return the refusal of a directory without config.json (for an adapter: adapter_config.json); None if its kind is
+    unknown."""
     is_adapter = key == "adapter"
     if not is_adapter and (path / "adapter_config.json").is_file():
         return _adapter(path, path, "an adapter (adapter_config.json, no config.json), not a base model")
@@ -92,7 +92,8 @@ def refuse(path: Path, key: str = "base_model") -> ModelError | None:
 
 
 def _below(path: Path, key: str) -> ModelError | None:
-    """The place of the model, if the directory is one above: a Trainer's, a hub cache's, or just its parent."""
+    """Return a refusal with the model's place if the directory is above it: a Trainer's output, a hub cache, or its
+    parent."""
     children = [path / name for name in sorted(_names(path))]
     if found := _checkpoints(path, [each for each in children if re.fullmatch(r"checkpoint-\d+", each.name)], key):
         return found
@@ -118,7 +119,7 @@ def _below(path: Path, key: str) -> ModelError | None:
 
 
 def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
-    """A Trainer's output: its newest checkpoint."""
+    """Return a refusal that names the newest checkpoint, if the directory is a Trainer's output."""
     newest_first = sorted(found, key=lambda each: -int(each.name.rpartition("-")[2]))
     for each in newest_first:
         names = _listed([each.name for each in newest_first])
@@ -137,7 +138,7 @@ def _elsewhere(path: Path, real: Path, key: str, what: str) -> ModelError:
 
 
 def _adapter(path: Path, adapter: Path, what: str) -> ModelError:
-    """An adapter in a base model's place; its own file says what it was trained on."""
+    """Return the refusal of an adapter given as base model; the adapter's own file names its base."""
     base = _json(adapter / "adapter_config.json").get("base_model_name_or_path")
     is_known = isinstance(base, str) and base and (base.startswith("/") or re.fullmatch(r"[\w.-]+/[\w.-]+", base))
     if is_known and base != str(path):
@@ -149,7 +150,7 @@ def _adapter(path: Path, adapter: Path, what: str) -> ModelError:
 
 
 def _snapshot(path: Path) -> Path | None:
-    """The directory of a model in a hub cache's directory for it: of `main`, else the only one."""
+    """Return the snapshot in a model's directory of a hub cache: that of `main`, else the only one."""
     snapshots = path / "snapshots"
     if not snapshots.is_dir():
         return None

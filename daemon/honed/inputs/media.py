@@ -1,8 +1,8 @@
-"""Images, videos and sound beside a row's text: found, looked at, and decoded one at a time, as they are needed.
+"""Images, videos and sound beside a row's text: found, inspected, and decoded one at a time, as needed.
 
-Images go through Pillow, video and sound through PyAV; a video may also be a directory or a list of frames. What comes
-out is plain (RGB images, mono float32 samples); what a model wants of it is its processor's affair. Whatever is wrong
-with a file is a MediaError, a sentence with the file and the fault. Nothing is ever fetched.
+Images are read with Pillow, video and sound with PyAV; a video may also be a directory or a list of frames. The result
+is plain (RGB images, mono float32 samples); a model's own format is made by its processor. Any fault of a file is a
+MediaError, whose sentence names the file and the fault. Nothing is ever fetched.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 PLURAL: Mapping[Kind, str] = {"image": "images", "video": "videos", "audio": "sounds"}
 
-#: Frames of a video where nobody says how many.
+#: Frames of a video where the job does not set a number.
 NUM_FRAMES = 8
-#: Pixels beyond which an image is a decompression bomb rather than a picture; Pillow has the same limit.
+#: Pixels above which an image is refused as a decompression bomb; Pillow has the same limit.
 MAX_PIXELS = 178_956_970
 #: Seconds beyond which sound is not decoded: 24 hours would be 5 GiB of samples.
 MAX_AUDIO_SEC = 3600.0
-#: How many times as long as wide an image may be. Qwen's processors refuse more, others squash it to a square.
+#: Largest ratio of an image's sides. Qwen's processors refuse more, others squash the image to a square.
 MAX_ASPECT_RATIO = 200
-#: Pixels of an image's shorter side, to which smaller ones are enlarged: processors take a side of 1 or 3 for the
+#: Pixels of an image's shorter side, to which smaller ones are enlarged: processors mistake a side of 1 or 3 for the
 #: channels.
 MIN_SIDE = 8
 
-#: Suffixes of a directory's frames. A file that is named in a row may have any.
+#: Suffixes of frames in a directory. A file named in a row may have any suffix.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".jp2")
-#: Pillow's readers that are used. Its others are for files that nobody trains on, and some of them believe what a
-#: header says about its own length, or run programs.
+#: The allowed Pillow readers. The others are for formats that are not used for training, and some of them trust lengths
+#: in a header, or run programs.
 _IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
-#: Formats that may move, and are read as video by Pillow.
+#: Formats that may be animated, and are then read as video by Pillow.
 _ANIMATIONS = (".gif", ".webp", ".png", ".apng", ".avif")
 
 
-#: FFmpeg's readers of files that are whole in themselves. Others (concat, HLS, DASH, SDP) read text, and open whatever
-#: files and addresses that names, of which nobody was asked whether the job may read them.
+#: FFmpeg's readers of self-contained files. Others (concat, HLS, DASH, SDP) read text and open the files and addresses
+#: in it, which no check of the job's rights has seen.
 _FORMATS = (
     "mov,matroska,webm,avi,flv,mpegts,mpeg,mpegvideo,m4v,h263,h264,hevc,av1,obu,ivf,asf,mxf,nut,rm,dv,mjpeg,gif,apng,"
     "png_pipe,jpeg_pipe,bmp_pipe,webp_pipe,tiff_pipe,ogg,wav,w64,mp3,aac,flac,aiff,au,amr,amrnb,amrwb,caf,ape,ac3,eac3,dts,wv,tta,voc,loas,mpc,mpc8,tak,gsm"
@@ -63,7 +63,7 @@ _SELF_CONTAINED = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
 
 
 class MediaError(DatasetError):
-    """A file beside a row that is missing, broken, or not what it is said to be; the message begins with its place."""
+    """A missing, broken or unexpected file beside a row; the message begins with its place."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class Media:
     kind: Kind
     path: Path | None = None  #: a file, or a video's directory of frames
     frames: tuple[Path, ...] = ()  #: a video that is given as a list of images
-    data: bytes | None = field(default=None, repr=False)  #: embedded in the row; `spill` makes a file of it
-    name: str = ""  #: what embedded data is called in the row
+    data: bytes | None = field(default=None, repr=False)  #: embedded in the row; `spill` writes it to a file
+    name: str = ""  #: the name of embedded data in the row
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files, or the directory, that it lies in; none where it is embedded."""
+        """The media's files, or its directory; empty if it is embedded."""
         return self.frames if self.path is None else (self.path,)
 
     @property
     def place(self) -> str:
-        """What logs, previews and the database call it."""
+        """The media's name in logs, previews and the database."""
         if self.path is not None:
             return str(self.path)
         if self.frames:
@@ -92,7 +92,7 @@ class Media:
 
     @property
     def named(self) -> str:
-        """Its place in a sentence, where a name in the row may be one itself."""
+        """The media's place for use in a sentence, where a name from the row is quoted."""
         if self.paths:
             others = f" and {len(self.paths) - 1} more" if self.paths[1:] else ""
             return f"{quote.place(str(self.paths[0]))}{others}"
@@ -101,19 +101,19 @@ class Media:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a file's header says."""
+    """The facts in a file's header."""
 
     kind: Kind
     format: str
-    width: int = 0  #: pixels, as it is to be looked at (turned, where its EXIF data say so)
+    width: int = 0  #: pixels, after the rotation of its EXIF data
     height: int = 0
-    num_frames: int = 1  #: of a video, before any are chosen; 0 where the header does not say
-    is_list: bool = False  #: of a video whose frames the row lists
+    num_frames: int = 1  #: of a video, in all; 0 if the header does not say
+    is_list: bool = False  #: True for a video whose frames the row lists
     duration_sec: float | None = None
 
 
 def fitted_size(width: int, height: int, limits: MediaLimits) -> tuple[int, int]:
-    """The size that an image is given to the processor in. The upper limits count more than the lower."""
+    """Return the size in which an image is passed to the processor. The upper limits take precedence over the lower."""
     scale = 1.0
     if limits.min_pixels is not None and width * height < limits.min_pixels:
         scale = math.sqrt(limits.min_pixels / (width * height))
@@ -125,25 +125,26 @@ def fitted_size(width: int, height: int, limits: MediaLimits) -> tuple[int, int]
     smaller = min(rounded)
     if smaller >= MIN_SIDE:
         return rounded
-    # Too thin for a processor: the short side alone is enlarged, which the limits have room for.
+    # Too thin for a processor: only the short side is enlarged, for which the limits have room.
     return max(rounded[0], MIN_SIDE), max(rounded[1], MIN_SIDE)
 
 
 def _rounded(side: int, scale: float) -> int:
-    """Rounded towards the limit's safe side, so that the product never passes it."""
+    """Round a scaled side towards the limit's safe side, so that the product never exceeds the limit."""
     if scale == 1.0:
         return side
     return max(math.floor(side * scale + 1e-6) if scale < 1 else math.ceil(side * scale - 1e-6), 1)
 
 
 def num_taken(num_frames: int, limits: MediaLimits, *, is_list: bool = False) -> int:
-    """The number of a video's frames that are taken."""
+    """Return the number of frames that are taken of a video."""
     wanted = limits.num_frames or (num_frames if is_list else NUM_FRAMES)
     return min(wanted, num_frames)
 
 
 def spill(media: Media, directory: Path) -> Media:
-    """Media as a file: embedded data go to `<directory>/<sha256><suffix>`, written whole, once for the same content."""
+    """Return media as a file: embedded data are written to `<directory>/<sha256><suffix>`, atomically, once per
+    content."""
     if media.data is None:
         return media
     suffix = Path(media.name).suffix.lower() if re.fullmatch(r"\.\w{1,5}", Path(media.name).suffix) else ""
@@ -160,7 +161,7 @@ def spill(media: Media, directory: Path) -> Media:
 
 
 def probe(media: Media) -> Facts:
-    """What the file's header says, nothing decoded. Raises MediaError for one that is missing or cannot be used."""
+    """Return the facts in a file's header, without decoding. Raises MediaError for a missing or unusable file."""
     match media.kind:
         case "image":
             with _opened_image(media) as image:
@@ -174,7 +175,7 @@ def probe(media: Media) -> Facts:
 
 
 def require(media: Media) -> None:
-    """Raises MediaError where the file is not there, or empty. It is not looked into."""
+    """Raise MediaError if a file is missing or empty. Its content is not checked."""
     if media.kind == "video" and _is_dir(media.path):
         return
     for path in media.frames:
@@ -207,7 +208,7 @@ def _probe_video(media: Media) -> Facts:
         return Facts("video", container.format.name, width, height, num_frames=number, duration_sec=duration)
 
 
-#: The EXIF tag, and those of its values that turn the picture by a quarter.
+#: The EXIF tag of the orientation, and its values that mean a quarter turn.
 _ORIENTATION = 0x0112
 _ON_ITS_SIDE = (5, 6, 7, 8)
 
@@ -218,12 +219,12 @@ _ON_ITS_SIDE = (5, 6, 7, 8)
 def _is_dir(path: Path | None) -> bool:
     try:
         return path is not None and path.is_dir()
-    except OSError:  # a name that is too long, or below a directory that may not be looked into
-        return False  # which is told where it is opened as a file
+    except OSError:  # the name is too long, or its directory may not be listed
+        return False  # the error is reported when it is opened as a file
 
 
 def _absence(path: Path) -> str:
-    """The reason why a path is no file that can be read."""
+    """Return the reason why a path is not a readable file."""
     try:
         if path.is_dir():
             return "a directory, not a file"
@@ -238,14 +239,14 @@ def _absence(path: Path) -> str:
 
 
 def _check_file(media: Media) -> Path | None:
-    """The file, which is there and holds something; None where the data are embedded."""
+    """Return the file after checking that it exists and is not empty; None if the data are embedded."""
     path = media.path
     if path is None:
         if not media.data:
             raise MediaError(f"{media.named}: empty")
         return None
     try:
-        if not path.is_file():  # nor a pipe, on which reading would wait for ever
+        if not path.is_file():  # a pipe is none either: reading it would block for ever
             hint = "relative paths start from the data file, or `media_dir`"
             raise MediaError(f"{media.named}: {_absence(path)}", hint=hint)
         with path.open("rb") as file:
@@ -262,7 +263,7 @@ def _check_file(media: Media) -> Path | None:
 
 
 def _looks(media: Media) -> str:
-    """What a file that no reader knows seems to be."""
+    """Return a guess at the content of a file that no reader knows; empty without one."""
     try:
         if media.path is not None:
             with media.path.open("rb") as file:
@@ -276,7 +277,7 @@ def _looks(media: Media) -> str:
     try:
         head[:500].decode()
     except UnicodeDecodeError as error:
-        # A character of several bytes may have been cut.
+        # A multi-byte character may have been cut off.
         return "" if error.start < len(head[:500]) - 4 else "it is text"
     return "" if b"\0" in head else "it is text"
 
@@ -296,7 +297,8 @@ def _source(media: Media) -> Any:
 
 @contextmanager
 def _opened_image(media: Media) -> Iterator[Image.Image]:
-    """An image whose header makes sense, its pixels not decoded. A fault in the block is told as one of the file."""
+    """Open an image and check its header, without decoding pixels. Errors in the block become a MediaError of the
+    file."""
     pillow = _pillow()
     formats = [each for each in _IMAGE_FORMATS if each in pillow.OPEN]
     try:
@@ -314,7 +316,7 @@ def _opened_image(media: Media) -> Iterator[Image.Image]:
         raise MediaError(f"{media.named}: a broken image: {_said(error)}") from error
 
 
-#: What Pillow's readers raise for files that are torn or made up; struct.error is none of the others.
+#: Exceptions of Pillow's readers for truncated or forged files; struct.error is a subclass of none of the others.
 _TORN = (
     OSError,
     SyntaxError,
@@ -351,7 +353,7 @@ def _said(error: BaseException) -> str:
 
 
 def image(media: Media, limits: MediaLimits) -> Image.Image:
-    """RGB, upright, within the limits; of an animation its first frame. Transparency becomes white.
+    """Return an image as RGB, upright, within the limits; an animation's first frame. Transparency becomes white.
 
     Raises MediaError.
     """
@@ -376,7 +378,8 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Gray in 16 or 32 bits or floats, to 8: Pillow's own conversion cuts at 255, which leaves a white page."""
+    """Convert gray values of 16 or 32 bits, or floats, to 8 bits: Pillow's own conversion clips at 255 (a white
+    page)."""
     import numpy as np  # noqa: PLC0415
     from PIL import Image as pillow  # noqa: N813, PLC0415
 
@@ -402,9 +405,9 @@ def _fitted(image: Image.Image, limits: MediaLimits) -> Image.Image:
 
 
 def frames(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float | None]:
-    """Frames of a video, evenly spread from its first to its last, as `image` gives them; and how many a second.
+    """Return frames of a video, evenly spread from first to last, as `image` returns them; and their rate per second.
 
-    The rate is that of the frames given, not of the file; None where nothing says it. Raises MediaError.
+    The rate is that of the returned frames, not of the file; None if it is unknown. Raises MediaError.
     """
     if files := _frame_files(media):
         taken = [files[n] for n in _spread(len(files), num_taken(len(files), limits, is_list=bool(media.frames)))]
@@ -421,7 +424,7 @@ def _spread(number: int, num_wanted: int) -> list[int]:
 
 
 def _frame_files(media: Media) -> list[Path]:
-    """The images that a video is given as, a directory's in the order of their numbers; none for a file."""
+    """Return the image files of a video, a directory's sorted by their numbers; empty for a video file."""
     if media.frames or media.path is None or not _is_dir(media.path):
         return list(media.frames)
     try:
@@ -437,7 +440,7 @@ def _frame_files(media: Media) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
-    """frame_2 comes before frame_10."""
+    """Return a sort key by which frame_2 comes before frame_10."""
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts if part]
 
@@ -479,7 +482,7 @@ def _video(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float 
 
 
 def _timetable(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """When each frame is shown, in order, and those of them from which decoding can begin; nothing is decoded."""
+    """Return when each frame is shown, and the times at which decoding can start, both sorted; nothing is decoded."""
     times, keys = [], []
     for packet in container.demux(stream):
         when = packet.pts if packet.pts is not None else packet.dts
@@ -492,7 +495,7 @@ def _timetable(container: Any, stream: Any) -> tuple[list[int], list[int]]:
 
 
 def _decoded(container: Any, stream: Any, wanted: Sequence[int], keys: Sequence[int]) -> Iterator[Any]:
-    """The frame shown at each wanted time. Seeks only past a key frame, so that a frame is decoded once at most."""
+    """Yield the frame shown at each wanted time. Seeks only past a key frame, so each frame is decoded at most once."""
     stream.thread_type = "AUTO"
     container.seek(wanted[0], stream=stream)
     decoding = container.decode(stream)
@@ -516,7 +519,7 @@ def _decoded(container: Any, stream: Any, wanted: Sequence[int], keys: Sequence[
 def _upright(media: Media, frame: Any, limits: MediaLimits) -> Image.Image:
     _check_size(media, frame.width, frame.height)
     picture = frame.to_image()
-    turn = round(float(getattr(frame, "rotation", 0) or 0)) % 360  # telephones write sideways, with a note
+    turn = round(float(getattr(frame, "rotation", 0) or 0)) % 360  # phones record sideways, with a rotation tag
     return _fitted(picture.rotate(turn, expand=True) if turn else picture, limits)
 
 
@@ -524,13 +527,14 @@ def _upright(media: Media, frame: Any, limits: MediaLimits) -> Image.Image:
 
 
 def audio(media: Media, sampling_rate: int) -> numpy.typing.NDArray[numpy.float32]:
-    """The sound of a file (or of a video), mono: float32 samples in [-1, 1]. Raises MediaError, for no sample too."""
+    """Return the sound of a file, or of a video, as mono float32 samples in [-1, 1]. Raises MediaError, also for no
+    sample."""
     import numpy as np  # noqa: PLC0415
 
     av_module = _av()
     with _container(media) as container:
         stream = _stream(media, container, "audio")
-        # The channels' mean is taken here: FFmpeg's own mixing makes floats louder by half.
+        # The channels' mean is taken here: FFmpeg's own downmix makes floats 50 % louder.
         resampler = av_module.AudioResampler(format="fltp", rate=sampling_rate)
         chunks, number = [], 0
         for frame in _and_the_rest(container.decode(stream), resampler):
@@ -546,7 +550,7 @@ def audio(media: Media, sampling_rate: int) -> numpy.typing.NDArray[numpy.float3
 
 def _and_the_rest(decoded: Iterable[Any], resampler: Any) -> Iterator[Any]:
     for frame in decoded:
-        frame.pts = None  # gaps in a file's clock are not filled up
+        frame.pts = None  # gaps in a file's timestamps are not filled
         yield from resampler.resample(frame)
     yield from resampler.resample(None)
 
@@ -556,7 +560,7 @@ def _and_the_rest(decoded: Iterable[Any], resampler: Any) -> Iterator[Any]:
 
 @contextmanager
 def _container(media: Media) -> Iterator[av.container.InputContainer]:
-    """A video or sound file, opened. A fault in the block is told as one of the file."""
+    """Open a video or sound file. Errors in the block become a MediaError of the file."""
     av_module = _av()
     what = "sound" if media.kind == "audio" else "a video"
     source = _source(media)

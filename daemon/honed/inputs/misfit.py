@@ -1,4 +1,4 @@
-"""Rows that no format takes: what they are, and what would make rows to train on of them.
+"""Rows that fit no format: error messages that name their kind, and the change that makes them usable.
 
 prompt, chosen, rejected        preference data
 prompt                          questions without answers
@@ -13,7 +13,7 @@ from typing import Any
 
 from honed.system import quote
 
-#: How columns are called that ask, and that answer; the first that is there counts.
+#: Names of columns with questions, and with answers; the first that exists counts.
 ASKS = (
     "prompt",
     "question",
@@ -44,11 +44,11 @@ ANSWERS = (
 
 @dataclass(frozen=True)
 class Misfit:
-    """What rows are, and what helps."""
+    """The kind of rows that fit no format, and the remedy."""
 
     message: str
     hint: str
-    columns: dict[str, str] = field(default_factory=dict)  #: a data set's `columns:` that would do
+    columns: dict[str, str] = field(default_factory=dict)  #: a value of the data set's `columns:` that would work
 
     @property
     def fix(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Misfit:
 
 
 def of(row: Mapping[str, Any]) -> Misfit | None:
-    """What a row that no format takes seems to be; None where nobody knows."""
+    """Return the apparent kind of a row that fits no format; None if it is unknown."""
     names = {str(name).strip().lower(): str(name) for name in row}
     if "chosen" in names and "rejected" in names:
         return _preference(row, names)
@@ -91,7 +91,7 @@ def of(row: Mapping[str, Any]) -> Misfit | None:
 
 
 def unpaired(row: Mapping[str, Any]) -> bool:
-    """Whether a row of a prompt and a completion has a verdict beside it, as KTO's have."""
+    """Return True if a row of prompt and completion has a boolean label, as KTO's rows have."""
     return isinstance(row.get("label"), bool) and {"prompt", "completion"} <= row.keys()
 
 
@@ -126,5 +126,5 @@ def _first(wanted: Iterable[str], names: Mapping[str, str]) -> str | None:
 
 
 def _is_table(names: Mapping[str, str]) -> bool:
-    """Whether turns are there, which a format of conversations takes."""
+    """Return True if there are turns or text, which other formats read."""
     return any(name in names for name in ("messages", "conversations", "conversation", "text"))

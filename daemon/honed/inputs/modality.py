@@ -1,10 +1,10 @@
-"""Images, videos and sounds in a model that sees or hears: tokens, and positions in its tower.
+"""Cost of images, videos and sounds in a vision or audio model: tokens, and positions in its tower.
 
     preprocessor_config.json, processor_config.json, video_preprocessor_config.json ──► how media are cut up
     config.json                                                                     ──► how wide and deep the towers are
 
-It goes by what is in these files, by no list of names, and what they do not tell is taken to be as most families have
-it. So a number here is an estimate: what is trained on is counted by the processor itself. No torch, no pixels.
+It is derived from these files, not from a list of model names; missing values are assumed to be the most common ones.
+So a number here is an estimate: for training, the processor itself counts. No torch, no pixels.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from honed.spec.media import Part
 
-#: Pixels of an image between which the Qwen family resizes where its files do not say.
+#: Smallest and largest pixels of an image in the Qwen family, where its files do not set them.
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-#: Digits of a whole number. transformers writes 31 for a tokenizer without a limit: int(1e30).
+#: Digits of an integer. transformers writes 31 for a tokenizer without a limit: int(1e30).
 MAX_DIGITS = 40
-#: Pixels above which a video's limit is meant for all of its frames together, as in Qwen3-VL's and GLM's files.
+#: Pixels above which a video's limit applies to all frames together, as in Qwen3-VL's and GLM's files.
 MAX_FRAME_PIXELS = 20_000_000
-#: Frames of the spectrum for a second of sound, how many of them a position in the tower and a token stand for, and the
-#: seconds that sound is filled up to: Whisper's, which most ears are.
+#: Whisper's values, which most audio towers share: spectrum frames per second of sound, spectrum frames per position in
+#: the tower and per token, and the seconds to which sound is padded.
 SPECTRUM_RATE, FRAMES_A_POSITION, FRAMES_A_TOKEN, CHUNK_SEC = 100, 2, 4, 30
 
 _PROJECTOR = re.compile(
@@ -38,21 +38,21 @@ _AUDIO = re.compile(r"(^|\.)(audio|speech)\w*(\.|$)")
 _VISION = re.compile(r"(^|\.)(visual\w*|vision\w*|vit\w*|vqmodel|img_\w+|image_\w+)(\.|$)")
 
 
-#: What the job that is at hand says of its model's parts: see `naming`. Each with the names that were looked at.
+#: The current job's patterns for its model's parts (see `naming`), and the names resolved with them.
 _named: dict[Part, re.Pattern[str]] = {}
 _known: dict[str, Part] = {}
 
 
 @contextlib.contextmanager
 def naming(patterns: Mapping[Part, str]) -> Iterator[None]:
-    """Within it, what a job's own regular expressions name comes before what is known of families.
+    """Apply a job's own regular expressions for parts, before the rules for known families.
 
-    It is the process's, as every module of the daemon's side and of the worker asks `part`: both have one job at a
-    time in hand.
+    The setting is global, since all modules of the daemon's side and of the worker call `part`: both handle one job at
+    a time.
     """
     global _named, _known
     before = _named, _known
-    # A projector may lie within the eyes or ears that it leads from.
+    # A projector may lie within the vision or audio tower that it connects.
     order: tuple[Part, ...] = ("projector", "audio", "vision", "language")
     _named, _known = {kind: re.compile(patterns[kind]) for kind in order if kind in patterns}, {}
     try:
@@ -62,7 +62,7 @@ def naming(patterns: Mapping[Part, str]) -> Iterator[None]:
 
 
 def part(name: str) -> Part:
-    """What a module or parameter belongs to, by its name."""
+    """Return the part of the model that a module or parameter belongs to, by its name."""
     if not _named:
         return _usual(name)
     if name not in _known:
@@ -72,7 +72,7 @@ def part(name: str) -> Part:
 
 
 def is_within(name: str, pattern: re.Pattern[str]) -> bool:
-    """Whether a name, or that of a module above it, matches somewhere: as it is stored, loaded, or within an adapter's
+    """Return True if a name, or that of a module above it, matches anywhere: as stored, as loaded, or in an adapter's
     wrapper."""
     words = name.removeprefix("base_model.model.").removeprefix("model.").split(".")
     above = (".".join(words[:count]) for count in range(1, len(words) + 1))
@@ -89,7 +89,7 @@ def _usual(name: str) -> Part:
 
 @dataclass(frozen=True)
 class Tower:
-    """The widths of eyes or ears."""
+    """The dimensions of a vision or audio tower."""
 
     hidden: int
     mlp: int
@@ -99,7 +99,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Cost:
-    """What something is to the model."""
+    """The cost of media in the model."""
 
     tokens: int  #: in the language model
     positions: int  #: in the tower
@@ -114,10 +114,10 @@ NOTHING = Cost(0, 0, 0)
 
 @dataclass(frozen=True)
 class Senses:
-    """A model's way to take in what is no text."""
+    """A model's handling of media, from its configuration files."""
 
     config: Mapping[str, Any]  #: of the model that is trained
-    processor: Mapping[str, Any]  #: processor_config.json without what has a part of its own
+    processor: Mapping[str, Any]  #: processor_config.json without its nested sections
     images: Mapping[str, Any]
     videos: Mapping[str, Any]
     sounds: Mapping[str, Any]
@@ -131,7 +131,7 @@ class Senses:
         return _tower(self.config.get("audio_config") or self.config.get("audio_encoder_config"))
 
     def image(self, width: int, height: int) -> Cost:
-        """What an image of that size is, after the job's own limits and before the processor's."""
+        """Return the cost of an image of that size, after the job's own limits and before the processor's."""
         settings = self.images
         if (merge := _whole(settings.get("merge_size"))) is not None:
             return self._grid(width, height, settings, merge)
@@ -145,7 +145,8 @@ class Senses:
         return self._fixed()
 
     def video(self, num_frames: int, width: int, height: int) -> Cost:
-        """So many frames of that size. Where the model has no notion of video, each is an image."""
+        """Return the cost of that many frames of that size. In a model without video support, each counts as an
+        image."""
         settings = self.videos or self.images
         merge = _whole(settings.get("merge_size"))
         if merge is None:
@@ -165,7 +166,7 @@ class Senses:
     def _grid(
         self, width: int, height: int, settings: Mapping[str, Any], merge: int, *, num_frames: int | None = None
     ) -> Cost:
-        """Qwen-VL's way: resized to whole patches between two areas, `merge` by `merge` of which make a token."""
+        """Qwen-VL's scheme: resized to whole patches between two areas, `merge` by `merge` of which make a token."""
         patch = _edge(settings.get("patch_size")) or 14
         size = settings.get("size") if isinstance(settings.get("size"), dict) else {}
         assert isinstance(size, dict)
@@ -178,18 +179,18 @@ class Senses:
         return Cost(across * down, positions, positions)
 
     def _tiles(self, width: int, height: int, settings: Mapping[str, Any], tile: int) -> Cost:
-        """Idefics3's and SmolVLM's way: resized to whole tiles, each as many tokens, and the whole once more."""
+        """Idefics3's and SmolVLM's scheme: resized to whole tiles with equal tokens, plus the whole image once more."""
         each = self._fixed()
         longest = _edge(settings.get("size"), "longest_edge") or 4 * tile
         scale = longest / max(width, height)
         across, down = (max(1, math.ceil(round(edge * scale) / tile)) for edge in (width, height))
         is_split = settings.get("do_image_splitting") is not False and across * down > 1
         number = across * down + 1 if is_split else 1
-        signs = 2 * number + 1 + (down if is_split else 0)  # what is written around each
+        signs = 2 * number + 1 + (down if is_split else 0)  # the marker tokens around each
         return Cost(each.tokens * number + signs, each.positions * number, each.window)
 
     def _pinpoints(self, width: int, height: int, points: Any) -> Cost:
-        """LLaVA-NeXT's way: the best of a list of sizes, in tiles, and the whole once more."""
+        """LLaVA-NeXT's scheme: the best of a list of sizes, in tiles, plus the whole image once more."""
         each, tile = self._fixed(), self._image_size()
 
         def fit(point: list[int]) -> tuple[float, float]:
@@ -202,7 +203,7 @@ class Senses:
         return Cost(each.tokens * number, each.positions * number, each.window)
 
     def _ragged(self, width: int, height: int, longest: int, patch: int) -> Cost:
-        """Pixtral's way: as large as allowed, a sign at the end of each row of patches."""
+        """Pixtral's scheme: as large as allowed, with a marker token at the end of each row of patches."""
         merge = _whole(self.config.get("spatial_merge_size")) or _whole(self.processor.get("spatial_merge_size")) or 1
         scale = min(1.0, longest / max(width, height))
         across, down = (max(1, math.ceil(edge * scale / (patch * merge))) for edge in (width, height))
@@ -210,7 +211,7 @@ class Senses:
         return Cost((across + 1) * down, positions, positions)
 
     def _fixed(self) -> Cost:
-        """Every image the same, as with CLIP and SigLIP."""
+        """A fixed cost for every image, as with CLIP and SigLIP."""
         vision = _section(self.config, "vision_config")
         side = self._image_size() // (_edge(self.processor.get("patch_size") or vision.get("patch_size")) or 14)
         positions = max(1, side * side)
@@ -238,7 +239,7 @@ class Senses:
 
 
 def look(path: Path, config: Mapping[str, Any]) -> Senses:
-    """What the files beside a config.json say; what cannot be read says nothing here, and is the loader's to refuse."""
+    """Read the files beside a config.json; unreadable ones count as empty here, and the loader refuses them."""
     whole = _read(path / "processor_config.json")
     flat = _read(path / "preprocessor_config.json")
     video = _read(path / "video_preprocessor_config.json")
@@ -253,7 +254,7 @@ def look(path: Path, config: Mapping[str, Any]) -> Senses:
 
 
 def resized_to_patches(width: int, height: int, patch: int, least: int, most: int) -> tuple[int, int]:
-    """Patches across and down, for an area of `least` to `most` pixels of nearly the same proportions."""
+    """Return patches across and down, for an area of `least` to `most` pixels of nearly the same proportions."""
     across, down = (max(1, round(edge / patch)) for edge in (width, height))
     if across * down * patch * patch > most:
         shrink = math.sqrt(width * height / most)
@@ -290,8 +291,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def loads(data: bytes) -> Any:
-    """JSON beside a model. Raises ValueError, also for a whole number that is no size of anything: products of a few
-    of them are no floats any more."""
+    """Parse a model's JSON. Raises ValueError, also for an integer too large to be a size: products of a few of them
+    would overflow a float."""
     return json.loads(data, parse_int=_int)
 
 
@@ -315,7 +316,7 @@ def _number(value: Any) -> float | None:
 
 
 def _edge(value: Any, *names: str) -> int | None:
-    """One edge of a size, which files write as a number, a pair, or a table with edges or with height and width."""
+    """Return one edge of a size, which files write as a number, a pair, or a mapping with edges or height and width."""
     match value:
         case dict():
             keys = names or ("height", "longest_edge", "shortest_edge")

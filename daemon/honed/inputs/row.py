@@ -1,4 +1,4 @@
-"""One row, whatever its format, as the kind of thing that is trained on: the `Example`.
+"""One row of any format, converted into the form that is trained on: the `Example`.
 
     messages            messages (or conversations): [{role, content, tool_calls?, reasoning_content?, weight?}], tools?
     prompt_completion   prompt, completion: two strings, or two lists of messages
@@ -6,8 +6,8 @@
     sharegpt            conversations (or conversation): [{from, value}], system?, tools?
     text                text
 
-Each but the last may have chat_template_kwargs, what the chat template takes for that row; they go before the job's.
-Beside the last they may have images, videos and sounds (see attachment.py). Such a row is always a conversation.
+All but the last may have chat_template_kwargs, the chat template's arguments for that row, which take precedence over
+the job's. They may also have images, videos and sounds (see attachment.py). Such a row is always a conversation.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _WANTED = {
 }
 FORMATS_HINT = "formats: " + "; ".join(f"{name} has {wanted}" for name, wanted in _WANTED.items())
 
-#: Columns of a row that are named.
+#: Columns of a row that a message names, at most.
 MAX_COLUMNS = 20
-#: The columns that a format reads; of those that hold the turns, the first that is there.
+#: The columns that a format reads; of `_TURNS`, which hold the turns, the first that exists.
 _TURNS = ("messages", "conversations", "conversation")
 _READ: Mapping[str, tuple[str, ...]] = {
     "messages": ("tools", "chat_template_kwargs"),
@@ -46,7 +46,7 @@ _READ: Mapping[str, tuple[str, ...]] = {
     "sharegpt": ("system", "tools", "chat_template_kwargs"),
     "text": ("text",),
 }
-#: What is no argument of a chat template: honed, or another key, says it to whatever renders.
+#: Names that are not arguments of a chat template: honed, or another key, passes them to the renderer.
 RESERVED_KWARGS = frozenset(
     {
         "conversation",
@@ -65,12 +65,12 @@ RESERVED_KWARGS = frozenset(
         "tokenizer_kwargs",
     }
 )
-#: What says in a message whether it is trained on, and the value that says no. `weight` is OpenAI's.
+#: Keys of a message that select it for training, and their value that excludes it. `weight` is OpenAI's.
 _WEIGHTS: Mapping[str, bool] = {"weight": False, "train": False, "training": False, "loss": False, "masked": True}
-#: What says so of parts of a message, in axolotl's rows.
+#: The same keys for parts of a message, in axolotl's rows.
 _DETAILS = ("train_detail", "training_detail")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-#: ShareGPT's words for who speaks.
+#: ShareGPT's names of roles.
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -105,7 +105,7 @@ _ALPACA = (
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments as an object, with the JSON that the row has: some templates take it as it is written."""
+    """A tool call's arguments as an object, with the row's JSON text: some templates render the text unchanged."""
 
     def __init__(self, values: Mapping[str, Any], written: str) -> None:
         super().__init__(values)
@@ -114,7 +114,7 @@ class Arguments(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Example:
-    """One row, whatever its format was."""
+    """One row, independent of its format."""
 
     kind: Literal["messages", "prompt_completion", "text"]
     messages: list[dict[str, Any]] = field(default_factory=list)  #: as chat templates take them
@@ -124,21 +124,21 @@ class Example:
     text: str = ""
     dataset_index: int = 0
     row_index: int = 0
-    num_prompt_messages: int = 0  #: turns of the assistant among the first so many are not trained on
-    media: tuple[Media, ...] = ()  #: what the parts of its messages show, in order
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  #: of the row alone, before those of the job
-    untrained: tuple[int, ...] = ()  #: messages of weight 0, which are context alone
+    num_prompt_messages: int = 0  #: the assistant's turns among these first messages are not trained on
+    media: tuple[Media, ...] = ()  #: media in the parts of its messages, in order
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  #: the row's own, which override the job's
+    untrained: tuple[int, ...] = ()  #: messages of weight 0, which are only context
 
     @property
     def trained_turns(self) -> list[int]:
-        """The messages that are trained on: the assistant's, without the prompt's and those of weight 0."""
+        """Indices of the messages that are trained on: the assistant's, except in the prompt and those of weight 0."""
         turns = range(self.num_prompt_messages, len(self.messages))
         return [i for i in turns if self.messages[i]["role"] == "assistant" and i not in self.untrained]
 
 
 class RefusedRowError(RowError):
-    """A row that asks for what is not done. Without the row, or with it, other things would be learned than it says,
-    so the job does not begin."""
+    """A row that asks for something unsupported. With or without the row, training would differ from what it asks, so
+    the job is refused."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
@@ -146,11 +146,11 @@ class RefusedRowError(RowError):
 
 
 class NoAnswerError(RowError):
-    """A row in which nobody answers, so that there is nothing to learn from it."""
+    """A row without an answer, so that there is nothing to learn from it."""
 
 
 def words(message: Mapping[str, Any]) -> str:
-    """What a message says: its content, or the texts of its parts."""
+    """Return a message's text: its content, or the texts of its parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -158,7 +158,8 @@ def words(message: Mapping[str, Any]) -> str:
 
 
 def recognise(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> str:
-    """The format of a row by its columns. Raises DatasetError, which lists those found and those each format wants."""
+    """Return a row's format by its columns. Raises DatasetError, which lists the columns found and those of each
+    format."""
     named = _renamed(row, columns)
     turns = next((_unpacked(named[key]) for key in ("messages", "conversations", "conversation") if key in named), None)
     if isinstance(turns, list):
@@ -188,9 +189,9 @@ def convert(
     has_chat_template: bool = True,
     directories: Mapping[Kind, Path] | None = None,
 ) -> Example:
-    """One row as an Example. Raises DatasetError for a row that cannot be used, and says why.
+    """Return a row as an Example. Raises DatasetError, with the reason, for an unusable row.
 
-    `directories` are those that the paths of its images, videos and sounds start from.
+    `directories` are the base directories of its images', videos' and sounds' paths.
     """
     try:
         made = fields(row, format, columns, has_chat_template=has_chat_template, directories=directories)
@@ -207,7 +208,7 @@ def fields(
     has_chat_template: bool,
     directories: Mapping[Kind, Path] | None,
 ) -> dict[str, Any]:
-    """An Example's fields, but for where it comes from. Raises RowError."""
+    """Return an Example's fields, except for its origin. Raises RowError."""
     named = _renamed(row, columns)
     named = {key: _unpacked(value) if key in attachment.COLUMNS else value for key, value in named.items()}
     made = _of_format(named, format, has_chat_template=has_chat_template)
@@ -221,7 +222,7 @@ def fields(
 
 
 def _check_text(made: dict[str, Any]) -> None:
-    """JSON can carry halves of surrogate pairs; no tokenizer takes them, nor what is nested without end."""
+    """Check the text: JSON can contain lone surrogates and endless nesting, which no tokenizer accepts."""
     try:
         json.dumps(made, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -343,7 +344,7 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
-    """A message as templates take it; keys that are null (as parquet has them) are left out."""
+    """Return a message in templates' format; null keys (as parquet has them) are left out."""
     if not isinstance(turn, dict):
         raise RowError(f"message {number} is {kind_of(turn)}, not an object with role and content")
     role = turn.get("role")
@@ -361,7 +362,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
 
 
 def _weight(turn: Mapping[str, Any], role: str, number: int) -> dict[str, bool]:
-    """`{"weight": whether it is trained on}`, where a message says; empty where it does not."""
+    """Return `{"weight": bool}` if a message says whether it is trained on; else an empty dict."""
     if detail := next((key for key in _DETAILS if attachment.is_given(turn.get(key))), None):
         raise RefusedRowError(
             f"message {number}: `{detail}` is about parts of a turn, and a turn is trained on whole or not at all",
@@ -389,7 +390,7 @@ def _weight(turn: Mapping[str, Any], role: str, number: int) -> dict[str, bool]:
 
 
 def _content(content: Any, number: int, *, is_optional: bool) -> str | list[dict[str, Any]]:
-    """A string; a list of parts only where one of them is no text."""
+    """Return the content as a string; as a list of parts only if one of them is not text."""
     if content is None and is_optional:
         return ""
     if isinstance(content, str):
@@ -414,7 +415,7 @@ def _part(part: Any, number: int) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates take."""
+    """Return a tool call with its arguments as an object, as templates expect it."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"message {number}: a tool call has a function with a name")
@@ -431,7 +432,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:
-    """A row's arguments for the chat template; null in one is none, as parquet has those of other rows."""
+    """Return a row's arguments for the chat template, without nulls, which parquet has for arguments of other rows."""
     kwargs = _unpacked(value)
     if kwargs is None or kwargs == "":
         return {}
@@ -455,14 +456,14 @@ def _require_answer(messages: Sequence[Mapping[str, Any]]) -> None:
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         raise NoAnswerError("no turn of the assistant")
-    # Where none is trained on, the row is left out and counted when it is encoded.
+    # If none of them is trained on, the row is left out and counted when it is encoded.
     answers = [message for message in answers if message.get("weight") is not False] or answers
     if not any(words(message).strip() or message.get("tool_calls") for message in answers):
         raise RowError("the assistant's turns are empty")
 
 
 def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> list[str]:  # noqa: A002
-    """The columns of a row that are not read, as its file calls them."""
+    """Return the columns of a row that are not read, by their names in the file."""
     ours = {*_READ.get(format, ()), *attachment.COLUMNS}
     if format in ("messages", "sharegpt"):
         ours.add(next((key for key in _TURNS if key in row or key in columns), _TURNS[0]))
@@ -471,7 +472,7 @@ def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> l
 
 
 def told_unread(names: Sequence[str], format: str) -> str:  # noqa: A002
-    """One sentence on columns that are not read, with how a weight is written where one of them looks like it."""
+    """Return a sentence on columns that are not read; it explains `weight` if one of them looks like a weight."""
     named = quote.names(names[:MAX_COLUMNS], "`{}`")
     named += f", and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""
     if not (weights := [name for name in names if name in (*_WEIGHTS, "weights", "mask")]):
@@ -496,14 +497,14 @@ def _string(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> 
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> Mapping[str, Any]:
-    """The row under our names; `columns` says, for a name of ours, which column of theirs holds it."""
+    """Return the row under our names; `columns` maps our names to those of the data set."""
     if not columns:
         return row
     return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
 
 
 def _unpacked(value: Any) -> Any:
-    """A list or object that a column holds as a JSON string."""
+    """Decode a list or object that a column holds as a JSON string; other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -513,6 +514,6 @@ def _unpacked(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """A value's type in JSON's words."""
+    """Return a value's type in JSON's terms."""
     names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}
     return names.get(type(value), "a number")

@@ -1,21 +1,21 @@
-"""Scores of answers against the truth: figures from 0 to 1, more is better.
+"""Scores of predictions against the reference: numbers from 0 to 1, higher is better.
 
-    exact_match     the same text, but for white space around it
-    token_f1        words in common, whatever their order and case: the harmonic mean of precision and recall
+    exact_match     the same text, apart from surrounding white space
+    token_f1        words in common, in any order and case: the harmonic mean of precision and recall
     rouge_l         the longest common subsequence of words, in the same mean (ROUGE-L)
-    valid_json      it is JSON; a Markdown fence around it is passed over
-    field_match     the fields of the truth and of the answer together, those that are the same in both
-    box_iou         intersection over union of boxes; several are paired greedily, one that is missing or too many is 0
-    numeric_match   the same number: what follows ####, else the last that is written
+    valid_json      it is JSON; a Markdown fence around it is ignored
+    field_match     the fields that are the same in both, as a share of all fields of reference and answer
+    box_iou         intersection over union of boxes; several are paired greedily, missing and surplus boxes count 0
+    numeric_match   the same number: the one after ####, else the last in the text
 
-An answer that cannot be parsed scores 0, and is not left out: beside each figure stands `<name>_parsable`, the share of
-answers that could be. A prediction that failed is no answer, and is left out.
+An answer that cannot be parsed scores 0, and is counted: beside each score is `<name>_parsable`, the share of answers
+that could be parsed. A prediction that failed is no answer, and is left out.
 
-Others come in through the entry point group `honed.metrics`: the entry point's name is the metric's, and it leads to a
-callable of prediction and ground truth that returns a number, or None for an answer that it cannot parse. What is
-installed there is looked up here, and loaded where it is used: in the worker.
+Other metrics are added through the entry point group `honed.metrics`: the entry point's name is the metric's, its value
+a callable of prediction and ground truth that returns a number, or None for an answer that it cannot parse. Installed
+metrics are looked up here, and loaded only in the worker.
 
-Small enough to be ours: rouge-score brings nltk, absl and NumPy for the twenty lines that are wanted.
+Implemented here, since rouge-score depends on nltk, absl and NumPy for the twenty lines that are needed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from honed.job.comparison import answer
 from honed.spec.metric_names import GROUP, known
 from honed.system.error import EnvironmentInvalidError, said
 
-#: Prediction and ground truth to a figure from 0 to 1; None for a prediction that cannot be parsed.
+#: Maps prediction and ground truth to a number from 0 to 1; None for a prediction that cannot be parsed.
 Scorer = Callable[[str, str], float | None]
 
-#: Of the questions: where fewer are answered, a figure would say more of what failed than of the model.
+#: Share of questions with an answer, below which a score would reflect failures more than the model.
 MIN_ANSWERED = 0.5
-#: Words in the middle ground truth, from which on answers are prose and ROUGE-L says something.
+#: Words in the median ground truth, from which on answers are prose and ROUGE-L is meaningful.
 MIN_PROSE_WORDS = 8
-#: Numbers this close are the same: answers are rounded.
+#: Relative difference below which numbers are equal: answers are rounded.
 RELATIVE_TOLERANCE = 1e-6
 
 
@@ -53,15 +53,15 @@ class Metric:
 
 @dataclass(frozen=True)
 class Scores:
-    """One round's figures, and what went wrong in a metric of the administrator's, one sentence for each metric."""
+    """One round's scores, and the errors of administrators' metrics, one sentence for each metric."""
 
     figures: dict[str, float]
     faults: list[str]
 
 
 def score(predictions: Sequence[str | None], truths: Sequence[str], metrics: Iterable[Metric]) -> Scores:
-    """The mean of each metric over all pairs with a truth and an answer, which None is not; no figures where fewer than
-    `MIN_ANSWERED` of the truths have one. Reasoning before an answer, where the truth has none, is left out."""
+    """Return the mean of each metric over all pairs with a truth and an answer (None is no answer); no scores if fewer
+    than `MIN_ANSWERED` of the truths have one. Reasoning before an answer is left out if the truth has none."""
     asked = [(text, truth) for text, truth in zip(predictions, truths, strict=True) if truth.strip()]
     pairs = [(answer(text, truth), truth) for text, truth in asked if text is not None]
     if len(pairs) < MIN_ANSWERED * len(asked):
@@ -72,7 +72,7 @@ def score(predictions: Sequence[str | None], truths: Sequence[str], metrics: Ite
         results = [_guarded(metric, text, truth, faults) for text, truth in pairs]
         parsed = [result for result in results if result is not None]
         figures[metric.name] = sum(parsed) / len(pairs)
-        if metric.name != "valid_json":  # which is that share itself
+        if metric.name != "valid_json":  # it is that share itself
             figures[f"{metric.name}_parsable"] = len(parsed) / len(pairs)
     return Scores(figures, faults)
 
@@ -97,7 +97,7 @@ def _guarded(metric: Metric, text: str, truth: str, faults: list[str]) -> float 
 
 
 def find(name: str) -> Metric:
-    """A metric by its name. Raises EnvironmentInvalidError where it is the administrator's and cannot be loaded."""
+    """Return a metric by its name. Raises EnvironmentInvalidError if it is unknown, or cannot be loaded."""
     if (scorer := BUILT_IN.get(name)) is not None:
         return Metric(name, scorer)
     for point in importlib.metadata.entry_points(group=GROUP, name=name):
@@ -112,7 +112,7 @@ def find(name: str) -> Metric:
 
 
 def recognise(truths: Sequence[str]) -> list[str]:
-    """The names of the metrics that fit what the answers should be; none where nothing is known of them."""
+    """Return the names of the metrics that fit the expected answers; empty if there are none."""
     told = [truth for truth in truths if truth.strip()]
     if not told:
         return []
@@ -131,14 +131,14 @@ def recognise(truths: Sequence[str]) -> list[str]:
 
 # --- Text -------------------------------------------------------------------------------------------------------------
 
-#: A word; of scripts written without spaces (Thai, Chinese, Japanese) each character is one.
+#: A word; in scripts written without spaces (Thai, Chinese, Japanese) each character is one.
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+"
 )
 
 
 def _words(text: str) -> list[str]:
-    """Its words; of a text without any, its other characters."""
+    """Return a text's words; in a text without any, its runs of other characters."""
     return _WORD.findall(text.casefold()) or text.split()
 
 
@@ -161,7 +161,8 @@ def _harmonic(num_common: int, num_words: int, num_wanted: int) -> float:
 
 
 def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
-    """Length of the longest common subsequence, a row of its table at a time: a column is a bit (Hyyrö 2004)."""
+    """Return the length of the longest common subsequence, a row of its table at a time: a column is a bit (Hyyrö
+    2004)."""
     places: dict[str, int] = {}
     for place, word in enumerate(one):
         places[word] = places.get(word, 0) | 1 << place
@@ -176,12 +177,12 @@ def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL | re.IGNORECASE)
-#: What stands for text that is not JSON.
+#: The result for text that is not JSON.
 _NONE = object()
 
 
 def _structure(text: str) -> Any:
-    """What a text is as JSON; `_NONE` where it is none. NaN and Infinity are none, whatever Python says."""
+    """Parse a text as JSON; `_NONE` if it is not. NaN and Infinity are rejected, although Python accepts them."""
     text = text.strip()
     if (fenced := _FENCED.fullmatch(text)) is not None:
         text = fenced[1]
@@ -208,7 +209,7 @@ def _field_match(text: str, truth: str) -> float | None:
 
 
 def _fields(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Each value that holds no others, by the way that leads to it; an empty list or mapping is a value."""
+    """Yield each leaf value with its path; an empty list or mapping is a leaf."""
     match value:
         case dict() if value:
             for key, item in value.items():
@@ -230,9 +231,9 @@ Box = tuple[float, float, float, float]  #: left, top, right, bottom, in any uni
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 _FOUR = re.compile(rf"[\[(]\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*[\])]")
-#: `(10,20),(30,40)` as Qwen-VL writes it, with its tags or without.
+#: `(10,20),(30,40)` as Qwen-VL writes it, with or without its tags.
 _CORNERS = re.compile(rf"\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\)\s*,\s*\(\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\)")
-#: PaliGemma: top, left, bottom, right, in thousandths and a bit.
+#: PaliGemma's location tokens: top, left, bottom, right, on a scale of 1024.
 _LOCATIONS = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>")
 _CORNER_KEYS = (
     ("x_min", "y_min", "x_max", "y_max"),
@@ -274,7 +275,8 @@ def _area(box: Box) -> float:
 
 
 def _boxes(text: str) -> list[Box]:
-    """The boxes in a text: JSON with corners or sizes, lists of four numbers, pairs of corners, location tokens."""
+    """Return the boxes in a text: JSON with corners or sizes, lists of four numbers, pairs of corners, location
+    tokens."""
     structure = _structure(text)
     if structure is not _NONE:
         return list(_structured_boxes(structure))
@@ -318,26 +320,26 @@ def _numbers(named: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, floa
 def _is_figure(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) < 1e15  # what lies beyond is no place in a picture, and NaN is not below
+    return abs(value) < 1e15  # larger values are no coordinates, and NaN fails the comparison
 
 
 def _box(x1: float, y1: float, x2: float, y2: float) -> Box:
-    """Corners in whatever order they were written."""
+    """Return a box from two corners in any order."""
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------
 
-#: `1,234.50`, `1 234.50`, `.5`, `6.02e23`; a hyphen between two numbers or after a letter is no sign.
+#: `1,234.50`, `1 234.50`, `.5`, `6.02e23`; a hyphen between two numbers or after a letter is not a sign.
 _FIGURE = re.compile(
     r"(?:(?<![\w.)\]])[-+−])?(?:(?:\d{1,3}(?:[,\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 )
-#: A unit or currency, at most, beside the number.
+#: A number with at most a unit or currency beside it.
 _ALONE = re.compile(rf"[^\w\s]{{0,3}}(?:{_FIGURE.pattern})\s?[^\d\s,]{{0,4}}")
 
 
 def _number(text: str) -> float | None:
-    """What follows `####`, as in GSM8K, else the last number of a text."""
+    """Return the number after `####`, as in GSM8K, else the last number of a text; None without one."""
     found = _FIGURE.findall(text.rsplit("####", 1)[-1])
     if not found:
         return None

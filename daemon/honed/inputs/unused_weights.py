@@ -1,7 +1,7 @@
-"""Stored weights that a model has no place for: transformers leaves them out with a line in a log.
+"""Stored weights without a place in the model: transformers leaves them out, with only a line in a log.
 
-Where the model has the layer, and the layer no such weight, the architecture is another one: what is trained would not
-be what was stored. Anything else that is left over is told.
+If the model has the layer, but no such weight in it, the architecture is the wrong one: training would not start from
+the stored model. Other unused weights are only reported.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from honed.inputs import modality
 from honed.system.error import ModelError
 
-#: Buffers that older versions stored, made anew by each load, and heads that predict several tokens at once (MTP),
+#: Buffers that older versions stored, which each load makes anew, and heads that predict several tokens at once (MTP),
 #: which no model of transformers has.
 _HARMLESS = re.compile(
     r"rotary|inv_freq|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|(^|\.)(mtp|nextn)\w*\."
 )
 _LAYER = re.compile(r".*?\.\d+\.")
-#: Weights that a message names.
+#: Weights that a message names, at most.
 _MAX_NAMED = 5
 
 
 def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
-    """What is to be told of stored weights that are left out; empty where they are none, or of no account.
+    """Return a warning about stored weights that are left out; empty if there are none, or only harmless ones.
 
     `wanted` are the model's own names. Raises ModelError for weights of a layer that the model has.
     """

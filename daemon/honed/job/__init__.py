@@ -1,1 +1,1 @@
-"""A job: its entry and its states, its directory, events, honed.db, `--json` and retention."""
+"""Jobs: entries, states, directories, events, honed.db, `--json` output and retention."""

@@ -1,14 +1,14 @@
-"""Arrivals: files that people drop, on their way to an entry of the spool, or to a refusal.
+"""Arrivals: job files on their way from incoming/ (or the control socket) to a job's entry or to rejected/.
 
-    incoming/       people drop `name.yaml` (.yml .json .toml); a leading dot: not yet
+    incoming/       people drop `name.yaml` (.yml .json .toml) here; a leading dot means "not finished yet"
     claimed/<id>/   an arrival that is being checked, under its own name
-    claimed/<id>.<uid>/    the same of one that this user handed over the control socket
-    rejected/       what was refused, as it was dropped, and <file>.reason
+    claimed/<id>.<uid>/    the same for a file that user <uid> submitted over the control socket
+    rejected/       rejected files, unchanged, each with <file>.reason
     seq             the last number given to an arrival
 
-The rename into claimed/ takes one from the person who dropped it; that of its entry (`Spool.adding`) makes it a job.
-Whose it is says the file's owner; of one that came over the control socket, which is a file of honed's own, the name of
-the directory that it came into: no crash comes between the two.
+The rename into claimed/ takes a file from the person who dropped it; the rename of its entry (`Spool.adding`) makes it
+a job. A dropped file belongs to its owner. A file that came over the control socket is owned by honed, so the name of
+its directory records the user: no crash can separate the two.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from honed.system.error import EnvironmentInvalidError, HonedError, NotPermitted
 log = logging.getLogger(__name__)
 
 SPEC_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
-#: How editors and copiers name what is not finished yet; such a file is left alone until it gets its own name.
+#: Suffixes of files that editors and copy tools have not finished; such a file is left alone until it is renamed.
 UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".filepart", ".swp", ".swx", "~")
 #: `name.hold.yaml` is accepted into held/.
 HOLD_SUFFIX = ".hold"
 MAX_NAME_BYTES = 255
-#: A claim's directory: its number and, of what came over the control socket, the user who submitted it.
+#: A claim's directory: its number and, for files from the control socket, the user who submitted it.
 PLACE = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
-#: The second line of such a file's refusal.
+#: The second line in the `.reason` of a file submitted over the control socket.
 SUBMITTED = re.compile(r"Submitted as ([0-9]+) by the user ([0-9]+)\.")
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A file in incoming/ that is meant to be taken."""
+    """A file in incoming/ that is ready to be claimed."""
 
     path: Path
-    uid: int  #: whose it is
+    uid: int  #: its owner
 
 
 @dataclass(frozen=True)
 class Claim:
-    """An arrival that was taken out of incoming/ under a number of its own."""
+    """An arrival that was moved out of incoming/ under its own number."""
 
     id: int
     path: Path  #: claimed/<id>/<name>, or claimed/<id>.<uid>/<name>
-    submitter: int | None = None  #: the user who handed it over the control socket; None: it was dropped
+    submitter: int | None = None  #: the user who submitted it over the control socket; None if it was dropped
 
     @property
     def uid(self) -> int:
-        """Whose it is."""
+        """The user who submitted it."""
         return self.path.lstat().st_uid if self.submitter is None else self.submitter
 
     @property
@@ -77,53 +77,53 @@ class Claim:
 
     @property
     def title(self) -> str:
-        """The job's name where its spec gives none: the file's, without its suffixes."""
+        """The job's default name: the file's name without its suffixes."""
         return self.path.stem.removesuffix(HOLD_SUFFIX)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The bytes of a claimed file, read once through a descriptor into an inode of honed's own."""
+    """The content of a claimed file, read once through a descriptor and written to a new file owned by honed."""
 
     path: Path  #: jobs/<id>/spec.<suffix>
     uid: int
 
 
 class Arrivals:
-    """All that lie in one spool; its owner's alone."""
+    """All arrivals of one spool; used only by the spool's owner."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._left_over: set[Path] = set()  # directories of refused arrivals that could not be removed yet
-        #: Whether workers are another user than we, who then shares nothing by accident.
+        #: True if workers run as another user; files must then be shared with that user explicitly.
         self._has_workers_user = access.has_workers_user(spool.root)
 
     def close(self) -> None:
-        """The last try at what refusals have left. The spool is closed after it."""
+        """Try once more to remove the directories of rejected arrivals. Call it before the spool is closed."""
         self._clear_away()
 
     def dropped(self) -> list[Dropped]:
-        """What lies in incoming/ and is meant to be taken, in order of arrival."""
+        """Return the files in incoming/ that are ready to be claimed, in order of arrival."""
         found = []
         with os.scandir(self._spool.incoming_dir) as entries:
             for entry in entries:
                 if entry.name.startswith(".") or entry.name.endswith(UNFINISHED_SUFFIXES):
                     continue
                 with contextlib.suppress(FileNotFoundError):
-                    # The change time, since a rename sets it and leaves the others.
+                    # The change time, because a rename updates it and leaves the other times.
                     info = entry.stat(follow_symlinks=False)
                     found.append((info.st_ctime_ns, entry.name, info.st_uid))
         return [Dropped(self._spool.incoming_dir / name, uid) for _, name, uid in sorted(found)]
 
     def claim(self, arrival: Path) -> Claim | None:
-        """Take an arrival under a new number; None where it is gone. A crash leaves it in incoming/ or in claimed/.
+        """Claim an arrival under a new number; None if it is gone. A crash leaves it in incoming/ or in claimed/.
 
-        Raises PermissionError for a directory of somebody else's: a rename changes its `..`, which is theirs to write.
+        Raises PermissionError for another user's directory: a rename changes its `..`, which only its owner may write.
         """
         return finish(self._claiming(arrival, self._next_id()))
 
     def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
-        """As claim, many at once; what went wrong with one stands in its place. Numbers may stay unused."""
+        """Claim many arrivals at once; a failed one is represented by its exception. Numbers may stay unused."""
         first = self._next_id(len(arrivals)) if arrivals else 0
         return durable.finish_all([self._claiming(path, first + index) for index, path in enumerate(arrivals)])
 
@@ -144,8 +144,8 @@ class Arrivals:
         return Claim(job_id, place / arrival.name)
 
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
-        """Take a job file that somebody hands over, under a new number. The rename to its name is the commit: a crash
-        before it leaves nothing that counts. Raises SpecError for a name that no job file has.
+        """Store a submitted job file under a new number. The rename to its final name is the commit: a crash before it
+        leaves nothing that counts. Raises SpecError if the name is not a valid job file name.
         """
         _check_name(name)
         if "/" in name or name.startswith(".") or len(os.fsencode(name)) > MAX_NAME_BYTES - len("..tmp"):
@@ -157,17 +157,16 @@ class Arrivals:
             durable.sync_dir(self._spool.claimed_dir)
             durable.write(place / name, data, mode=0o600)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)  # whoever submits it is told that it was not taken
+            shutil.rmtree(place, ignore_errors=True)  # the submitter gets an error: nothing was accepted
             raise
         return Claim(job_id, place / name, uid)
 
     def num_submitted(self, uid: int) -> int:
-        """How many files of one user came over the control socket, and are neither jobs nor refused yet."""
+        """Count one user's files from the control socket that are neither jobs nor rejected yet."""
         return sum(submitter == uid for _, submitter, _ in self._places())
 
     def _next_id(self, count: int = 1) -> int:
-        """The first of so many numbers that were never given before and never will be again, durable before they are
-        used."""
+        """Reserve `count` numbers that were never used before and return the first. Durable on return."""
         path = self._spool.dir / "seq"
         try:
             last = int(path.read_text())
@@ -189,10 +188,10 @@ class Arrivals:
     def copy(
         self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "", drops: bool = True
     ) -> Copy:
-        """Read a claimed file once, into jobs/<id>/. Raises SpecError for what is not a plain file of a sane size, and
-        for a dropped one where no `drops` are taken.
+        """Copy a claimed file into jobs/<id>/, reading it once. Raises SpecError if it is not a regular file or is too
+        large, and for a dropped file if `drops` is false.
 
-        The person who dropped it may still hold it open: whatever they write from now on changes nothing.
+        The person who dropped it may still hold it open: later writes to it change nothing.
         """
         (copied,) = self.copy_all(
             [claim], max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group, drops=drops
@@ -210,7 +209,7 @@ class Arrivals:
         admin_group: str = "",
         drops: bool = True,
     ) -> list[Copy | Exception]:
-        """As copy, many at once; what went wrong with one stands in its place."""
+        """Copy many claimed files at once; a file that failed is represented by its exception."""
         return durable.finish_all(
             [
                 self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group, drops=drops)
@@ -227,7 +226,7 @@ class Arrivals:
             )
         _check_name(claim.name)
         if stat.S_ISCHR(mode := claim.path.lstat().st_mode) or stat.S_ISBLK(mode):
-            # Not even opened: opening alone makes some devices act.
+            # Do not even open it: opening some devices has side effects.
             raise SpecError(f"{claim.name}: a device", hint="drop the file itself")
         try:
             fd = os.open(claim.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -242,7 +241,7 @@ class Arrivals:
             if info.st_nlink != 1:
                 raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy: cp, not ln")
             if self._has_workers_user and (others := access.other_writers(fd)):
-                # Whoever can write a file can put a job into it, and move it here: its owner is no proof then.
+                # Anyone who can write a file can put a job into it and move it here, so its owner proves nothing.
                 raise SpecError(
                     f"{claim.name}: {others} can write it, too, so its owner need not be who submits it",
                     hint="honectl submit FILE; or drop a copy that only you can write: chmod go-w, setfacl -b",
@@ -262,7 +261,7 @@ class Arrivals:
         if self._has_workers_user:
             yield from durable.making_dir(
                 directory, mode=0o1770
-            )  # sticky: the workers leave our spec and plan in it alone
+            )  # sticky: workers cannot replace our spec and plan in it
             administrators = access.group_id(admin_group)
             access.open_job_dir(directory, uid, is_shared=is_shared, administrators=administrators)
         else:
@@ -271,26 +270,26 @@ class Arrivals:
         return Copy(directory / f"spec{claim.path.suffix}", uid)
 
     def admit(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Job:
-        """Accept a claimed arrival. The rename of its entry is the commit: before it, nothing happened."""
+        """Accept a claimed arrival. The rename of its entry is the commit: a crash before it leaves no job."""
         return finish(self._admitting(job, claim, plan))
 
     def admit_all(self, accepted: Sequence[tuple[Job, Claim, dict[str, Any]]]) -> list[Job | Exception]:
-        """As admit, many at once; what went wrong with one stands in its place."""
+        """Accept many claimed arrivals at once; an arrival that failed is represented by its exception."""
         return durable.finish_all([self._admitting(*each) for each in accepted])
 
     def _admitting(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Steps[Job]:
         yield from durable.writing(self._spool.job_layout(job.id).plan_path, durable.as_json(plan))
         yield [self._spool.layout.jobs_dir]
         yield from self._spool.adding(job)
-        with contextlib.suppress(FileNotFoundError):  # what a crash leaves of it is dropped by recovery
+        with contextlib.suppress(FileNotFoundError):  # recovery removes what a crash leaves here
             claim.path.unlink()
             claim.path.parent.rmdir()
         return job
 
     def reject(self, claim: Claim, reason: str) -> Path:
-        """Refuse a claimed arrival: its file goes to rejected/ as it was dropped, the reason beside it (first).
+        """Reject a claimed arrival: write its `.reason` file, then move the file unchanged to rejected/.
 
-        The reason quotes what the file names, so that its dropper alone may read it.
+        The reason quotes the job file, so only the person who submitted it may read it.
         """
         target = self._spool.rejected_dir / claim.name
         if os.path.lexists(target) or len(os.fsencode(claim.name)) + len(".reason") + len("..tmp") > MAX_NAME_BYTES:
@@ -312,7 +311,7 @@ class Arrivals:
         return target
 
     def _clear_away(self) -> None:
-        """Remove the directories of refused arrivals; those that stay are tried again with the next, and at the end."""
+        """Remove the directories of rejected arrivals; failures are retried at the next rejection and at close."""
         for path in list(self._left_over):
             if path.parent == self._spool.claimed_dir:
                 with contextlib.suppress(OSError):
@@ -323,10 +322,10 @@ class Arrivals:
                 self._left_over.discard(path)
 
     def accepted(self, claim: Claim) -> Job | None:
-        """The job that a claimed arrival has become already: what came after its entry's rename had failed."""
+        """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
         job = self._spool.job_on_disk(claim.id)
         if job is not None:
-            if claim.path.exists():  # else the entry was durable before it was removed
+            if claim.path.exists():  # otherwise the entry was already durable when the file was removed
                 durable.sync_dir(self._spool.state_dir(job.state))
             with contextlib.suppress(OSError):  # the next start removes what is left
                 self._drop(claim)
@@ -341,7 +340,7 @@ class Arrivals:
             claim.path.parent.rmdir()
 
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
-        """What was claimed and has neither been accepted nor refused, `but` for these numbers; at most so many."""
+        """Return up to `limit` arrivals that are claimed but neither accepted nor rejected, skipping those in `but`."""
         found: list[Claim] = []
         for number, submitter, place in sorted(self._places(), key=lambda each: each[0]):
             if limit is not None and len(found) >= limit:
@@ -351,7 +350,7 @@ class Arrivals:
         return found
 
     def _places(self) -> Iterator[tuple[int, int | None, Path]]:
-        """The directories of claims: number, submitter, path."""
+        """Yield each claim's directory as (number, submitter, path)."""
         for name in names_in(self._spool.claimed_dir):
             if match := PLACE.fullmatch(name):
                 yield int(match[1]), int(match[2]) if match[2] else None, self._spool.claimed_dir / name
@@ -359,7 +358,7 @@ class Arrivals:
     # -- recovery -----------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Finish what a crash cut short: half claims, half refusals. The spool has recovered before."""
+        """Finish what a crash interrupted: unfinished claims and rejections. The spool must have recovered before."""
         for path in self._spool.rejected_dir.glob(".*.reason.tmp"):
             path.unlink(missing_ok=True)
         for name in names_in(self._spool.claimed_dir):
@@ -368,7 +367,7 @@ class Arrivals:
         for number, submitter, place in self._places():
             if not place.is_dir():
                 continue
-            for path in place.glob(".*.tmp"):  # its submitter was never told that it was taken
+            for path in place.glob(".*.tmp"):  # its submitter never got a success reply
                 path.unlink()
             names = list(place.iterdir())
             if not names:
@@ -379,13 +378,13 @@ class Arrivals:
         self._next_id_is_readable()
 
     def _recover_claim(self, claim: Claim) -> None:
-        # A rename between directories can leave both names after a power cut; one inode is one arrival.
+        # After a power cut both names of a rename between directories can exist; the same inode is the same arrival.
         arrival = self._spool.incoming_dir / claim.name
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(arrival.lstat(), claim.path.lstat()) and not claim.path.is_dir():
                 arrival.unlink()
                 durable.sync_dir(self._spool.incoming_dir)
-        if self._spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was dropped
+        if self._spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
             self._drop(claim)
 
     def _next_id_is_readable(self) -> None:
@@ -400,7 +399,7 @@ class Arrivals:
             )
 
     def _drop_refused(self) -> None:
-        """Remove what a crash has left of the directories of arrivals that were refused: nothing but the spec."""
+        """Remove directories of rejected arrivals that a crash left behind: those that hold only the spec."""
         kept = {name.partition(".")[0] for state in State for name in names_in(self._spool.state_dir(state))}
         kept |= {str(number) for number, _, _ in self._places()} | set(map(str, self._spool.pruned_ids()))
         for name in names_in(self._spool.layout.jobs_dir):
@@ -425,12 +424,12 @@ def too_large(name: str, max_bytes: int) -> SpecError:
 
 
 def shown(name: str) -> str:
-    """A file's name as it stands in a line of text."""
+    """Return a file's name so that it is safe in a line of text."""
     return name if name.isprintable() else repr(name)
 
 
 def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
-    """What stands in `<file>.reason`: why, for a person; and who submitted it, where its owner does not tell."""
+    """Return the text of `<file>.reason`: the reason and, for a file from the control socket, who submitted it."""
     is_dropped = claim.submitter is None
     lines = [f"{shown(claim.name)} was refused at {when}."]
     lines += [] if is_dropped else [f"Submitted as {claim.id} by the user {claim.submitter}."]
@@ -446,13 +445,13 @@ def refusal(claim: Claim, error: HonedError, *, when: str) -> str:
 
 
 def submission_of(reason: str) -> tuple[int, int] | None:
-    """The number and the user of a refused file that came over the control socket, from its reason."""
+    """Return the number and the user of a rejected file that came over the control socket, parsed from its reason."""
     match = SUBMITTED.fullmatch([*reason.split("\n", 2), ""][1])
     return (int(match[1]), int(match[2])) if match else None
 
 
 def refused_uid(path: Path) -> int:
-    """Whose a file in rejected/ is. Raises FileNotFoundError where it is gone."""
+    """Return the user who submitted a file in rejected/. Raises FileNotFoundError if it is gone."""
     owner = path.lstat().st_uid
     if owner != path.parent.stat().st_uid:
         return owner
@@ -464,7 +463,7 @@ def refused_uid(path: Path) -> int:
 
 
 def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:
-    """What the dropper can mend; None where the machine is at fault, and the arrival waits for a better moment."""
+    """Return an error that the submitter can fix; None if the machine is at fault and the arrival should wait."""
     match error.errno:
         case errno.ELOOP:
             return SpecError(f"{claim.name}: a symbolic link", hint="drop the file itself")
@@ -484,18 +483,18 @@ def _read_at_most(fd: int, size: int) -> bytes:
 
 
 def held_name(name: str) -> str:
-    """The name under which a file is accepted into held/."""
+    """Return the file name under which a job is accepted into held/."""
     suffix = Path(name).suffix
     return f"{name.removesuffix(suffix)}{HOLD_SUFFIX}{suffix}"
 
 
 def drop(incoming_dir: Path, source: Path, *, hold: bool = False) -> str:
-    """Put a copy of a job file into incoming/, whole from the first moment. Returns the name that it got there."""
+    """Copy a job file into incoming/ atomically. Returns the name that it got there."""
     data, ending = source.read_bytes(), f"{HOLD_SUFFIX if hold else ''}{source.suffix}"
     number = 1
     while True:
         name = f"{source.stem}{'' if number == 1 else f'-{number}'}{ending}"
-        # The name is reserved by the hidden file's own: of two that drop at once, each gets another number.
+        # Creating the hidden file reserves the name: two concurrent drops get different numbers.
         temporary = incoming_dir / f".{name}.dropping"
         try:
             fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)

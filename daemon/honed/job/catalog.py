@@ -1,7 +1,7 @@
-"""Every job of a spool, in memory, as its entries have it: the daemon's, who alone moves entries.
+"""In-memory index of all jobs of a spool. Only the daemon, which alone moves entries, keeps one.
 
-Read from the entries once, at start, and changed with each commit of a move. So what is asked of all jobs (a name, the
-order of the list, whose an output directory is) costs the same whether there are ten or ten thousand of them.
+It is read from the entries once at start and updated at each commit. A query over all jobs (a name, the order of the
+list, the owner of an output directory) therefore does not get slower with the number of jobs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 
 from honed.job.job import Job, State
 
-#: In the list running jobs come first, then the queue in its order, what is held, and the rest, newest first.
+#: The list shows running jobs first, then the queue in order, then held jobs, then finished jobs, newest first.
 _RANKS = {State.RUNNING: 0, State.QUEUED: 1, State.HELD: 2}
 _ENDED = len(_RANKS)
 
@@ -22,13 +22,13 @@ Key = tuple[int, int, int]
 
 
 def key(job: Job) -> Key:
-    """A job's place in the list of all."""
+    """Return a job's position in the list of all jobs."""
     rank = _RANKS.get(job.state, _ENDED)
     return (rank, -job.id, 0) if rank == _ENDED else (rank, -job.priority, job.id)
 
 
 class Catalog:
-    """The newest word on each job. `put` and `drop` follow a change that is durable already."""
+    """The latest entry of each job. Call `put` and `drop` only after the change is durable."""
 
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self._jobs = {job.id: job for job in jobs}
@@ -37,7 +37,7 @@ class Catalog:
         self._named: dict[str, list[int]] = {}
         for job in self._jobs.values():
             self._named.setdefault(job.name, []).append(job.id)
-        # Of jobs that are not over; sorted, so that those below a directory lie side by side.
+        # Jobs that are not finished; sorted, so that paths below one directory are adjacent.
         self._outputs: dict[str, tuple[int, ...]] = {}
         for job in self._jobs.values():
             if not job.state.is_final:
@@ -47,15 +47,15 @@ class Catalog:
         self._listeners: list[Callable[[Job | None, Job | None], None]] = []
 
     def listen(self, told: Callable[[Job | None, Job | None], None]) -> None:
-        """Have each change told: the job before it, and after it; None where there was or is none."""
+        """Register a callback for each change: it gets the job before and after; None where there was or is none."""
         self._listeners.append(told)
 
     def put(self, job: Job) -> None:
-        """A new job, or one that has changed."""
+        """Add a new job or replace a changed one."""
         self._change(self._jobs.get(job.id), job)
 
     def drop(self, job_id: int) -> None:
-        """A job whose entry is gone."""
+        """Remove a job whose entry is gone."""
         self._change(self._jobs.get(job_id), None)
 
     def _change(self, old: Job | None, new: Job | None) -> None:
@@ -91,7 +91,7 @@ class Catalog:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[Job]:
-        """In no order that means anything."""
+        """Iterate over all jobs in no particular order."""
         return iter(self._jobs.values())
 
     def get(self, job_id: int) -> Job | None:
@@ -101,22 +101,22 @@ class Catalog:
         return self._num[state]
 
     def named(self, name: str) -> list[Job]:
-        """The jobs of that name, oldest first."""
+        """Return the jobs with this name, oldest first."""
         return [self._jobs[number] for number in self._named.get(name, ())]
 
     def newest(self) -> Iterator[Job]:
-        """From the highest number down; ends where the caller has seen enough."""
+        """Iterate over all jobs, highest number first."""
         return (self._jobs[number] for number in sorted(self._jobs, reverse=True))
 
     def ordered(self, after: int | None = None) -> Iterator[Job]:
-        """In the order of the list, from the start or from behind that job; nothing may change meanwhile."""
+        """Iterate in list order, from the start or after the job `after`; the catalog must not change meanwhile."""
         start = 0
         if after is not None and (job := self._jobs.get(after)) is not None:
             start = bisect_left(self._order, (*key(job), job.id)) + 1
         return (self._jobs[each[3]] for each in islice(self._order, start, None))
 
     def of_state(self, state: State) -> Iterator[Job]:
-        """In the order of the list."""
+        """Iterate over the jobs in a state, in list order."""
         rank = _RANKS.get(state, _ENDED)
         first = bisect_left(self._order, (rank,))
         last = bisect_left(self._order, (rank + 1,))
@@ -124,13 +124,13 @@ class Catalog:
         return found if rank < _ENDED else (job for job in found if job.state is state)
 
     def ended(self) -> Iterator[Job]:
-        """Those that are over, newest first."""
+        """Iterate over finished jobs, newest first."""
         return (self._jobs[each[3]] for each in islice(self._order, bisect_left(self._order, (_ENDED,)), None))
 
     # -- output directories -------------------------------------------------------------------------------------------
 
     def reserve(self, job: Job) -> None:
-        """Its output directory is that job's until it is over, or given back: also of one that is no entry yet."""
+        """Reserve a job's output directory until it finishes or `give_back` is called; it may have no entry yet."""
         self._reserved[job.id] = job
         owners = self._outputs.get(job.output_dir, ())
         if not owners:
@@ -138,7 +138,7 @@ class Catalog:
         self._outputs[job.output_dir] = (*(number for number in owners if number != job.id), job.id)
 
     def give_back(self, job: Job) -> None:
-        """It has become no entry, or it is over."""
+        """Release the output directory of a job that got no entry or has finished."""
         self._reserved.pop(job.id, None)
         owners = self._outputs.get(job.output_dir, ())
         left = tuple(number for number in owners if number != job.id)
@@ -149,8 +149,9 @@ class Catalog:
             del self._output_dirs[bisect_left(self._output_dirs, job.output_dir)]
 
     def owner_of(self, path: str) -> Job | None:
-        """A job that is not over and writes to that directory, into it, or above it. Absolute, without a link in it,
-        as output directories are when a job is accepted."""
+        """Return an unfinished job whose output directory is this path, contains it, or lies below it. The path must be
+        absolute and without symbolic links, as output directories are when a job is accepted.
+        """
         place = path
         while place not in self._outputs and place != "/":
             place = place.rpartition("/")[0] or "/"

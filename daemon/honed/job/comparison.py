@@ -1,4 +1,4 @@
-"""Comparison of an answer with the truth: which words are the same, which are wrong, and which are missing."""
+"""Comparison of a prediction with the reference: which words match, which are wrong, and which are missing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, TextIO
 COLUMNS = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction")
 #: Words, spaces between them, and each other character by itself: a bracket too many is one difference.
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
-#: Pieces above which texts are compared as wholes: the search takes the square of their number.
+#: Above this number of pieces, texts are compared as a whole: the comparison is quadratic.
 MAX_PIECES = 2000
-#: What a spreadsheet would take for a formula: the signs that begin one, as they are and in full width, and what it
-#: passes over before them.
+#: First characters that make a spreadsheet treat a cell as a formula: the signs, also in full width, and the whitespace
+#: that it skips before them.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "\t", "\r", "\n")
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE | re.ASCII)
 
 
 class Kind(StrEnum):
     SAME = "same"
-    WRONG = "wrong"  #: written, and not in the truth
-    MISSING = "missing"  #: in the truth, and not written
+    WRONG = "wrong"  #: predicted, but not in the reference
+    MISSING = "missing"  #: in the reference, but not predicted
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Piece:
 
 
 def compare(truth: str, written: str) -> list[Piece]:
-    """Both texts, interleaved: SAME and MISSING pieces together are the truth, SAME and WRONG ones what was written."""
+    """Return both texts interleaved: SAME + MISSING pieces form the reference, SAME + WRONG pieces the prediction."""
     theirs, ours = _PIECES.findall(truth), _PIECES.findall(written)
     if len(theirs) > MAX_PIECES or len(ours) > MAX_PIECES:
         whole = [(Kind.MISSING, truth), (Kind.WRONG, written)] if truth != written else [(Kind.SAME, truth)]
@@ -56,7 +56,7 @@ def compare(truth: str, written: str) -> list[Piece]:
 def chosen(
     rows: Iterable[Mapping[str, Any]], *, sample: int | None = None, step: int | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of one example, of one step, or both. Step -1 is the last that there is."""
+    """Return the rows of one example, of one step, or both. Step -1 is the last step."""
     found = [dict(row) for row in rows if sample is None or row["sample_index"] == sample]
     if step is not None:
         at = max((row["step"] for row in found), default=0) if step == -1 else step
@@ -65,16 +65,16 @@ def chosen(
 
 
 def is_right(row: Mapping[str, Any]) -> bool:
-    """Whether the answer is the truth, but for space around it."""
+    """Return True if the prediction equals the reference, ignoring reasoning and surrounding whitespace."""
     truth = (row.get("ground_truth") or "").strip()
     return answer(row.get("prediction") or "", truth) == truth
 
 
 def answer(written: str, truth: str) -> str:
-    """What was written, without the reasoning before it, where the truth has none.
+    """Return a prediction without its leading reasoning if the reference has none.
 
-    Templates such as Qwen3's put empty `<think>` tags before each answer that is trained on, but not into the prompt of
-    a prediction: the model has learned to write them itself.
+    Chat templates such as Qwen3's put empty `<think>` tags before each trained answer but not into the prompt of a
+    prediction: the model has learned to write them itself.
     """
     written = written.strip()
     if written.startswith("<think>") and "</think>" not in truth:
@@ -88,8 +88,10 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
 
 
 def write_csv(rows: Iterable[Mapping[str, Any]], file: TextIO) -> None:
-    """RFC 4180, with a line of names. A text that a spreadsheet would run as a formula gets a ' in front; no number
-    does. Every text is quoted, or a spreadsheet that also parts cells at ; and tab would find formulas behind those."""
+    """Write RFC 4180 CSV with a header line. A text that a spreadsheet would run as a formula is prefixed with a quote
+    ('); numbers are not. Every text is quoted: a spreadsheet that also splits cells at ; and tab would otherwise find
+    formulas there.
+    """
     writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(COLUMNS)
     for row in rows:
@@ -102,7 +104,7 @@ def _cell(value: Any) -> Any:
 
 
 def by_sample(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
-    """The rows of each example, in the order of the steps."""
+    """Yield the rows of each example, ordered by step."""
     ranked = sorted(rows, key=lambda row: (row["sample_index"], row["step"]))
     for index in sorted({row["sample_index"] for row in ranked}):
         yield index, [row for row in ranked if row["sample_index"] == index]

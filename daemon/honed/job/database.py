@@ -1,13 +1,13 @@
-"""honed.db: what other tools read. Derived from the spool and the jobs' directories; it can be deleted at any time.
+"""honed.db, for other tools to read. It is derived from the spool and the jobs' directories and can be deleted.
 
-    jobs                   one row a job: where it is, and its progress
-    metrics                one row a figure: loss, learning_rate, grad_norm, eval_loss, predictions/exact_match, …
-    training_predictions   what the model wrote for a held-out example, and the truth
-    events                 the rest of what workers told
-    offsets                how far each attempt's events.jsonl was read
-    *_v1                   views for other tools, see view.py
+    jobs                   one row per job: its state and its progress
+    metrics                one row per value: loss, learning_rate, grad_norm, eval_loss, predictions/exact_match, …
+    training_predictions   the model's answer for a held-out example, and the reference
+    events                 all other events of workers
+    offsets                bytes of each attempt's events.jsonl that were read
+    *_v1                   views for other tools, see views.py
 
-An attempt's events and its offset change in one transaction, so a line counts once, however often the daemon dies.
+An attempt's events and its offset change in one transaction, so each line counts once even if the daemon crashes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from honed.system.message import DATABASE_DAMAGED
 
 log = logging.getLogger(__name__)
 
-#: What brings a database of an older honed to the next version, by the version that it has: rows whose job's files
-#: were removed since could not be made again. Views (view.py) are made anew with each start.
+#: Migrations of an older honed's database, by the version it has. They keep rows of jobs whose files were removed
+#: since, which could not be rebuilt. Views (views.py) are recreated at each start.
 MIGRATIONS = {
     1: "DROP INDEX events_by_job; CREATE INDEX events_by_kind ON events (job_id, kind)",
 }
-#: Stands in `user_version`; 0 is a database whose rows are still to be made.
+#: The value of `user_version`; 0 marks a database whose rows have yet to be built.
 SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -64,30 +64,30 @@ PUT_JOB = (
     " ON CONFLICT (id) DO UPDATE SET name = excluded.name, state = excluded.state,"
     " outcome = excluded.outcome, priority = excluded.priority"
 )
-#: Figures of a `step` event that become metrics.
+#: Keys of a `step` event that become metrics.
 STEP_METRICS = ("loss", "learning_rate", "grad_norm")
 PROGRESS_KEYS = ("step", "num_steps", "epoch", "loss", "eta_sec")
 
 
 def timestamp(seconds: float) -> str:
-    """Seconds since the epoch as ISO 8601 in UTC, as all `created_at` are."""
+    """Format seconds since the epoch as ISO 8601 in UTC, as in all `created_at` columns."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
 class Database:
-    """One connection. `is_new`: there was no database, or a damaged one, and its rows must be made again."""
+    """One connection. `is_new` is true if there was no database, or a damaged one: its rows must be rebuilt."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.moved: set[int] = set()  #: jobs whose state has changed since somebody last took them from here
+        self.moved: set[int] = set()  #: jobs whose state changed since a caller last read this set
         self.is_new = False
-        self.is_behind = False  #: something could not be written; see rebuild.catch_up
+        self.is_behind = False  #: a write failed; see rebuild.catch_up
         self._is_damaged = False
         self._db = self._open_or_begin()
 
     def _open_or_begin(self) -> sqlite3.Connection:
         if not self.path.exists():
-            self._remove_journal()  # of a database that is gone
+            self._remove_journal()  # left by a database that is gone
         try:
             return self._open()
         except sqlite3.DatabaseError as error:
@@ -99,7 +99,7 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, timeout=10)
         try:
-            _version(db, self.path)  # first: a database of a later honed stays as it is
+            _version(db, self.path)  # first: leave a later honed's database unchanged
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             _check(db)
@@ -127,7 +127,7 @@ class Database:
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
     def _identities(self) -> list[tuple[int, int] | None]:
-        """The files that the names of the database mean now."""
+        """Return the device and inode that the database's file names refer to now."""
         found: list[tuple[int, int] | None] = []
         for suffix in ("", "-wal"):
             try:
@@ -140,17 +140,17 @@ class Database:
 
     @property
     def is_lost(self) -> bool:
-        """Whether what we write to is not what others read any more: somebody removed it, or it is damaged."""
+        """True if other processes no longer read the file that we write: it was removed, replaced or damaged."""
         return self._is_damaged or self._identities() != self._files
 
     def renew(self) -> None:
-        """Begin a new database in the place of one that is lost."""
+        """Replace a lost database with a new one."""
         old = self._db
         if self._is_damaged:
             self._set_aside("damaged while honed was running")
         else:
             log.warning("%s was removed or replaced; it is made again", self.path)
-            self.path.unlink(missing_ok=True)  # whatever was put there; its journal may be gone
+            self.path.unlink(missing_ok=True)  # somebody else's file, perhaps without its journal
             self._remove_journal()
         self._db = self._open_or_begin()
         with contextlib.suppress(sqlite3.Error):
@@ -158,7 +158,7 @@ class Database:
 
     @contextlib.contextmanager
     def made_again(self) -> Iterator[None]:
-        """All rows are made in here, or none: who dies in between leaves a database that is still new."""
+        """Delete all rows and let the caller rebuild them in one transaction: after a crash it is still new."""
         with self._transaction():
             for table in ("jobs", "metrics", "training_predictions", "events", "offsets"):
                 self._db.execute(f"DELETE FROM {table}")
@@ -167,7 +167,7 @@ class Database:
         self.is_new = False
 
     def sync(self) -> None:
-        """Make all that was written so far durable; with WAL that is the next commit's affair."""
+        """Make all writes so far durable; in WAL mode that takes one more commit, with `synchronous = FULL`."""
         with self._noting_damage():
             self._db.execute("PRAGMA synchronous = FULL")
             try:
@@ -176,14 +176,14 @@ class Database:
                 self._db.execute("PRAGMA synchronous = NORMAL")
 
     def states(self) -> dict[int, str]:
-        """The state of each job as it stands here."""
+        """Return the state of each job as the database has it."""
         return dict(self._db.execute("SELECT id, state FROM jobs"))
 
     def close(self) -> None:
         self._db.close()
 
     def put_job(self, job: Job) -> None:
-        """Set a job's row to what its entry says; its progress stays. A row that cannot be written harms no job."""
+        """Write a job's row from its entry; its progress is kept. A failed write is only logged."""
         self.moved.add(job.id)
         try:
             self._db.execute(PUT_JOB, _job_row(job))
@@ -195,7 +195,7 @@ class Database:
             log.error("%s: job %d: %s", self.path, job.id, error)  # noqa: TRY400
 
     def put_jobs(self, jobs: Iterable[Job]) -> None:
-        """As put_job, of all jobs there are; those whose rows say so already are not touched."""
+        """Write the rows of all jobs, skipping rows that are up to date. A failed write is only logged."""
         try:
             known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
             rows = [row for row in map(_job_row, jobs) if known.get(row[0]) != row[:5]]
@@ -210,19 +210,19 @@ class Database:
             log.error("%s: the rows of all jobs: %s", self.path, error)  # noqa: TRY400
 
     def offset(self, job_id: int, attempt: int) -> int:
-        """Bytes of an attempt's events that have been counted."""
+        """Return how many bytes of an attempt's events have been read."""
         row = self._db.execute(
             "SELECT offset FROM offsets WHERE job_id = ? AND attempt = ?", (job_id, attempt)
         ).fetchone()
         return row[0] if row else 0
 
     def has_event(self, job: Job, kind: str) -> bool:
-        """Whether the latest attempt has told such an event."""
+        """Return True if the latest attempt has reported an event of this kind."""
         sql = "SELECT 1 FROM events WHERE job_id = ? AND attempt = ? AND kind = ?"
         return self._db.execute(sql, (job.id, job.attempt.number, kind)).fetchone() is not None
 
     def apply(self, job: Job, reading: Reading) -> None:
-        """Count a reading of the latest attempt's events, once."""
+        """Store the events of the latest attempt, each exactly once."""
         attempt = job.attempt.number
         with self._transaction():
             for event in reading.events:
@@ -234,11 +234,11 @@ class Database:
             )
 
     def job_ids(self) -> set[int]:
-        """The jobs that have a row."""
+        """Return the numbers of the jobs that have a row."""
         return {number for (number,) in self._db.execute("SELECT id FROM jobs")}
 
     def forget(self, job_id: int, *, max_rows: int) -> bool:
-        """Remove a job's rows, at most so many at a time. Returns whether none is left; its own goes last."""
+        """Delete up to `max_rows` of a job's rows per table, that in `jobs` last. Returns True once none is left."""
         for table in ("metrics", "training_predictions", "events", "offsets"):
             rows = f"SELECT rowid FROM {table} WHERE job_id = ? LIMIT ?"
             found = self._db.execute(f"DELETE FROM {table} WHERE rowid IN ({rows})", (job_id, max_rows))
@@ -248,17 +248,17 @@ class Database:
         return True
 
     def last_event(self) -> int:
-        """The number of the newest row in `events`."""
+        """Return the number of the newest row in `events`."""
         return int(self._db.execute("SELECT coalesce(max(rowid), 0) FROM events").fetchone()[0])
 
     def events_of(self, first: int, count: int, jobs: Container[int]) -> list[tuple[int, str]]:
-        """Among `count` rows of `events` from a number on, those of these jobs: their numbers and times."""
+        """Return (number, time) of these jobs' rows among `count` rows of `events` that start at `first`."""
         sql = "SELECT rowid, job_id, created_at FROM events WHERE rowid >= ? AND rowid < ?"
         found = self._db.execute(sql, (first, first + count))
         return [(rowid, created_at) for rowid, job_id, created_at in found if job_id in jobs]
 
     def forget_events(self, numbers: Iterable[int]) -> None:
-        """Remove rows of `events`."""
+        """Delete rows of `events`."""
         with self._transaction():
             self._db.executemany("DELETE FROM events WHERE rowid = ?", [(number,) for number in numbers])
 
@@ -277,7 +277,8 @@ class Database:
                 self._add_predictions(job, step, epoch, answers(event), when)
             case _:
                 if event.kind in {"resumed", "started_over"}:
-                    # What comes is written anew; what then does not come was never part of this run.
+                    # Predictions after this step are written again; those that do not come again are not part of this
+                    # run.
                     self._db.execute(
                         "DELETE FROM training_predictions WHERE job_id = ? AND step > ?",
                         (job.id, step if event.kind == "resumed" else -1),
@@ -315,7 +316,7 @@ class Database:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """One of its own, or the one that we are in."""
+        """Run in a transaction: the current one or a new one."""
         if self._db.in_transaction:
             yield
             return
@@ -325,7 +326,7 @@ class Database:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # a full disk ends it by itself
+                if self._db.in_transaction:  # SQLite rolls back by itself if the disk is full
                     self._db.execute("ROLLBACK")
                 raise
 
@@ -343,16 +344,16 @@ def _job_row(job: Job) -> tuple[Any, ...]:
 
 
 def _check(db: sqlite3.Connection) -> None:
-    """Raises DatabaseError where the file is damaged."""
+    """Raise DatabaseError if the file is damaged."""
     if (word := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
         raise sqlite3.DatabaseError(word)
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write, for short: also where its directory is read-only and no daemon runs.
+    """Open a short-lived read-only connection, even if the directory is read-only and no daemon is running.
 
-    The first reader of a database in WAL mode makes two files beside it. Where it may not, and the last writer has
-    tidied them up, nothing is missing from the database's own file, which is then read as one that nobody changes.
+    The first reader of a WAL database creates two files beside it. If it may not, and the last writer removed them, the
+    database's own file is complete and is opened as immutable.
     """
     address = f"file:{quote(str(path))}?mode=ro"
     db = sqlite3.connect(address, uri=True, timeout=10)
@@ -371,16 +372,16 @@ def _is_corrupt(error: sqlite3.Error) -> bool:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether what opening met is the file's own fault: it is no database, or not one of ours (SQLITE_ERROR)."""
+    """Tell whether opening failed because of the file itself: it is no database, or not one of ours (SQLITE_ERROR)."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & 0xFF == sqlite3.SQLITE_ERROR or _is_corrupt(error)
 
 
 def _migrate(db: sqlite3.Connection, path: Path) -> int:
-    """Bring the tables to our version; returns it, or 0 for a database that is new."""
+    """Migrate the tables to our version; return it, or 0 for a new database."""
     version = _version(db, path)
     while 0 < version < SCHEMA_VERSION:
-        # One transaction a step: who is killed in between goes on from there.
+        # One transaction per step: after a crash the migration continues from there.
         db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[version]}; PRAGMA user_version = {version + 1}; COMMIT;")
         log.info("%s: brought from version %d to %d", path, version, version + 1)
         version += 1
@@ -388,7 +389,7 @@ def _migrate(db: sqlite3.Connection, path: Path) -> int:
 
 
 def _make_views(db: sqlite3.Connection) -> None:
-    """Make the views that are not there, and those anew that an older honed has made otherwise."""
+    """Create missing views, and recreate those that differ from this version's definition."""
     stored = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'view'"))
     for made in views.VIEWS:
         if stored.get(made.name) != made.sql.replace("IF NOT EXISTS ", "").rstrip(";"):
@@ -396,7 +397,7 @@ def _make_views(db: sqlite3.Connection) -> None:
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int:
-    """`user_version`. Raises EnvironmentInvalidError for that of a later honed."""
+    """Return `user_version`. Raises EnvironmentInvalidError if a later honed wrote it."""
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
         raise EnvironmentInvalidError(
@@ -407,11 +408,11 @@ def _version(db: sqlite3.Connection, path: Path) -> int:
 
 
 class Reader:
-    """Reads a database that a daemon may be writing; what is not there reads as empty."""
+    """Reader of a database that a daemon may be writing; a missing database reads as empty."""
 
     def __init__(self, path: Path) -> None:
         self._db = connect_read_only(path) if path.exists() else None
-        with contextlib.suppress(sqlite3.DatabaseError):  # damaged, or just being made: nothing is found in it
+        with contextlib.suppress(sqlite3.DatabaseError):  # damaged or just being created: reads as empty
             if self._db is not None:
                 _version(self._db, path)
 
@@ -420,14 +421,15 @@ class Reader:
             self._db.close()
 
     def progress(self, job_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """The progress of each of these jobs that has any: step, num_steps, epoch, loss, eta_sec. A few hundred at a
-        time."""
+        """Return the progress of those of these jobs that have any: step, num_steps, epoch, loss, eta_sec. Pass at most
+        a few hundred jobs.
+        """
         some = ", ".join("?" * len(job_ids))
         sql = f"SELECT id, progress FROM jobs WHERE id IN ({some}) AND progress <> '{{}}'"
         return {number: json.loads(text) for number, text in self._rows(sql, *job_ids)}
 
     def overview(self, num_jobs: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The first so many jobs of each kind, in the order of the list, and how many there are of each state."""
+        """Return the first `num_jobs` jobs of each group in list order, and the number of jobs in each state."""
         keys = ("id", "name", "state", "outcome", "priority", "submitted_at")
         found: list[dict[str, Any]] = []
         for condition, order in (
@@ -442,17 +444,17 @@ class Reader:
         return found, dict(self._rows("SELECT state, count(*) FROM jobs GROUP BY state"))
 
     def latest_metrics(self, job_id: int) -> dict[str, float]:
-        """The last value of each figure."""
+        """Return the last value of each metric."""
         rows = self._rows("SELECT name, value FROM metrics WHERE job_id = ? ORDER BY attempt, step, rowid", job_id)
         return dict(rows)
 
     def metrics(self, job_id: int, name: str) -> list[tuple[int, float]]:
-        """(step, value) of one figure, in the order in which they came."""
+        """Return (step, value) of one metric in the order of arrival."""
         sql = "SELECT step, value FROM metrics WHERE job_id = ? AND name = ? ORDER BY attempt, step, rowid"
         return list(self._rows(sql, job_id, name))
 
     def course(self, job_id: int, name: str, *, num_points: int = 40) -> list[float]:
-        """One figure over the steps, averaged to at most so many values."""
+        """Return one metric over the steps, averaged to at most `num_points` values."""
         sql = (
             "SELECT avg(value) FROM metrics, (SELECT max(step) + 1 AS num_steps FROM metrics WHERE job_id = ?1"
             " AND name = ?2) WHERE job_id = ?1 AND name = ?2 AND value IS NOT NULL"
@@ -461,12 +463,12 @@ class Reader:
         return [value for (value,) in self._rows(sql, job_id, name, num_points)]
 
     def stage(self, job_id: int) -> str | None:
-        """The stage that was told last."""
+        """Return the last reported stage."""
         sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1"
         return next((str(json.loads(data).get("stage")) for (data,) in self._rows(sql, job_id)), None)
 
     def last_predictions(self, job_id: int, *, count: int = 3, max_chars: int = 2000) -> list[dict[str, Any]]:
-        """The first few rows of the last step that has any, each text cut."""
+        """Return the first few rows of the last step that has predictions, with each text truncated."""
         keys = ("step", "sample_index", "ground_truth", "prediction")
         sql = (
             "SELECT step, sample_index, substr(ground_truth, 1, ?2), substr(prediction, 1, ?2)"
@@ -476,7 +478,7 @@ class Reader:
         return [dict(zip(keys, row, strict=True)) for row in self._rows(sql, job_id, max_chars, count)]
 
     def figures(self, job_id: int) -> list[tuple[str, int, float, str]]:
-        """(name, step, value, created_at) of every figure, by step; of a step that was done again, the last."""
+        """Return (name, step, value, created_at) of every metric, by step; of a repeated step, the last."""
         sql = "SELECT name, step, value, created_at FROM metrics WHERE job_id = ? ORDER BY attempt, rowid"
         last = {(name, step): (name, step, value, when) for name, step, value, when in self._rows(sql, job_id)}
         return sorted((row for row in last.values() if row[2] is not None), key=lambda row: row[1])
@@ -498,17 +500,17 @@ class Reader:
             return []
         try:
             return self._db.execute(sql, arguments).fetchall()
-        except sqlite3.OperationalError:  # made this moment, and its tables are not there yet
+        except sqlite3.OperationalError:  # the database was just created and has no tables yet
             return []
 
 
 def place(event: Event) -> tuple[int, float | None]:
-    """The step and the epoch that an event is of."""
+    """Return the step and the epoch of an event."""
     return _integer(event.data.get("step")), _number(event.data.get("epoch"))
 
 
 def figures(event: Event) -> dict[str, float]:
-    """The metrics that an event brings; none for most kinds."""
+    """Return the metrics in an event; empty for most kinds."""
     metrics, scores = event.data.get("metrics"), event.data.get("scores")
     match event.kind:
         case "step":
@@ -524,7 +526,7 @@ def figures(event: Event) -> dict[str, float]:
 
 
 def answers(event: Event) -> list[dict[str, Any]]:
-    """What the model wrote, where an event brings that: sample_index, prompt, ground_truth, prediction."""
+    """Return the predictions in an event, with the keys sample_index, prompt, ground_truth, prediction."""
     rows = event.data.get("rows") if event.kind == "predictions" else None
     return [
         {
@@ -537,7 +539,7 @@ def answers(event: Event) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """A figure that SQLite can hold, or None: finite, and in 64 bits where it is whole."""
+    """Return a number that SQLite can store (finite; integers within 64 bits), else None."""
     match value:
         case bool():
             return None
@@ -550,7 +552,7 @@ def _number(value: Any) -> float | None:
 
 
 def _integer(value: Any) -> int:
-    """A garbled step is step 0."""
+    """Return an integer; 0 if the value is not a usable number."""
     number = _number(value)
     return int(number) if number is not None and abs(number) < 2**62 else 0
 

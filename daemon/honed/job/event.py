@@ -4,37 +4,37 @@ Each line is an object with `event` (its kind) and `time` (seconds since the epo
 
     started      pid, versions {package: version}, backend
     stage        stage: trial? prepare load audit data mask baseline train export; of a merge: prepare merge export
-    log          level (error warning info debug), message, evidence?, code?    for the journal, but the evidence: the
-                 message with what it quotes of the job's files, for those who may read the job
+    log          level (error warning info debug), message, evidence?, code?    for the journal, except the evidence:
+                 the message with its quotes from the job's files, for those who may read the job
     audit        when (loaded adapted built resumed restored), model_dtype, config_dtype, embedding_dtype, quantization,
-                 counts [{role, dtype, device, num_parameters}], mended [text]    what the model really is
+                 counts [{role, dtype, device, num_parameters}], mended [text]    the loaded model
     data         num_train, num_eval, num_truncated, num_dropped, num_silenced, num_unusable, lengths {width, counts},
-                 num_twice (trained rows that say what one before them says), num_in_both (held out and trained on),
+                 num_twice (training rows equal to an earlier one), num_in_both (held out and also trained on),
                  omitted {num_rows, kinds {kind: rows}} (left out by the chat template),
-                 num_asked_otherwise (rows of which the prompt is not what stands before their last turn),
-                 datasets [{num_rows, num_taken, num_bad}], eval_datasets, …     what became of the rows
+                 num_asked_otherwise (rows whose prompt differs from the text before their last turn),
+                 datasets [{num_rows, num_taken, num_bad}], eval_datasets, …     how the rows were used
     example      segments [{text, trained}]                            the first example, masked
-    memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?, of the tensors
-                 really held; device_peak_bytes?, resident_peak_bytes?
+    memory       when (built trained), weights_bytes, adapter_bytes, gradient_bytes?, optimizer_bytes?: of the tensors
+                 actually allocated; device_peak_bytes?, resident_peak_bytes?
     step         step, num_steps, epoch, loss, learning_rate?, grad_norm?, eta_sec?
     evaluation   step, epoch, metrics {name: value}
-    samples      rows [{sample_index, thumbnails [base64 of a JPEG]}]   what predictions are asked about, beside text
+    samples      rows [{sample_index, thumbnails [base64 of a JPEG]}]   media in the prompts of predictions
     predictions  step, epoch, num_failed, rows [{sample_index, prompt, ground_truth, prediction}], scores {name: value}
-    guard        step, epoch, metric, line (the least that it may be; null before training), num_failed,
+    guard        step, epoch, metric, line (the minimum; null before training), num_failed,
                  scores {name: value}
-    worse        found [text]    how the model ended worse than it began, where no guard forbids it
+    worse        found [text]    metrics that got worse during training, where no guard forbids it
     trial        verdict (learns learns_slowly does_not_learn), loss_before, loss_after, whole_sec, peak_bytes, …: see
                  trial.py
     checkpoint   step, path
-    adjusted     steps [{attempt, text, changes}]            what is done otherwise, for want of memory
-    resumed      step, path                                            what was told of later steps is done again
-    started_over reason                                                so is all that was told
+    adjusted     steps [{attempt, text, changes}]            settings changed because memory ran out
+    resumed      step, path                                  events of later steps are repeated
+    started_over reason                                      all events are repeated
     fallback     from, to, reason
     artifact     name (output_dir merged report), path
     finished     outcome, step, metrics
 
-A reader skips kinds and keys that it does not know. A worker may die in the middle of a line, and a power cut may
-leave a tail of NULs: what does not parse is counted, not trusted.
+Readers skip unknown kinds and keys. A worker may die in the middle of a line, and a power cut may leave a tail of NULs:
+lines that do not parse are counted and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from typing import Any
 
 from honed.system import quote, untrusted
 
-#: Bytes. A longer line is not an event of ours; it is skipped, so that garbage cannot fill the daemon's memory.
+#: Bytes. A longer line is not one of our events; it is skipped, so that garbage cannot fill the daemon's memory.
 MAX_LINE_BYTES = 4 * 1024 * 1024
-#: Bytes read in one pass of the daemon's loop, so that a chatty worker cannot hold the loop.
+#: Bytes read in one pass of the daemon's loop, so that a verbose worker cannot block it.
 MAX_READ_BYTES = 8 * 1024 * 1024
-#: Levels of lists and objects in an event; ours have five. Python reads some hundred, and whoever writes or walks them
-#: further on gives up at fewer.
+#: Nesting depth of lists and objects in an event; ours have five levels. Python parses some hundred, but code that
+#: later serializes or walks them fails at fewer.
 MAX_DEPTH = 50
-#: Seconds since the epoch (the year 9999): what lies beyond is not a time.
+#: Seconds since the epoch (the year 9999): larger values are not times.
 MAX_TIME = 253_000_000_000
 
 
@@ -74,12 +74,12 @@ class Event:
     data: dict[str, Any]
 
 
-#: Lines that wait for room in the worker's memory.
+#: Lines kept in the worker's memory while the disk is full.
 MAX_WAITING_LINES = 2000
 
 
 class EventWriter:
-    """The worker's end: each event is one `write` to a descriptor opened for appending."""
+    """The worker's side: each event is one `write` to a descriptor opened for appending."""
 
     def __init__(
         self,
@@ -88,30 +88,30 @@ class EventWriter:
         clock: Callable[[], float] = time.time,
         tell: Callable[[str, dict[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
-        """Each event is handed to `tell`, too, once it is written."""
+        """Open the file; each event is also passed to `tell` once it is written."""
         self._tell = tell
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._clock = clock
-        # A line cut by a death before us, or by a full disk, must not swallow our next.
+        # If a crash or a full disk left a partial line, it must not swallow our next one.
         self._is_cut = os.fstat(self._fd).st_size > 0
-        self._waiting: deque[bytes] = deque()  # lines that found no room
+        self._waiting: deque[bytes] = deque()  # lines not written because the disk is full
         self._num_lost = 0
 
     def emit(self, kind: str, **data: Any) -> None:
-        """Append one event. NaN and infinity are written as null, since JSON has no word for them."""
+        """Append one event. NaN and infinity are written as null, since JSON cannot represent them."""
         line = json.dumps(_finite({"event": kind, "time": self._clock(), **data}), ensure_ascii=False, default=str)
         self._write(line.encode(errors="replace") + b"\n")
         self._tell(kind, data)
 
     def log(self, level: str, message: str, *, evidence: str = "", **data: Any) -> None:
-        """A sentence for the log. With what it quotes, which a log must not have, it is the event's evidence."""
+        """Emit a log event. Quotes from the job's files are hidden in its message and kept in its evidence."""
         hidden, whole = quote.hide(message), evidence or quote.show(message)
         self.emit("log", level=level, message=hidden, **({"evidence": whole} if whole != hidden else {}), **data)
 
     def close(self) -> None:
-        """Make them durable; what still finds no room is said on stderr, the worker's log."""
+        """Sync and close the file; report the number of unwritten lines on stderr, which is the worker's log."""
         self._flush()
-        with contextlib.suppress(OSError):  # the log may lie on the same disk
+        with contextlib.suppress(OSError):  # the log may be on the same disk
             if self._waiting:
                 print(f"honed: {len(self._waiting) + self._num_lost} events found no room", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class EventWriter:
         os.close(self._fd)
 
     def _write(self, line: bytes) -> None:
-        """In order, and none is lost to a disk that is full for a while: a run does not end for want of a line."""
+        """Write lines in order and keep them while the disk is full: a lost line must not end the run."""
         if len(self._waiting) >= MAX_WAITING_LINES:
             self._num_lost += 1
             return
@@ -135,7 +135,7 @@ class EventWriter:
                 line = self._waiting[0]
                 self._is_cut = os.write(self._fd, line) < len(line)
                 if self._is_cut:
-                    continue  # the rest finds no room, and says so
+                    continue  # the disk is full: the next write raises
                 self._waiting.popleft()
             if self._num_lost:
                 num_lost, self._num_lost = self._num_lost, 0
@@ -160,17 +160,17 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass over the file found."""
+    """The result of one pass over the file."""
 
     events: list[Event]
-    offset: int  #: bytes; where the next pass begins
+    offset: int  #: bytes; start of the next pass
     num_bad: int  #: lines that are not events
 
 
 def read(path: Path, offset: int, *, end: int | None = None) -> Reading:
-    """The whole lines after `offset`, and before `end`. A last line without its newline waits for the next pass.
+    """Read the complete lines between `offset` and `end`. A last line without a newline waits for the next pass.
 
-    Raises OSError where something else than a file lies there.
+    Raises OSError if the path is not a regular file.
     """
     try:
         with open(untrusted.open_plain(path), "rb") as file:  # noqa: PTH123 - of a descriptor
@@ -180,7 +180,7 @@ def read(path: Path, offset: int, *, end: int | None = None) -> Reading:
         return Reading([], offset, 0)
     num_bytes = data.rfind(b"\n") + 1
     if num_bytes == 0:
-        # No end of line in all that we read: if it is longer than any event, it is garbage and we pass over it.
+        # No newline in all that was read: if that is longer than any event, it is garbage and is skipped.
         too_long = len(data) >= MAX_READ_BYTES
         return Reading([], offset + len(data) if too_long else offset, int(too_long))
     events, num_bad = [], 0
@@ -207,7 +207,7 @@ def _parse(line: bytes) -> Event | None:
     kind, when = data.pop("event", None), data.pop("time", None)
     if not isinstance(kind, str) or isinstance(when, bool) or not isinstance(when, int | float):
         return None
-    if not 0 <= when <= MAX_TIME:  # NaN is not
+    if not 0 <= when <= MAX_TIME:  # False for NaN
         return None
     try:
         return Event(encodable(kind), float(when), encodable(data))
@@ -216,14 +216,13 @@ def _parse(line: bytes) -> Event | None:
 
 
 def items(data: Mapping[str, Any], key: str) -> list[Any]:
-    """The list that an event should have there; empty where it has something else."""
+    """Return the list at this key of an event; empty if the value is not a list."""
     return value if isinstance(value := data.get(key), list) else []
 
 
 def encodable(value: Any, *, depth: int = 0) -> Any:
-    """The same, without lone surrogates: JSON can carry them, UTF-8, and so the log and the database, cannot.
-
-    Nor NaN and infinity, which Python's JSON has and nobody else's. Raises ValueError for what is nested too deeply.
+    """Return the value with lone surrogates replaced, which JSON can carry but UTF-8 (log, database) cannot, and NaN
+    and infinity, which standard JSON lacks, as None. Raises ValueError if it is nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")

@@ -1,7 +1,7 @@
-"""One accepted spec and its life: an immutable value; change makes a new one.
+"""One accepted spec and its history: an immutable value; a change makes a new one.
 
-A job's state is not in it: it is the directory in which its entry lies (see spool.py). What else must outlive the
-daemon is here and nowhere else: the database can be deleted and is made again from these entries.
+A job's state is not stored in it: it is the directory that holds its entry (see spool.py). All other data that must
+survive the daemon is here and nowhere else: the database can be deleted and is rebuilt from these entries.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from honed.system.clock import Moment
 
 
 class State(StrEnum):
-    """The place of a job's entry."""
+    """The directory of a job's entry."""
 
     QUEUED = "queued"  #: waits for its turn
     HELD = "held"  #: waits for a person
     RUNNING = "running"  #: has an attempt; its worker may be starting, training or ending
     SUCCEEDED = "succeeded"
-    FAILED = "failed"  #: it will not be tried again, unless somebody requeues it
+    FAILED = "failed"  #: it is not retried unless somebody requeues it
     CANCELLED = "cancelled"
 
     @property
@@ -31,7 +31,7 @@ class State(StrEnum):
         return self in {State.SUCCEEDED, State.FAILED, State.CANCELLED}
 
 
-#: Every move that there is; anything else is a bug of ours.
+#: All allowed moves; any other is a bug in honed.
 MOVES: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING, State.HELD, State.CANCELLED, State.FAILED}),
     State.HELD: frozenset({State.QUEUED, State.CANCELLED}),
@@ -43,16 +43,16 @@ MOVES: dict[State, frozenset[State]] = {
 
 
 class Stop(StrEnum):
-    """The reason why a running job was asked to stop, which decides where it goes then."""
+    """The reason why a running job was asked to stop; it decides the next state."""
 
     CANCEL = "cancel"  #: to cancelled
     HOLD = "hold"  #: to held
-    SHUTDOWN = "shutdown"  #: to queued: honed or the machine goes down
+    SHUTDOWN = "shutdown"  #: to queued: honed or the machine is shutting down
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """That Unsloth gave way to transformers, when, and why."""
+    """The time and the reason of a fallback from Unsloth to transformers."""
 
     time: float  #: seconds since the epoch
     reason: str
@@ -60,7 +60,7 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One numbered try: one worker start, or two with a fallback."""
+    """One numbered attempt: one worker start, or two with a fallback."""
 
     number: int
     backend: str
@@ -68,12 +68,12 @@ class Attempt:
     num_starts: int = 1  #: 2 once the backend fell back
     ended_at: float | None = None
     outcome: str | None = None
-    step: int = 0  #: the last step that it told of
-    device: str | None = None  #: what it ran on: a GPU's uuid, or cpu
+    step: int = 0  #: the last step that it reported
+    device: str | None = None  #: the device it ran on: a GPU's uuid, or cpu
     fallback: Fallback | None = None  #: between its two starts
-    started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None of an older honed
-    boot_id: str | None = None  #: the boot that those belong to
-    took_sec: float | None = None  #: to its worker's end, whoever set the clock; None while it runs
+    started_monotonic: float | None = None  #: seconds of CLOCK_MONOTONIC; None if an older honed wrote it
+    boot_id: str | None = None  #: the boot that started_monotonic belongs to
+    took_sec: float | None = None  #: duration until the worker ended, unaffected by clock changes; None while it runs
 
     @property
     def began(self) -> Moment:
@@ -81,7 +81,7 @@ class Attempt:
 
     @property
     def spent_sec(self) -> float:
-        """What one that is over took; of an older honed, by the clock on the wall."""
+        """The duration of a finished attempt; if an older honed wrote it, by the wall clock."""
         if self.took_sec is not None:
             return self.took_sec
         return max(0.0, (self.ended_at or self.started_at) - self.started_at)
@@ -89,52 +89,52 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """A step down the ladder that a job which ran out of memory took; see ladder.py."""
+    """One out-of-memory adjustment of a job: a step down the ladder; see out_of_memory.py."""
 
     attempt: int  #: the number of the attempt that ran out of memory
     text: str  #: for people: `per_device_train_batch_size 8 → 4, gradient_accumulation_steps 1 → 2`
-    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  #: keys of the spec, with dots
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  #: keys of the spec, dotted
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An entry. Equality is by value; `revision` grows with each change, so that of two copies the newer is known."""
+    """An entry. Equality is by value; `revision` grows with each change, so that the newer of two copies is known."""
 
     id: int
     name: str
     submitted_at: float  #: seconds since the epoch, when it was accepted
     source: str  #: the dropped file's name
-    uid: int  #: who dropped it, as the file system says
+    uid: int  #: the user who submitted it
     output_dir: str
     priority: int = 0
     max_attempts: int = 3
     num_gpus: int = 1
     depends_on: tuple[str, ...] = ()
     inputs: dict[str, int] = dataclasses.field(default_factory=dict)  #: what `job:NAME` means: name → that job's number
-    is_deferred: bool = False  #: it is planned once those jobs have succeeded, for their files have to be looked at
+    is_deferred: bool = False  #: planned only once those jobs have succeeded, because their files must be inspected
     revision: int = 1
     attempts: tuple[Attempt, ...] = ()
-    num_failures: int = 0  #: attempts that count against max_attempts: a clean stop does not
+    num_failures: int = 0  #: attempts that count against max_attempts; a clean stop does not
     stop: Stop | None = None
     outcome: str | None = None
     error: dict[str, str] | None = None  #: code, message, hint
-    remark: str = ""  #: what is to be said of a success: that it learned nothing, or the wrong thing
-    adjustments: tuple[Adjustment, ...] = ()  #: steps down the ladder, which the next attempt takes with it
-    needs_bytes: int = 0  #: free space for its checkpoints, without which it is not started again
-    is_pinned: bool = False  #: a person keeps it: neither retention nor prune touches it
-    are_checkpoints_pruned: bool = False  #: it cannot go on from where it was
-    time_limit_sec: float | None = None  #: seconds that all attempts together may take, as its spec says
-    held_for: int | None = None  #: the failed job that it depends on, and is held for: released when that succeeds
-    notify: dict[str, Any] | None = None  #: who is told of its end, as its spec says
-    state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: where the entry was found
+    remark: str = ""  #: a caveat about a success: the model learned nothing, or the wrong thing
+    adjustments: tuple[Adjustment, ...] = ()  #: out-of-memory adjustments, applied to the next attempt
+    needs_bytes: int = 0  #: free space that its checkpoints need; below it the job is not started again
+    is_pinned: bool = False  #: kept by a user: neither retention nor prune removes it
+    are_checkpoints_pruned: bool = False  #: it cannot resume from a checkpoint
+    time_limit_sec: float | None = None  #: limit in seconds for all attempts together, from its spec
+    held_for: int | None = None  #: the failed dependency it is held for: it is released when that job succeeds
+    notify: dict[str, Any] | None = None  #: recipients of its end notification, from its spec
+    state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 
     @property
     def attempt(self) -> Attempt:
-        """The latest attempt. Raises IndexError where there is none."""
+        """The latest attempt. Raises IndexError if there is none."""
         return self.attempts[-1]
 
     def with_attempt(self, **changes: Any) -> Job:
-        """The same job, its latest attempt changed."""
+        """Return the same job with its latest attempt changed."""
         return dataclasses.replace(
             self, attempts=(*self.attempts[:-1], dataclasses.replace(self.attempts[-1], **changes))
         )
@@ -146,7 +146,7 @@ class Job:
 
     @classmethod
     def from_json(cls, data: bytes, state: State) -> Job:
-        """Read an entry; keys of a later honed are passed over. Raises ValueError where it is not one."""
+        """Parse an entry; unknown keys of a later honed are ignored. Raises ValueError if it is not an entry."""
         raw = json.loads(data)
         if not isinstance(raw, dict) or not isinstance(raw.get("id"), int):
             raise ValueError("not a job entry")

@@ -1,11 +1,11 @@
-"""Judging a run's learning by its losses: whether they left where they began.
+"""Detection of runs that learned nothing, from their losses.
 
-Few steps say nothing, and a loss that jumps from batch to batch says little. So a word is said only where it is sure:
+Few steps prove nothing, and a noisy loss proves little, so a remark is made only if the evidence is clear:
 
-    evaluations   the same rows before and after: a loss that fell says that the run has learned, whatever the steps say
-    first steps   far above the last: what there was to learn was learned at once
-    epochs        the mean over the first with that over the last whole one: the same rows, in another order
-    less than two the first fifth of the steps with the last: their noise is known, and what lies within it is not told
+    evaluations      the same rows before and after: if the loss fell, the run has learned, whatever the steps show
+    first steps      far above the last: everything was learned at the very beginning
+    epochs           mean loss of the first and of the last whole epoch: the same rows in another order
+    under two epochs the first fifth of the steps against the last: differences within their noise are not reported
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Steps from which on something is said.
+#: The fewest steps of a run that is judged.
 MIN_STEPS = 20
-#: Share of the first loss by which it has to fall to have left, and to rise to have ended higher.
+#: Share of the first loss by which it must fall to count as improved, or rise to count as worse.
 LEFT, HIGHER = 0.01, 0.02
-#: Nats a token: where it began below, there was nothing to learn.
+#: Nats per token: below this initial loss there was nothing to learn.
 KNOWN = 0.1
-#: Steps at the very beginning, by which what is learned at once is seen.
+#: Steps at the very beginning that show whether the model learned everything at once.
 NUM_FIRST = 5
-#: Standard errors of a difference that are taken for noise.
+#: A difference within this many standard errors is noise.
 NUM_ERRORS = 3
 
 
 @dataclass(frozen=True)
 class Told:
-    """One loss, as it was told."""
+    """One reported loss."""
 
     step: int
     loss: float
@@ -43,8 +43,8 @@ def remark(
     *,
     is_ordered: bool = False,
 ) -> str:
-    """What is to be said beside `succeeded`; empty where the run has learned, or cannot be judged: of rows in an order
-    of their own, the last may well be the hardest.
+    """Return a remark to show beside `succeeded`; empty if the run has learned or cannot be judged: if the rows have a
+    fixed order (`is_ordered`), the last ones may be the hardest.
     """
     points = [each for each in told if math.isfinite(each.loss)]
     if not points or points[-1].step < MIN_STEPS:
@@ -60,7 +60,7 @@ def remark(
         noise = NUM_ERRORS * math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
     spread = NUM_ERRORS * statistics.stdev(last) / math.sqrt(NUM_FIRST)
     if statistics.fmean(each.loss for each in points[:NUM_FIRST]) - after > max(LEFT * before, spread):
-        return ""  # what there was to learn, it learned at once
+        return ""  # it learned everything at the beginning
     figures = f"{before:.4g} in the first {words}, {after:.4g} in the last"
     if after > max(before, KNOWN) * (1 + HIGHER) + noise:
         return f"its loss ended higher than it began: {figures}"
@@ -73,7 +73,7 @@ _EPOCHS = "epoch"
 
 
 def _ends(points: Sequence[Told]) -> tuple[list[float], list[float], str]:
-    """The losses that are compared, and what they are of."""
+    """Return the first and the last losses to compare, and their unit (epoch or steps)."""
     whole = math.floor(points[-1].epoch + 1e-6)
     if whole >= 2:
         first = [each.loss for each in points if each.epoch <= 1 + 1e-6]

@@ -1,4 +1,4 @@
-"""A worker's events in words: for the daemon's log, and for `honectl logs` where there is no journal."""
+"""A worker's events as text: for the daemon's log, and for `honectl logs` without a journal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRESS_LOG_INTERVAL_SEC = 30.0
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 
 
-#: What a `data` event counts, in words, in the order in which it is told.
+#: Counts of a `data` event with their words, in display order.
 _ROW_WORDS = {
     "num_train": "to train on",
     "num_eval": "held out",
@@ -39,7 +39,7 @@ _ROW_WORDS = {
 
 
 def example_text(data: Mapping[str, Any]) -> str:
-    """The first example as it is trained on: what is between ⟦ and ⟧ is trained, the rest is masked."""
+    """Return the first example as it is trained on: text between ⟦ and ⟧ is trained, the rest is masked."""
     return "".join(
         f"⟦{part.get('text')}⟧" if part.get("trained") else str(part.get("text"))
         for part in event.items(data, "segments")
@@ -48,14 +48,14 @@ def example_text(data: Mapping[str, Any]) -> str:
 
 
 def row_counts(data: Mapping[str, Any]) -> str:
-    """`384 to train on, 48 held out, 3 cut at training.max_length`: what there is none of is left out."""
+    """Return `384 to train on, 48 held out, 3 cut at training.max_length`; counts of zero are left out."""
     counts = {key: value for key in _ROW_WORDS if type(value := data.get(key)) is int}
     return ", ".join(f"{value:,} {_ROW_WORDS[key]}" for key, value in counts.items() if value or key == "num_train")
 
 
 @dataclass
 class Narrator:
-    """Puts the events of one job's worker into the daemon's log; keeps how far the worker said that it is."""
+    """Logger of one job's worker events to the daemon's log; keeps the last reported progress and stage."""
 
     log: logging.Logger
     clock: Callable[[], float]  #: monotonic seconds
@@ -64,11 +64,11 @@ class Narrator:
     _logged_at: float = 0.0
 
     def words(self) -> str:
-        """Its progress: its step, or its stage where there is no step yet."""
+        """Return the worker's progress as text, or its stage if no step was reported yet."""
         return progress_text(self.progress) if self.progress else self.stage
 
     def tell(self, job: Job, item: event.Event) -> None:
-        """One event, in words; a kind that is not known at debug."""
+        """Log one event as text; unknown kinds are logged at debug level."""
         data = item.data
         match item.kind:
             case "step":
@@ -83,7 +83,7 @@ class Narrator:
                 words = f"step {data.get('step')} evaluated: {shown or 'no loss'}"
                 self._say(job, logging.INFO, words, stage="evaluate", step=data.get("step"))
             case "log":
-                # A worker's code for what is no error of ours has no explanation of ours.
+                # The journal catalog has no explanation for codes that are not ours.
                 code = str(data.get("code"))
                 level = LEVELS.get(str(data.get("level")), logging.INFO)
                 kind = message.BY_ERROR.get(code)
@@ -96,7 +96,7 @@ class Narrator:
                 self._say(job, logging.INFO, f"goes on from step {data.get('step')}", step=data.get("step"))
             case "data":
                 self._say(job, logging.INFO, f"rows: {row_counts(data)}", stage="data")
-            case "example":  # its text is its owner's: in the report and `honectl preview`, and in nobody's journal
+            case "example":  # its text is private: shown in the report and `honectl preview`, not in the journal
                 self._say(job, logging.DEBUG, "the first example is rendered", stage="data")
             case "predictions":
                 num_rows = len(rows) if isinstance(rows := data.get("rows"), list) else 0

@@ -1,16 +1,16 @@
-"""Changes to a job that ran out of memory before its next attempt: one step down a ladder, in what costs least.
+"""Settings changed before the next attempt of a job that ran out of memory: one step down a ladder, cheapest first.
 
     train      per_device_train_batch_size divided, gradient_accumulation_steps multiplied by the same
                gradient_checkpointing
     evaluate   per_device_eval_batch_size halved
-    predict    predictions.batch_size halved; as many are asked, fewer at a time
+    predict    predictions.batch_size halved; as many predictions, fewer at a time
     anywhere   media.num_frames, then media.max_pixels, halved: only with retry.may_shrink_media
 
-The steps that help in the phase in which memory ran out come first; where the worker itself said which it was, no
-others are taken. None but the last changes what is learned: a batch is divided only where the product stays exactly
-what it was, and where the rows of a step do not depend on how it is divided.
+Steps that help in the phase that ran out of memory come first; if the worker itself reported the phase, only those are
+taken. Only the last row changes what is learned: a batch is divided only if the product stays exactly the same, and if
+the rows of an optimizer step do not depend on the division.
 
-A step is a change of the spec, kept in the job's entry and applied over plan.json by the worker.
+A step changes the spec; it is kept in the job's entry, and the worker applies it over plan.json.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 from honed.job.job import Adjustment
 
-#: Prompts that are answered at a time where the spec does not say; the second with images, videos or sounds, of which
-#: one may be thousands of tokens.
+#: Default number of prompts per batch; the second for images, videos or sounds, each of which may have thousands of
+#: tokens.
 PREDICTION_BATCH_SIZE, MEDIA_PREDICTION_BATCH_SIZE = 16, 4
-#: Examples that are followed where the spec does not say.
+#: Default number of examples to predict.
 NUM_SAMPLES = 5
-#: Pixels that an image is taken to have where nothing says how many, and the fewest that the ladder goes to.
+#: Pixels assumed for an image of unknown size, and the smallest limit on the ladder.
 ASSUMED_PIXELS, MIN_PIXELS = 1024 * 1024, 128 * 128
-#: Stages without a batch that could be smaller.
+#: Stages without a batch that could be made smaller.
 WITHOUT_BATCHES = frozenset({"starting", "prepare", "load", "audit", "export", "merge"})
-#: The stages and phases whose batches are those of another name.
+#: The phase whose batch size applies in each stage or phase.
 PHASES = {"train": "train", "mask": "train", "evaluate": "evaluate", "predict": "predict", "baseline": "predict"}
-#: What holds where the spec does not say.
+#: Defaults of keys missing in the spec.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -41,12 +41,12 @@ DEFAULTS: dict[str, Any] = {
     "dataloader_drop_last": False,
     "train_sampling_strategy": "random",
 }
-#: The sampling strategies by which the rows of a step do not depend on how it is divided into batches.
+#: Sampling strategies for which the rows of a step do not depend on the batch size.
 _FIXED_ORDERS = frozenset({"random", "sequential", "group_by_length"})
 
 
 def adjusted(spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> dict[str, Any]:
-    """A spec as plain data, with what was taken."""
+    """Return the spec, as plain data, with the adjustments applied."""
     changed = dict(spec)
     for adjustment in adjustments:
         for key, value in adjustment.changes.items():
@@ -57,15 +57,15 @@ def adjusted(spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> dict
 
 @dataclass(frozen=True)
 class Media:
-    """What the rows that were looked at have beside text."""
+    """The media found in the inspected rows."""
 
     kinds: tuple[str, ...] = ()
-    num_frames: int = 0  #: that are taken of the longest video
-    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
+    num_frames: int = 0  #: frames taken from the longest video
+    num_pixels: int = 0  #: pixels of the largest image or frame, as far as the model uses them; 0: unknown
 
     @classmethod
     def of(cls, memory: Mapping[str, Any]) -> Media:
-        """As a plan's estimate has it; those of older plans say less."""
+        """Read the media from a plan's memory estimate; older plans have fewer keys."""
         return cls(
             tuple(memory.get("media") or ()), int(memory.get("num_frames") or 0), int(memory.get("num_pixels") or 0)
         )
@@ -79,10 +79,10 @@ def next_step(
     is_sure: bool = True,
     media: Media = Media(),  # noqa: B008
 ) -> Adjustment | None:
-    """The next step for a job with that spec, as plan.json has it and adjusted; None where no step could help.
+    """Return the next adjustment for a spec with all earlier ones applied; None if no step could help.
 
-    `phase`: train, evaluate or predict, else a stage; `is_sure`: the worker itself said so, and only what is smaller
-    there can help.
+    `phase` is train, evaluate or predict, or else a stage. `is_sure` means that the worker itself reported the phase,
+    so that only steps for that phase can help.
     """
     if phase in WITHOUT_BATCHES or spec.get("kind") == "merge":
         return None
@@ -119,14 +119,14 @@ def _evaluated(spec: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator
 
 def _predicted(spec: Mapping[str, Any], *, has_media: bool) -> Iterator[Rung]:
     limit = (spec.get("predictions") or {}).get("batch_size")
-    # A limit above what a round asks could be halved without any batch being smaller.
+    # Halving a limit above the number of prompts would not make any batch smaller.
     size = min(limit or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE), _num_asked(spec))
     if size > 1:
         yield _halved("predictions", "batch_size", size)
 
 
 def _num_asked(spec: Mapping[str, Any]) -> int:
-    """Prompts of the largest round of predictions, or of the guard's; 0 where there is none."""
+    """Return the number of prompts in the largest round of predictions or of the guard; 0 if there are none."""
     predictions = spec.get("predictions") or {}
     asked = len(predictions.get("prompts") or ()) or predictions.get("num_samples", NUM_SAMPLES)
     guarded = (spec.get("guard") or {}).get("num_samples", 0)
@@ -134,9 +134,9 @@ def _num_asked(spec: Mapping[str, Any]) -> int:
 
 
 def _divided(training: Mapping[str, Any]) -> Iterator[Rung]:
-    """The batch by its smallest divisor, so that the rows of a step are the same."""
+    """Divide the batch by its smallest divisor, so that each step has the same rows."""
     size, accumulated = training["per_device_train_batch_size"], training["gradient_accumulation_steps"]
-    # An incomplete last batch is another one of smaller batches, and so are those that are made of lengths.
+    # An incomplete last batch, or batches grouped by length, would contain other rows after a division.
     if size == 1 or training["dataloader_drop_last"] or training["train_sampling_strategy"] not in _FIXED_ORDERS:
         return
     divisor = next(number for number in range(2, size + 1) if size % number == 0)
@@ -161,7 +161,7 @@ def _shrunk(limits: Mapping[str, Any], media: Media) -> Iterator[Rung]:
 
 
 def leave(spec: Mapping[str, Any], media: Media) -> str | None:
-    """What its owner could allow where no step is left; None where that would bring none."""
+    """Return a setting that the owner could allow once no step is left; None if it would not help."""
     if (spec.get("retry") or {}).get("may_shrink_media") or not any(_shrunk(spec.get("media") or {}, media)):
         return None
     return "retry.may_shrink_media: true, which lets honed go on with fewer frames and pixels"
@@ -172,7 +172,7 @@ def _halved(section: str, name: str, value: int) -> Rung:
 
 
 def end_words(adjustments: Sequence[Adjustment]) -> str:
-    """What was tried, after "memory ran out"."""
+    """Return the tried steps as text, to follow "memory ran out"."""
     if not adjustments:
         return "no step down the ladder helps here"
     tried = "; ".join(adjustment.text for adjustment in adjustments)

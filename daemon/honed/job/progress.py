@@ -1,4 +1,4 @@
-"""The progress of a run in words: for the log, for STATUS= of honed and of a job's unit."""
+"""The progress of a run as text: for the log, and for STATUS= of honed and of a job's unit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:
-    """`step 120/500, loss 1.234, ETA 5 min`."""
+    """Return `step 120/500, loss 1.234, ETA 5 min`."""
     parts = [f"step {progress.get('step')}/{progress.get('num_steps')}"]
     if isinstance(loss := progress.get("loss"), int | float):
         parts.append(f"loss {figure(loss)}")
@@ -18,14 +18,14 @@ def progress_text(progress: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 40 s, 5 min, 3.5 h."""
+    """Format seconds for people: 40 s, 5 min, 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as a person says them: 24.0 GiB, 12 MiB; part of a MiB counts as one."""
+    """Format bytes for people: 24.0 GiB, 12 MiB; rounded up to whole MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{math.ceil(num_bytes / 2**20)} MiB"
 
 

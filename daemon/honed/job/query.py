@@ -1,5 +1,6 @@
-"""Descriptions of jobs, in the shapes of `--json`: read from the spool and the database, by the daemon for its
-control socket and by honectl itself when honed is down."""
+"""Descriptions of jobs in the shapes of `--json`, read from the spool and the database: by the daemon for its control
+socket, and by honectl itself if honed is down.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
 from honed.system.layout import Layout
 
-#: Rows of a list that are made at a time: what one asks must not hold up the daemon.
+#: Rows of a list that are built at a time, so that one request does not block the daemon.
 ROWS_AT_ONCE = 256
-#: Jobs of each kind that an overview shows.
+#: Jobs per group in an overview.
 OVERVIEW_JOBS = 20
 
-#: Kinds of events that `show` has.
+#: Kinds of events in `show`.
 SHOWN_EVENTS = {
     "adjusted",
     "artifact",
@@ -39,30 +40,30 @@ SHOWN_EVENTS = {
     "trial",
     "worse",
 }
-#: Nobody has it, and drops no job.
+#: A uid that no user has.
 NOBODY_UID = -1
 
 
 @dataclass(frozen=True)
 class Asker:
-    """Who wants to know: a user, and whether every job is theirs to read and to change."""
+    """The user who sends a query, and whether they may read and change every job."""
 
     uid: int
     is_administrator: bool
-    reads_all: bool  #: an administrator, or where results are shared
+    reads_all: bool  #: administrators, or everybody if results are shared
 
     def may_read(self, job: Job) -> bool:
         return self.reads_all or job.uid == self.uid
 
 
-#: Who reads the files themselves: what these are allowed to see has been decided by the file system.
+#: A reader of the files themselves: the file system has already decided what they may see.
 ANYBODY = Asker(os.getuid(), is_administrator=True, reads_all=True)
 
 
 def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
-    """A job by its number, or by its name where that is unambiguous, among those that the asker may read.
+    """Return a job by its number, or by an unambiguous name among the jobs that the asker may read.
 
-    Raises UsageError, which lists the candidates. A number finds every job; what may be done with it is asked next.
+    Raises UsageError, which lists the candidates. Any job is found by number; permissions are checked afterwards.
     """
     if reference.isdecimal() and (job := spool.job(int(reference))) is not None:
         return job
@@ -81,13 +82,13 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
 
 
 def words_of_pruned(pruned: Job) -> str:
-    """What became of a job that is not there any more."""
+    """Describe how a pruned job ended."""
     ended = {State.SUCCEEDED: "succeeded", State.FAILED: "failed"}.get(pruned.state, "was cancelled")
     return f"{ended}, and was pruned since: what it made is gone"
 
 
 def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
-    """As find. Raises NotPermittedError for somebody else's job."""
+    """Return a job as `find` does. Raises NotPermittedError if the asker may not read it."""
     job = find(spool, reference, asker)
     if not asker.may_read(job):
         raise NotPermittedError(
@@ -98,16 +99,16 @@ def _readable(spool: Spool, reference: str, asker: Asker) -> Job:
 
 @dataclass(frozen=True)
 class Choice:
-    """The jobs that a list is to have: all where nothing is said."""
+    """A filter on the list of jobs; the default selects all."""
 
     states: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()  #: numbers, too
+    names: tuple[str, ...] = ()  #: names or numbers
     limit: int | None = None
-    after: int | None = None  #: those that stand behind this job
+    after: int | None = None  #: only jobs listed after this one
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Choice:
-        """From a request. Raises UsageError for what makes no sense."""
+        """Parse a request. Raises UsageError if its arguments are invalid."""
         limit, after = arguments.get("limit"), arguments.get("after")
         if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
             raise UsageError("limit and after are numbers", hint="honectl list --limit 50 --after 7")
@@ -122,12 +123,12 @@ class Choice:
 
 
 def list_jobs(spool: Spool, layout: Layout, _reference: str = "", asker: Asker = ANYBODY) -> list[dict[str, Any]]:
-    """Every job: running first, then the queue in its order, then the rest, newest first."""
+    """Return all jobs: running first, then the queue in order, then held jobs, then finished jobs, newest first."""
     return list(rows(spool, layout, Choice(), asker))
 
 
 def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> Iterator[dict[str, Any]]:
-    """As list_jobs, some of them: as they are now, each made when it is asked for."""
+    """Iterate over the chosen jobs' rows; the jobs are fixed now, each row is built when it is requested."""
     chosen = (job for job in spool.all().ordered(choice.after) if choice.has(job, asker))
     jobs = list(islice(chosen, choice.limit))
     return _rows(layout, jobs, asker)
@@ -145,7 +146,7 @@ def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[dict[st
 
 
 def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> dict[str, Any]:
-    """The first jobs of each kind, and how many there are of each."""
+    """Return the first jobs of each group and the number of jobs in each state."""
     jobs = spool.all()
     num = choice.limit if choice.limit is not None else OVERVIEW_JOBS
     counts = {state.value: jobs.num(state) for state in State if not choice.states or state in choice.states}
@@ -168,8 +169,7 @@ def _heads(jobs: Catalog, choice: Choice, num: int) -> Iterator[Job]:
 def accepted(
     spool: Spool, layout: Layout, source: str, asker: Asker, since: str, *, number: int | None = None
 ) -> dict[str, Any] | None:
-    """The newest job that was made of a file of that name since then, or of the arrival of that number; None where
-    there is none."""
+    """Return the newest job made since then from a file with this name, or the job with this number; None if none."""
     if number is not None:
         job = spool.job(number)
         return next(_rows(layout, [job], asker)) if job is not None and asker.may_read(job) else None
@@ -182,7 +182,7 @@ def accepted(
 
 
 def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
-    """Facts of somebody else's job for those who wait behind it."""
+    """Return a job's row; for another user's job only the facts that people behind it in the queue need."""
     if asker.may_read(job):
         return summary(job, progress)
     steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
@@ -191,7 +191,7 @@ def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
 
 
 def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
-    """One row of `list --json`."""
+    """Return one row of `list --json`."""
     keys = ("step", "num_steps", "epoch", "loss", "eta_sec")
     return {
         "id": job.id,
@@ -211,7 +211,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
 
 
 def _waiting_for(job: Job) -> dict[str, str] | None:
-    """The reason why a job waits, as far as its entry says; what the daemon knows of queued ones it adds itself."""
+    """Return the reason why a job waits according to its entry; the daemon adds the reasons of queued jobs."""
     match job.state, job.error:
         case State.HELD, {"message": message}:
             return {"reason": "person" if job.held_for is None else "dependency", "detail": message}
@@ -224,7 +224,7 @@ def _waiting_for(job: Job) -> dict[str, str] | None:
 
 
 def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
-    """All that is known of one job."""
+    """Return a job's details."""
     job = _readable(spool, reference, asker)
     files = layout.job(job.id)
     reader = Reader(layout.database_path)
@@ -260,12 +260,12 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
 
 
 def _text(value: Any) -> str | None:
-    """A path, as the worker's user wrote it: whatever else stands there is none."""
+    """Return a path written by the worker's user as plain text; None if it is not a string."""
     return plain(value) if isinstance(value, str) else None
 
 
 def _memory_used(events: list[dict[str, Any]]) -> dict[str, int]:
-    """What the worker held, each part as it was when it was last told."""
+    """Return the worker's memory use, each part as last reported."""
     told = [event for event in events if event["event"] == "memory"]
     return {
         key: value
@@ -289,7 +289,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[dict[str, Any]]:
-    """What the model wrote for each held-out example, by step."""
+    """Return the predictions for each held-out example, by step."""
     job = _readable(spool, reference, asker)
     reader = Reader(layout.database_path)
     try:
@@ -299,7 +299,7 @@ def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANY
 
 
 def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[tuple[int, float]]:
-    """(step, loss) of one job, as it told them."""
+    """Return the reported (step, loss) pairs of one job."""
     job = _readable(spool, reference, asker)
     reader = Reader(layout.database_path)
     try:
@@ -309,7 +309,7 @@ def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
 
 
 def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
-    """What one who watches a job wants to see, in little: the course of its loss, its memory, its last predictions."""
+    """Return a short summary for watching a job: its loss curve, its memory, its last predictions."""
     job = _readable(spool, reference, asker)
     reader = Reader(layout.database_path)
     try:
@@ -336,13 +336,12 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
 
 
 def _worker(layout: Layout, job: Job) -> dict[str, Any]:
-    """The main memory of a running worker, and the processor time that it has had; empty where it is gone, or the
-    system does not say."""
+    """Return the resident memory and the CPU time of a running worker; empty if it is gone or /proc does not tell."""
     pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
     try:
         directory = Path(f"/proc/{int(pid or 0)}")
         pages = int((directory / "statm").read_text(encoding="ascii").split()[1])
-        # utime and stime, the 14th and 15th; the second is a name, which may have anything in it.
+        # utime and stime are fields 14 and 15; field 2 is a name that may contain anything.
         stat = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         ticks = int(stat[11]) + int(stat[12])
     except (OSError, ValueError, TypeError, IndexError):
@@ -353,8 +352,9 @@ def _worker(layout: Layout, job: Job) -> dict[str, Any]:
 def refusal(
     spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int | None = None
 ) -> dict[str, Any] | None:
-    """The last word on a file of that name that was refused, of the asker's own, or on the one that was submitted under
-    that number; None where there is none."""
+    """Return the newest rejection of a file with this name that the asker may see, or of the submission with this
+    number; None if there is none.
+    """
     stem, suffix = Path(file_name).stem, Path(file_name).suffix
     found = [
         spool.rejected_dir / name
@@ -371,13 +371,13 @@ def refusal(
             if number is not None and (arrival.submission_of(reason) or (None,))[0] != number:
                 continue
             answers.append({"file": path.name, "reason": reason, "refused_at": reason_path.stat().st_mtime})
-        except (FileNotFoundError, PermissionError):  # gone, or another user's: a reason is its dropper's alone
+        except (FileNotFoundError, PermissionError):  # gone, or another user's: only its owner may read a reason
             continue
     ours = [answer for answer in answers if answer["reason"].startswith(f"{arrival.shown(file_name)} was refused")]
     return max(ours, key=lambda answer: answer["refused_at"], default=None)
 
 
-#: The reading verbs: what the daemon answers, and what honectl reads for itself when honed is down.
+#: Verbs that only read: the daemon answers them, and honectl runs them itself if honed is down.
 READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
     "list": list_jobs,
     "show": show,

@@ -1,13 +1,14 @@
-"""Removal of files by a program beside the daemon's loop, since a hundred gigabytes take their time.
+"""Removal of files in a child process of the daemon, since removing a hundred gigabytes takes time.
 
     python -m honed.job.removal --root DIR ITEM…
 
-    measure:7         how much the directory of job 7 takes; weigh:7, its checkpoints alone
-    job:7             all of it is removed, and the copies that `submit --stage` made for it: its entry lies in pruned/
-    checkpoints:7     what was set aside of its checkpoints is removed: `.checkpoints.<n>.old`
+    measure:7         the size of job 7's directory
+    weigh:7           the size of job 7's checkpoints
+    job:7             remove job 7 (its entry must be in pruned/) and the copies that `submit --stage` made for it
+    checkpoints:7     remove job 7's checkpoints that were set aside: `.checkpoints.<n>.old`
 
-One line of JSON an item: {"item", "num_bytes", "num_files", "problem"}. Whatever it is killed in the middle of can be
-asked for again. It follows no link and enters no other file system, since workers write in these directories.
+It prints one line of JSON per item: {"item", "num_bytes", "num_files", "problem"}. An item that was interrupted can be
+requested again. No link is followed and no other file system entered, because workers can write in these directories.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from honed.system import durable
 from honed.system import layout as layouts
 from honed.system.layout import Layout
 
-#: How checkpoints are named that are on their way out.
+#: Name pattern of checkpoints that are being removed.
 OLD_CHECKPOINTS = ".checkpoints.*.old"
 
 
 @dataclass
 class Count:
-    """What was found, or removed; `problem` is the first thing that could not be."""
+    """Bytes and files found or removed; `problem` is the first failure."""
 
     num_bytes: int = 0
     num_files: int = 0
@@ -43,7 +44,7 @@ class Count:
 
     def add(self, info: os.stat_result) -> None:
         self.num_files += 1
-        # A file with another name elsewhere frees nothing.
+        # A file with another hard link frees no space.
         self.num_bytes += info.st_size if info.st_nlink == 1 else 0
 
     def complain(self, path: Path, error: OSError | RecursionError | str) -> None:
@@ -52,15 +53,14 @@ class Count:
 
 
 def measure(path: Path) -> Count:
-    """What lies below a directory; nothing where there is none."""
+    """Measure what lies below a directory; zero if it does not exist."""
     return _walk(path, remove=False)
 
 
 def remove(path: Path) -> Count:
-    """Remove a directory and all below it, as far as that can be. Not synced: what a power cut brings back is removed
-    again."""
+    """Remove a directory tree as far as possible. Not synced: files that a power cut brings back are removed again."""
     total = Count()
-    for _ in range(3):  # a report may have been made in it meanwhile
+    for _ in range(3):  # a report may have been written into it meanwhile
         removed = _walk(path, remove=True)
         total = Count(total.num_bytes + removed.num_bytes, total.num_files + removed.num_files, removed.problem)
         if not removed.problem or not removed.num_files:
@@ -87,8 +87,9 @@ def _walk(path: Path, *, remove: bool) -> Count:
 
 
 def _visit(parent_fd: int, path: Path, info: os.stat_result, device: int, count: Count, *, remove: bool) -> None:
-    """One name in an open directory. `path` is for people: what is done goes by descriptors, which no link leads
-    astray."""
+    """Count or remove one name in an open directory. `path` is for messages only: all actions use descriptors, so that
+    no link can redirect them.
+    """
     try:
         if not stat.S_ISDIR(info.st_mode):
             if remove:
@@ -119,7 +120,7 @@ def _visit(parent_fd: int, path: Path, info: os.stat_result, device: int, count:
 
 
 def _what_is_needed_last(name: str) -> bool:
-    """plan.json says where a job's staged copies lie: a removal that is cut short must still know."""
+    """Sort plan.json last: it names the job's staged copies, and an interrupted removal still needs it."""
     return name == "plan.json"
 
 
@@ -127,7 +128,7 @@ def _what_is_needed_last(name: str) -> bool:
 
 
 def remove_job(spool: Spool, layout: Layout, job_id: int) -> Count:
-    """Everything of a job that was pruned. What `submit --stage` copied for it goes first."""
+    """Remove all files of a pruned job, starting with the copies that `submit --stage` made for it."""
     pruned = spool.pruned(job_id)
     if pruned is None:
         return Count(problem=f"job {job_id} is not pruned")
@@ -140,9 +141,9 @@ def remove_job(spool: Spool, layout: Layout, job_id: int) -> Count:
 
 
 def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
-    """Take a job's checkpoints away, at once and for good, by one rename; their removal may take its time.
+    """Take a job's checkpoints away atomically with one rename; `remove_checkpoints` deletes them later.
 
-    Returns False where there are none. The directory is the workers', but lies in one of ours.
+    Returns False if there are none. The checkpoints directory belongs to the workers, but its parent belongs to honed.
     """
     directory = layout.job(job_id).checkpoints_dir
     number = 1
@@ -157,7 +158,7 @@ def set_aside_checkpoints(layout: Layout, job_id: int) -> bool:
 
 
 def remove_checkpoints(layout: Layout, job_id: int) -> Count:
-    """What `set_aside_checkpoints` has left."""
+    """Remove the checkpoints that `set_aside_checkpoints` renamed."""
     total = Count()
     for path in sorted(layout.job(job_id).dir.glob(OLD_CHECKPOINTS)):
         removed = remove(path)
@@ -168,7 +169,7 @@ def remove_checkpoints(layout: Layout, job_id: int) -> Count:
 
 
 def settle(spool: Spool, layout: Layout, item: str) -> Count:
-    """Do one item."""
+    """Process one item."""
     kind, _, number = item.partition(":")
     match kind:
         case "measure":
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("items", nargs="+", metavar="ITEM")
     options = parser.parse_args(arguments)
-    with contextlib.suppress(OSError):  # the daemon's unit has no system call for it
+    with contextlib.suppress(OSError):  # the daemon's unit may forbid this system call
         os.nice(10)  # training comes first
     layout = layouts.of(options.root)
     spool = Spool(layout, lock=False)

@@ -1,8 +1,8 @@
-"""Choice of what may be removed: finished jobs and refused files beyond an age, a number or a size; never what is
+"""Selection of what may be removed: finished jobs and rejected files beyond an age, a count or a size, unless they are
 still needed.
 
-A job that is not over is never touched, nor one that somebody has pinned, nor one whose files another job needs that
-is not over, or is pinned: `job:NAME`, `depends_on`, or a path into its directory.
+Never removed are unfinished jobs, pinned jobs, and jobs whose files are needed by an unfinished or pinned job: through
+`job:NAME`, `depends_on`, or a path into their directory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FINAL = tuple(state for state in State if state.is_final)
 
 @dataclass(frozen=True)
 class Limits:
-    """What is beyond any of them goes, the oldest first."""
+    """Retention limits; items beyond any of them are removed, oldest first."""
 
     max_age_sec: float | None = None
     max_count: int | None = None
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Item:
-    """Something that may go: a job by its number, a refused file by its name."""
+    """A candidate for removal: a job by its number, a rejected file by its name."""
 
     key: int | str
     changed_at: float  #: seconds since the epoch
@@ -54,7 +54,7 @@ class Item:
 
 
 def excess(items: Iterable[Item], limits: Limits, *, now: float) -> list[Item]:
-    """What lies beyond the limits, the oldest first."""
+    """Return the items beyond the limits, oldest first."""
     newest_first = sorted(items, key=lambda item: (item.changed_at, _number(item.key)), reverse=True)
     beyond, total = [], 0
     for rank, item in enumerate(newest_first):
@@ -74,7 +74,7 @@ def _number(key: int | str) -> int:
 
 
 class Needs:
-    """The jobs that others need, and why. The plans of those others are read once."""
+    """The jobs that other jobs need, and why. Each plan is read once."""
 
     def __init__(self, spool: Spool, layout: Layout) -> None:
         self._spool = spool
@@ -83,7 +83,7 @@ class Needs:
         self._named: dict[tuple[int, int], frozenset[int]] = {}
 
     def of(self, job: Job) -> frozenset[int]:
-        """The other jobs whose files or whose success a job counts on."""
+        """Return the other jobs whose files or success a job depends on."""
         key = (job.id, job.revision)
         if key not in self._named:
             numbers = {int(name) for name in job.depends_on if name.isdecimal()}
@@ -92,7 +92,7 @@ class Needs:
         return self._named[key]
 
     def reasons(self, jobs: Iterable[Job]) -> dict[int, str]:
-        """Number → why it must stay, for all that the unfinished and the pinned ones of `jobs` need."""
+        """Return {number: reason to keep it} for all jobs that the given unfinished and pinned jobs need."""
         found: dict[int, str] = {}
         for job in jobs:
             for number in self.of(job):
@@ -100,7 +100,7 @@ class Needs:
         return found
 
     def _in_plan(self, job: Job) -> Iterator[int]:
-        """Jobs into whose directories a plan's paths lead, links followed as the check followed them."""
+        """Yield jobs whose directories contain paths in the plan, whose links were resolved during the check."""
         try:
             plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
         except (OSError, ValueError, RecursionError):
@@ -127,7 +127,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
-    """Jobs in whose directories the output of another one lies."""
+    """Return the jobs whose directories contain another job's output, with the reason to keep them."""
     found: dict[int, str] = {}
     for job in jobs:
         path = Path(job.output_dir)
@@ -138,7 +138,7 @@ def output_hosts(layout: Layout, jobs: Iterable[Job]) -> dict[int, str]:
 
 
 def why_kept(job: Job, needed: dict[int, str]) -> str | None:
-    """The reason why a job cannot go; None where it can."""
+    """Return the reason why a job cannot be removed; None if it can."""
     if not job.state.is_final:
         return f"it is {job.state}"
     if job.is_pinned:
@@ -151,17 +151,17 @@ def why_kept(job: Job, needed: dict[int, str]) -> str | None:
 
 @dataclass(frozen=True)
 class Wish:
-    """The words of `honectl prune`."""
+    """The arguments of `honectl prune`."""
 
     references: tuple[str, ...] = ()
     limits: Limits = Limits()
     states: tuple[State, ...] = ()
-    checkpoints: bool = False  #: those alone; the jobs stay
-    rejected: bool = False  #: refused files, and no jobs
+    checkpoints: bool = False  #: only checkpoints; the jobs stay
+    rejected: bool = False  #: rejected files instead of jobs
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Wish:
-        """From what came over the socket. Raises UsageError for what honectl would not have sent."""
+        """Parse a request from the control socket. Raises UsageError for arguments that honectl would not send."""
         try:
             limits = Limits(*(_figure(arguments.get(key)) for key in ("older_than_sec", "keep", "max_bytes")))
             return cls(
@@ -183,18 +183,18 @@ def _figure(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a wish comes to."""
+    """The jobs that a request selects."""
 
     jobs: list[Job] = field(default_factory=list)
-    kept: list[tuple[Job, str]] = field(default_factory=list)  #: asked for, or beyond a limit, and why they stay
+    kept: list[tuple[Job, str]] = field(default_factory=list)  #: requested or beyond a limit, but kept, with the reason
 
 
 def choose(
     wish: Wish, jobs: Sequence[Job], find: Any, needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]
 ) -> Choice:
-    """The jobs that a wish means, of those that the asker may change. `find`: a job by what a person calls it.
+    """Return the jobs that a request selects among those that the asker may change. `find` looks up a job by reference.
 
-    Raises UsageError where it would mean everything, and NotPermittedError for somebody else's job by name.
+    Raises UsageError if the request has neither jobs nor limits, and NotPermittedError for another user's job.
     """
     if not wish.references and not wish.limits:
         raise UsageError("prune what?", hint="name jobs, or say --older-than, --keep or --max-size")
@@ -209,9 +209,9 @@ def choose(
         wanted = list({job.id: job for job in asked}.values())
     else:
         mine = [job for job in jobs if job.state.is_final and (asker.is_administrator or job.uid == asker.uid)]
-        if wish.checkpoints and not wish.states:  # a failed one may still be requeued from there
+        if wish.checkpoints and not wish.states:  # a failed job may still be requeued and resume from them
             mine = [job for job in mine if job.state is State.SUCCEEDED]
-        # A pinned one takes no other's place within a limit; where it lies beyond that itself, it is passed over.
+        # Pinned jobs do not count towards a limit for other jobs; a pinned job beyond a limit is listed as kept.
         wanted = _beyond([job for job in mine if not job.is_pinned], wish, spool, sizes)
         if any(job.is_pinned for job in mine):
             wanted = [*wanted, *(job for job in _beyond(mine, wish, spool, sizes) if job.is_pinned)]
@@ -221,7 +221,7 @@ def choose(
 
 
 def needed_of(needs: Needs, spool: Spool, jobs: Iterable[Job]) -> dict[int, str]:
-    """Number → why it must stay."""
+    """Return {number: reason to keep it} for all jobs that must stay."""
     jobs = list(jobs)
     hosts = output_hosts(spool.layout, jobs)
     return hosts | needs.reasons(job for job in jobs if job.is_pinned or not job.state.is_final)
@@ -235,7 +235,7 @@ def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]
     for job in by_id.values():
         try:
             items.append(Item(job.id, spool.changed_at(job), sizes.get(job.id, 0)))
-        except FileNotFoundError:  # it moved on while we looked
+        except FileNotFoundError:  # it changed state meanwhile
             continue
     return [by_id[int(item.key)] for item in excess(items, wish.limits, now=time.time())]
 
@@ -244,7 +244,7 @@ def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]
 
 
 def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
-    """What lies in rejected/, each file with its reason; of one person alone where `uid` says so."""
+    """Return the files in rejected/ with their reasons; only those of `uid` if it is given."""
     found: list[Item] = []
     for path in spool.rejected_dir.iterdir():
         if path.name.endswith(".reason") and path.with_name(path.name.removesuffix(".reason")).exists():
@@ -259,9 +259,9 @@ def refused_files(spool: Spool, *, uid: int | None = None) -> list[Item]:
 
 
 def remove_refused(spool: Spool, name: str) -> bool:
-    """Remove a refused file, its reason last: what a crash leaves alone is removed in its turn.
+    """Remove a rejected file, its reason last: if a crash leaves the reason alone, a later run removes it.
 
-    Returns False, with a word in the log, for a directory that holds another's, which is theirs to remove.
+    Logs a warning and returns False for a directory with another user's files, which only root can remove.
     """
     path = spool.rejected_dir / Path(name).name
     try:
@@ -285,7 +285,7 @@ def job_limits(config: RetentionConfig) -> Limits:
 
 
 def checkpoint_limits(config: RetentionConfig) -> Limits:
-    """Of all finished jobs; the ages, which differ by how a job ended, are not among them."""
+    """Return the limits on checkpoints of all finished jobs, without the age limits, which depend on the outcome."""
     return Limits(None, config.max_checkpoint_jobs, config.max_checkpoint_bytes)
 
 

@@ -1,16 +1,16 @@
-"""The spool: where a job's entry lies is the state the job is in. This module alone moves entries.
+"""The spool: the directory that holds a job's entry is the job's state. Only this module moves entries.
 
-    incoming/ claimed/ rejected/ seq                          what is no job yet, or never will be: see arrival.py
+    incoming/ claimed/ rejected/ seq                          files that are not jobs (yet): see arrival.py
     queued/ held/ running/ succeeded/ failed/ cancelled/      one entry <id>.json per job
     pruned/         <id>.<state>.json: the last entry of a job whose directory is being removed, or is gone
-    ended/          <id>: this job's end has yet to be told, see notification.py
-    paused          there while starting of jobs is paused
+    ended/          <id>: the notification of this job's end is pending, see notification.py
+    paused          exists while no jobs are started
     lock            locked by the daemon that owns this spool
 
-Each change has one commit point, one rename, and is durable before the next thing happens. A move writes the new entry
-beside the old one, renames it into the new place, then removes the old: a crash between leaves two copies, of which
-recovery keeps the higher revision. (A rename between directories alone would not do: on btrfs both names can survive
-a power cut.) Directories are listed by path: a long-lived descriptor shows stale lists there.
+Each change has one commit point, a rename, and is durable before the next one starts. A move writes the new entry
+beside the old one, renames it into the new directory, then removes the old one: a crash in between leaves two copies,
+of which recovery keeps the higher revision. (Just renaming the old entry between directories is not enough: on btrfs
+both names can survive a power cut.) Directories are listed by path: there, a long-lived descriptor shows stale lists.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Spool:
-    """One instance's spool, locked for the life of this object when `lock` is true."""
+    """One instance's spool, locked for the life of this object if `lock` is true."""
 
     def __init__(self, layout: Layout, *, lock: bool = True) -> None:
         self._layout = layout
@@ -48,22 +48,22 @@ class Spool:
         self.rejected_dir = self.dir / "rejected"
         self.pruned_dir = self.dir / "pruned"
         self.ended_dir = self.dir / "ended"
-        #: Whether somebody wants to know of every job's end, whatever its spec says.
+        #: True if every job's end is reported, whatever its spec says.
         self.tells_every_end = False
         for path in (self.incoming_dir, self.claimed_dir, self.rejected_dir, *map(self.state_dir, State)):
             durable.make_dir(path)
         durable.make_dir(layout.jobs_dir)
-        if lock:  # an older honed has not made them, and a reader may not
+        if lock:  # an older honed did not create them, and a reader may not
             durable.make_dir(self.pruned_dir)
             durable.make_dir(self.ended_dir)
         self._lock_fd = self._take_lock() if lock else None
         self._catalog: Catalog | None = None
-        self._begun: dict[int, int] = {}  # revisions that failed on their way to the disk, and may lie there
+        self._begun: dict[int, int] = {}  # revisions whose write failed and may be on disk anyway
 
     def _take_lock(self) -> int:
         fd = os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
-            os.fchmod(fd, 0o600)  # whoever may open it can hold it
+            os.fchmod(fd, 0o600)  # anyone who may open the file could hold the lock
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,24 +74,24 @@ class Spool:
         return fd
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     @property
     def catalog(self) -> Catalog:
-        """All jobs, in memory: of the spool's owner alone, once it has recovered."""
+        """All jobs, in memory. Only the spool's owner has it, after recovery."""
         assert self._catalog is not None
         return self._catalog
 
     def all(self) -> Catalog:
-        """Every job; for a reader beside the daemon, as the entries are at this moment."""
+        """Return all jobs; a reader other than the daemon gets the entries as they are at this moment."""
         return self._catalog if self._catalog is not None else Catalog(self.all_jobs().values())
 
     @property
     def root(self) -> Path:
-        """The prefix of the instance whose spool this is."""
+        """The root directory of the instance that owns this spool."""
         return self._layout.root
 
     @property
@@ -107,19 +107,19 @@ class Spool:
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def adding(self, job: Job) -> Steps[None]:
-        """Steps that put a new entry into its place. Their rename is the commit: before it, nothing happened."""
+        """Yield the steps that add a new entry. Their rename is the commit: a crash before it leaves no job."""
         temporary = yield from durable.writing_beside(self._entry_path(job.id, job.state), job.to_json())
         temporary.rename(self._entry_path(job.id, job.state))
         yield [self.state_dir(job.state)]
         self.note(job)
 
     def note(self, job: Job) -> None:
-        """Have in the catalog, if it is made, what lies on the disk."""
+        """Update the catalog, if there is one, with an entry that is already on disk."""
         if self._catalog is not None:
             self._catalog.put(job)
 
     def jobs(self, state: State) -> Iterator[Job]:
-        """The jobs in a state, by number; an entry that cannot be read is logged and passed over."""
+        """Iterate over the jobs in a state, by number; an unreadable entry is logged and skipped."""
         if self._catalog is not None:
             yield from sorted(self._catalog.of_state(state), key=lambda job: job.id)
             return
@@ -128,10 +128,10 @@ class Spool:
                 yield job
 
     def all_jobs(self) -> dict[int, Job]:
-        """Every job once, by number, also for a reader beside whom the daemon moves entries.
+        """Return every job once, by number, also while the daemon moves entries beside this reader.
 
-        In the middle of a move an entry lies in two places: the newer one counts. And it may move behind the reader's
-        back into a place already looked at: so the places are looked at twice.
+        During a move an entry exists in two directories: the newer copy counts. It may also move into a directory that
+        was already listed, so all directories are listed twice.
         """
         if self._catalog is not None:
             return {job.id: job for job in sorted(self._catalog, key=lambda job: job.id)}
@@ -144,7 +144,7 @@ class Spool:
         return dict(sorted(found.items()))
 
     def ids(self) -> set[int]:
-        """The numbers of all entries, without a look into them."""
+        """Return the numbers of all entries without reading them."""
         return {int(path.stem) for _ in range(2) for state in State for path in self._entries(state)}
 
     def _entries(self, state: State) -> list[Path]:
@@ -152,35 +152,35 @@ class Spool:
         return sorted(numbered, key=lambda path: int(path.stem))
 
     def job(self, job_id: int) -> Job | None:
-        """One job, wherever it lies; of two copies the newer."""
+        """Return one job, in whatever state it is; of two copies the newer."""
         if self._catalog is not None:
             return self._catalog.get(job_id)
         return self.job_on_disk(job_id)
 
     def job_on_disk(self, job_id: int) -> Job | None:
-        """As job, whatever the catalog says."""
+        """Return one job as read from disk, ignoring the catalog."""
         places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
         found = [job for path, state in places if (job := read_entry(path, state)) is not None]
         return max(found, key=lambda job: job.revision, default=None)
 
     def named(self, name: str) -> list[Job]:
-        """The jobs of that name, oldest first."""
+        """Return the jobs with this name, oldest first."""
         if self._catalog is not None:
             return self._catalog.named(name)
         return [job for job in self.all_jobs().values() if job.name == name]
 
     def update(self, job: Job, **changes: Any) -> Job:
-        """Change an entry where it lies."""
+        """Change an entry in its current state."""
         with self._changed(job, job.state, changes) as changed:
             durable.write(self._entry_path(job.id, job.state), changed.to_json())
         return changed
 
     def annotate(self, job: Job, **changes: Any) -> Job:
-        """As update, and the entry stays as old as it was: nothing has happened to the job."""
+        """Change an entry but keep its modification time, because the job itself did not change."""
         path = self._entry_path(job.id, job.state)
         with self._changed(job, job.state, changes) as changed:
             temporary = durable.write_beside(path, changed.to_json())
-            with contextlib.suppress(FileNotFoundError):  # a move that failed half-way may have taken it away
+            with contextlib.suppress(FileNotFoundError):  # a move that failed half-way may have removed it
                 before = path.stat()
                 os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
             temporary.rename(path)
@@ -188,7 +188,7 @@ class Spool:
         return changed
 
     def move(self, job: Job, to: State, **changes: Any) -> Job:
-        """Move an entry to another state, changed on the way; asserts that there is such a move."""
+        """Move an entry to another state and change it; asserts that the move is allowed."""
         assert to in MOVES[job.state], f"no move from {job.state} to {to}"
         with self._changed(job, to, changes) as moved:
             if to.is_final and (self.tells_every_end or job.notify):
@@ -202,13 +202,13 @@ class Spool:
 
     @contextlib.contextmanager
     def _changed(self, job: Job, to: State, changes: dict[str, Any]) -> Iterator[Job]:
-        """The entry as it is to be: newer than all that may lie on the disk, of changes that failed half-way, too."""
+        """Yield the new entry, with a revision above that of every copy on disk, including those of failed changes."""
         failed = self._begun.get(job.id)
         revision = max(job.revision, failed or 0) + 1
         self._begun[job.id] = revision
         changed = dataclasses.replace(job, state=to, revision=revision, **changes)
         yield changed
-        if failed is not None:  # it may have left a copy in a third place
+        if failed is not None:  # the failed change may have left a copy in a third directory
             for path in [self._entry_path(job.id, state) for state in State if state is not to]:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
@@ -217,7 +217,7 @@ class Spool:
         self.note(changed)
 
     def not_in(self, states: dict[int, str]) -> Iterator[Job]:
-        """The jobs that lie elsewhere than `states` say, or are unknown to them."""
+        """Yield the jobs whose state differs from `states` or is missing there."""
         for state in State:
             for job in self.jobs(state):
                 if states.get(job.id) != state:
@@ -226,15 +226,16 @@ class Spool:
     # -- pruned -------------------------------------------------------------------------------------------------------
 
     def changed_at(self, job: Job) -> float:
-        """Seconds since the epoch: since when an entry is as it is. Raises FileNotFoundError where it is not there."""
+        """Return when an entry last changed, in seconds since the epoch. Raises FileNotFoundError if it is gone."""
         return self._entry_path(job.id, job.state).stat().st_mtime
 
     def prune(self, *jobs: Job) -> None:
-        """Give finished jobs up. The rename of an entry is the commit: before it, nothing happened; after it, the job's
-        directory and its rows are removed by somebody, however often that has to be begun."""
+        """Prune finished jobs. The rename of an entry is the commit: a crash before it changes nothing. Afterwards
+        other code removes the job's directory and rows, retrying until that is done.
+        """
         for job in jobs:
             assert job.state.is_final
-            if job.id in self._begun:  # first what failed half-way: a copy of it may lie in a third place
+            if job.id in self._begun:  # complete a failed change first: a copy of the entry may be in a third directory
                 self.annotate(job)
             self._entry_path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
             if self._catalog is not None:
@@ -250,7 +251,7 @@ class Spool:
         return [path for path in self.pruned_dir.iterdir() if path.name.partition(".")[0].isdecimal()]
 
     def pruned_ids(self) -> set[int]:
-        """The jobs that were pruned, as far as is remembered."""
+        """Return the numbers of the pruned jobs that are still remembered."""
         return {int(path.name.partition(".")[0]) for path in self._pruned_paths()}
 
     def _pruned_places(self, job_id: int) -> list[Path]:
@@ -260,7 +261,7 @@ class Spool:
         return any(path.exists() for path in self._pruned_places(job_id))
 
     def pruned(self, reference: int | str) -> Job | None:
-        """The last entry of a job that was pruned, by its number, or the newest of that name."""
+        """Return the last entry of a pruned job by its number, or of the newest pruned job with this name."""
         is_number = str(reference).isdecimal()
         paths = self._pruned_places(int(reference)) if is_number else self._pruned_paths()
         found = [job for path in paths if (job := _read_pruned(path)) is not None]
@@ -269,7 +270,7 @@ class Spool:
         )
 
     def forget_pruned(self, job_ids: set[int]) -> None:
-        """Let go of the last entries of jobs of which nothing is left."""
+        """Delete the last entries of pruned jobs of which nothing else is left."""
         for path in self._pruned_paths():
             if int(path.name.partition(".")[0]) in job_ids:
                 path.unlink(missing_ok=True)
@@ -281,7 +282,7 @@ class Spool:
         return (self.dir / "paused").exists()
 
     def pause(self, paused: bool) -> None:
-        """Start no more jobs, or start them again; survives a restart."""
+        """Stop starting jobs, or start them again; survives a restart."""
         path = self.dir / "paused"
         if paused:
             durable.write(path, b"")
@@ -292,7 +293,7 @@ class Spool:
     # -- recovery -----------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Finish what a crash cut short: half moves, hidden files of writers that died. Arrivals come after it."""
+        """Finish what a crash interrupted: unfinished moves and temporary files. Call it before `Arrivals.recover`."""
         for path in self.dir.glob(".*.tmp"):
             path.unlink(missing_ok=True)
         self._catalog = None
@@ -300,7 +301,7 @@ class Spool:
         self._catalog = Catalog(self._newest_copies())
 
     def _drop_pruned_copies(self) -> None:
-        """A rename between directories can leave both names after a power cut: what is pruned is pruned."""
+        """Remove entries of pruned jobs from the state directories: a power cut can leave both names of a rename."""
         pruned = {f"{number}.json" for number in self.pruned_ids()}
         for directory in map(self.state_dir, State) if pruned else ():
             for name in pruned.intersection(names_in(directory)):
@@ -308,7 +309,7 @@ class Spool:
                 durable.sync_dir(directory)
 
     def _newest_copies(self) -> Iterable[Job]:
-        """Each job once; of two copies, which a move leaves that was cut short, the older is removed."""
+        """Return each job once; if an interrupted move left two copies, the older one is removed."""
         newest: dict[int, Job] = {}
         for state in State:
             for job in self._entries_of(state):
@@ -322,7 +323,7 @@ class Spool:
         return newest.values()
 
     def _entries_of(self, state: State) -> Iterator[Job]:
-        """What lies in a state's directory; hidden files of writers that died are removed."""
+        """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
         for name in names_in(self.state_dir(state)):
             if name.startswith(".") and name.endswith(".tmp"):
                 (self.state_dir(state) / name).unlink(missing_ok=True)
@@ -336,18 +337,18 @@ class Spool:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Ten thousand Paths would take longer than to read what they name."""
+    """Return the names in a directory; with ten thousand files, Path objects would take longer than reading them."""
     return os.listdir(directory)  # noqa: PTH208
 
 
 def read_entry(path: Path, state: State) -> Job | None:
-    """None where it is gone, or damaged, which is logged."""
+    """Read an entry; None if it is gone, or damaged, which is logged."""
     try:
         return Job.from_json(path.read_bytes(), state)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # who asked for it made it up
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a user made up the name
             return None
         log.error("%s: damaged entry: %s", path, error, extra=about(message=ENTRY_DAMAGED))  # noqa: TRY400
         return None

@@ -1,4 +1,4 @@
-"""Places of the copies that `submit --stage` makes (stage.py), apart from what makes them: honed removes them."""
+"""Directories of the copies that `submit --stage` makes; stage.py creates them, honed removes them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from honed.system.layout import Layout
 
-#: How places are named.
+#: Pattern of their names.
 _PLACE = re.compile(r"[0-9a-f]{16}")
 
 
 def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
-    """The place of the copies that a job names, as far as its dropper made them: a spec may name anybody's."""
+    """Return the directories of copies named in a job that its submitter owns: a spec may name anybody's."""
     found = []
     for place in sorted({place for text in _texts(job_spec) if (place := place_of(Path(text), layout)) is not None}):
         with contextlib.suppress(OSError):
@@ -27,7 +27,7 @@ def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
 
 
 def place_of(path: Path, layout: Layout) -> Path | None:
-    """The directory that `submit --stage` made for one job file, where a path lies in one."""
+    """Return the directory of one job's staged copies that contains this path; None if none does."""
     if not path.is_relative_to(layout.staged_dir) or ".." in path.parts or path == layout.staged_dir:
         return None
     name = path.relative_to(layout.staged_dir).parts[0]

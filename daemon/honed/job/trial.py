@@ -1,11 +1,11 @@
-"""A trial: a job on eight of its rows for a few steps, and what that says of the whole, in plain words.
+"""Trials: a job run on eight of its rows for a few steps, and what the result predicts for the full run.
 
     jobs/<id>/trial/plan.json          the job's own plan, made small by `reduced`
-    jobs/<id>/trial/attempts/<n>/      what its worker told, as of any job; `judge` reads the events
+    jobs/<id>/trial/attempts/<n>/      its worker's events, as for any job; `judge` reads them
 
-All of the data is read and encoded, so that what is trained on, and how long it takes, is known of the whole. The eight
-rows are the longest one and seven drawn by the job's seed; a batch that holds more has them several times, so that a
-step takes the time and the memory of the job's own.
+All of the data is read and encoded, so that the rows and the duration of the full run are known. The eight rows are the
+longest one and seven drawn with the job's seed; a larger batch repeats them, so that a step takes the same time and
+memory as in the full run.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from honed.job.comparison import is_right
 from honed.job.event import Event
 from honed.job.progress import duration, figure
 
-#: Rows that a trial has to learn by heart.
+#: Rows that a trial must memorize.
 NUM_ROWS = 8
-#: Steps of a trial, at least, and how often each row is seen, at least.
+#: The minimum number of steps of a trial, and of epochs over its rows.
 NUM_STEPS, NUM_EPOCHS = 30, 10
-#: Of the loss in the beginning: below the first share the rows count as learned, below the second as being learned.
+#: Final loss as a share of the initial loss: below the first the rows are learned, below the second they are being
+#: learned.
 LEARNED, LEARNING = 0.2, 0.8
-#: A forward pass beside a whole step, which has a backward pass of twice that.
+#: Cost of a forward pass relative to a whole step, whose backward pass costs twice the forward pass.
 FORWARD_SHARE = 1 / 3
-#: The head of the queue.
+#: Puts a trial at the head of the queue.
 MAX_PRIORITY = 1_000_000
 #: Predictions in one batch; see worker/train/prediction.py.
 PREDICTION_BATCH = 16
-#: Steps at the beginning that are slower than those that follow.
+#: The first steps, which are slower than the rest.
 NUM_SLOW = 2
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a trial found. None where it could not tell."""
+    """The results of a trial; a field is None if it could not be determined."""
 
     verdict: str  #: learns, learns_slowly, does_not_learn
     num_steps: int
     loss_before: float | None
     loss_after: float | None
-    num_asked: int  #: rows that the model was asked about, of those it was trained on
+    num_asked: int  #: rows that were both trained on and predicted
     num_right_before: int
     num_right: int
-    data: dict[str, Any]  #: counts of the whole, as in the event
+    data: dict[str, Any]  #: counts of the full data set, as in the event
     segments: list[dict[str, Any]]  #: the first row, masked
     whole_steps: int | None
-    step_sec: float | None  #: one step of the whole
+    step_sec: float | None  #: one step of the full run
     whole_sec: float | None  #: evaluations and predictions included
     peak_bytes: int | None
     available_bytes: int | None
     estimated_bytes: int | None
     device: str  #: cuda, cpu or mps
-    warnings: list[str]  #: what the worker warned of on its way
+    warnings: list[str]  #: warnings that the worker logged
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,13 +69,13 @@ class Findings:
 
 
 def only(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A job file's content, of a job that does nothing but try it, before all others."""
+    """Return the content of a job file changed so that the job only runs its trial, ahead of all others."""
     kept = {key: value for key, value in document.items() if key not in {"output_dir", "notify", "depends_on", "pin"}}
     return {**kept, "trial": "only", "priority": MAX_PRIORITY, "name": f"trial of {document.get('name') or name}"[:100]}
 
 
 def reduced(plan: Mapping[str, Any], output_dir: str) -> dict[str, Any]:
-    """The plan of a job's trial: its own learning rate, batch and precision, without schedule, checkpoints and ends."""
+    """Return the plan of a job's trial: its learning rate, batch and precision, but no schedule or checkpoints."""
     spec = dict(plan["spec"])
     training = {name: value for name, value in spec.get("training", {}).items() if name not in _LEFT_OUT}
     batch = int(training.get("per_device_train_batch_size", 8))
@@ -127,7 +128,7 @@ _LEFT_OUT = {
 
 
 def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
-    """What the events of a trial say of the whole job, whose plan this is."""
+    """Derive findings about the full run from a trial's events and the job's plan."""
     steps = [item for item in events if item.kind == "step"]
     losses = [item.data["loss"] for item in steps if isinstance(item.data.get("loss"), int | float)]
     data = _last(events, "data")
@@ -175,8 +176,7 @@ def _verdict(before: float | None, after: float | None, num_right: int, num_aske
 
 
 def _answers(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Tell for each prompt whether it was answered as in the truth: never, where that is longer than an answer may
-    be."""
+    """Tell for each prompt whether its prediction is right; never if the reference exceeds the length limit."""
     return {str(row.get("prompt")): is_right(row) for row in rows}
 
 
@@ -190,7 +190,7 @@ def _last(events: Sequence[Event], kind: str) -> dict[str, Any]:
 def _time(
     events: Sequence[Event], plan: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[int | None, float | None, float | None]:
-    """Steps of the whole, seconds of one, and seconds in all."""
+    """Return the number of steps of the full run, the seconds of one, and the total seconds."""
     spec = plan["spec"]
     training, predictions = spec.get("training", {}), spec.get("predictions", {})
     times = [item.time for item in events if item.kind == "step"]
@@ -207,7 +207,8 @@ def _time(
     per_epoch = math.ceil(math.ceil(count / batch) / accumulation)
     max_steps = int(training.get("max_steps", -1))
     steps = max_steps if max_steps > 0 else math.ceil(float(training.get("num_train_epochs", 3)) * per_epoch)
-    # A batch takes as long as its tokens are many: the whole's rows may be shorter than the longest of all and seven.
+    # The duration of a batch grows with its tokens: all rows may be shorter on average than the longest and seven
+    # others.
     shorter = 1.0 if is_packed else (tokens / count) / (tried["num_tokens"] / tried["num_rows"])
     forward_backward = statistics.median(took) * shorter
     num_evaluations = _occasions(training, steps, per_epoch) if data.get("num_eval") else 0
@@ -228,7 +229,7 @@ def _time(
 
 
 def _occasions(training: Mapping[str, Any], steps: int, per_epoch: int) -> int:
-    """How often a run is evaluated, where there is something to evaluate on."""
+    """Return the number of evaluations in a run that has evaluation data."""
     every = training.get("eval_steps")
     match training.get("eval_strategy") or ("steps" if every else "epoch"):
         case "no":
@@ -241,7 +242,7 @@ def _occasions(training: Mapping[str, Any], steps: int, per_epoch: int) -> int:
 
 
 def _prediction_sec(events: Sequence[Event]) -> float:
-    """Seconds of the predictions before the first step, of one batch or less of it."""
+    """Return the seconds that the predictions before the first step took: one batch or less."""
     baseline = _moment(events, "baseline")
     told = next((item.time for item in events if item.kind == "predictions"), None)
     return max(0.0, told - baseline) if baseline is not None and told is not None else 0.0
@@ -265,12 +266,12 @@ _VERDICTS = {
 }
 
 
-#: The first question.
+#: The first row of the result.
 ASKED = "Does it learn?"
 
 
 def headline(found: Findings) -> str:
-    """Whether it overfits, in a sentence."""
+    """Return the verdict, with the losses, in one sentence."""
     loss = ""
     if found.loss_before is not None and found.loss_after is not None:
         word = "fell" if found.loss_after < found.loss_before else "went"
@@ -279,7 +280,7 @@ def headline(found: Findings) -> str:
 
 
 def words(found: Findings) -> Iterator[tuple[str, str]]:
-    """(what is asked, the answer) of all but the first row's text."""
+    """Yield (question, answer) pairs, except the first row's text."""
     asked = f"; {found.num_right} of {found.num_asked} are answered as in the truth, {found.num_right_before} before"
     yield ASKED, f"{headline(found)}{asked if found.num_asked else ''}."
     if found.verdict != "learns":
@@ -329,7 +330,7 @@ def _how_much(found: Findings) -> str:
     if found.device == "cuda":
         estimated = f" (estimated: {_gib(found.estimated_bytes)})" if found.estimated_bytes else ""
         return f"{_gib(found.peak_bytes)} at the peak on the GPU{there}{estimated}, {batch}."
-    # What is measured here is a process, of which most is libraries where the model is small; no estimate has those.
+    # The measured memory is a whole process: for a small model mostly libraries, which no estimate includes.
     alone = f" For the model and its training alone {_gib(found.estimated_bytes)} were estimated."
     return (
         f"{_gib(found.peak_bytes)} at the peak of the whole process, Python and its libraries included{there}, {batch}."

@@ -1,4 +1,4 @@
-"""Remove the copies that `submit --stage` made for a job, once the job is done."""
+"""Removal of the copies that `submit --stage` made for a job, once the job is finished."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ log = logging.getLogger(__name__)
 
 
 def remove_copies(layout: Layout, job: Job, unfinished: Iterable[Job]) -> None:
-    """Remove what `submit --stage` had copied for a job that is done; what another job of the same person names
-    stays."""
+    """Remove the staged copies of a finished job, except those that another job of the same user names."""
     for place in copies_of_its_own(layout, job, unfinished):
-        # Aside: a hundred thousand images take their time.
+        # In a thread: removing a hundred thousand images takes time.
         threading.Thread(target=_remove, args=(job, place)).start()
 
 
 def copies_of_its_own(layout: Layout, job: Job, unfinished: Iterable[Job]) -> set[Path]:
-    """The copies that were made for a job, and that no unfinished one of the same person names."""
+    """Return the copies made for a job that no unfinished job of the same user names."""
     places = staging.places(_spec_of(layout, job), layout, job.uid)
     others = [other for other in unfinished if other.uid == job.uid] if places else []
     needed = {place for other in others for place in staging.places(_spec_of(layout, other), layout, other.uid)}
@@ -38,7 +37,7 @@ def copies_of_its_own(layout: Layout, job: Job, unfinished: Iterable[Job]) -> se
 def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:
     try:
         return dict(json.loads(untrusted.read_plain(layout.job(job.id).plan_path, num_names=1))["spec"])
-    except (OSError, ValueError, KeyError, TypeError):  # told elsewhere, where it matters
+    except (OSError, ValueError, KeyError, TypeError):  # reported elsewhere, where it matters
         return {}
 
 

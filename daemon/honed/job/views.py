@@ -1,7 +1,7 @@
-"""Views of honed.db for other tools: their names and columns stay, whatever becomes of the tables below them.
+"""Views of honed.db for other tools: their names and columns are stable, even if the tables below them change.
 
-A view whose columns had to change would get another number, and the old one would stay beside it. docs/database.md is
-made from here.
+If a view's columns must change, a new view gets the next number and the old one stays. docs/database.md is generated
+from here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class View:
-    """One view: what a row is, its columns with a word on each, and the query below it."""
+    """One view: the meaning of a row, its columns with descriptions, and its query."""
 
     name: str
     row: str
@@ -124,7 +124,7 @@ The tables below the views may grow columns. Of two of them the names and column
 
 
 def page() -> str:
-    """docs/database.md."""
+    """Return the text of docs/database.md."""
     parts = [_INTRODUCTION]
     for view in VIEWS:
         rows = [f"| `{name}` | {words} |" for name, words in view.columns.items()]

@@ -1,5 +1,5 @@
-"""The JSON API of honed-web: each address with its parameters and the type of its answer, and from these the
-OpenAPI description, so that the two cannot differ."""
+"""The JSON API of honed-web: each endpoint's parameters and response type. The OpenAPI description is generated from
+them, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Answer(BaseModel):
 
 
 class NoParameters(_Answer):
-    """None."""
+    """No parameters."""
 
 
 class Paging(_Answer):
-    """Which rows."""
+    """The choice of a page of rows."""
 
     limit: Annotated[int, Field(ge=1, le=MAX_ROWS)] = ROWS
     """Rows on a page."""
@@ -42,21 +42,21 @@ class Paging(_Answer):
 
 
 class JobPaging(Paging):
-    """Which jobs."""
+    """The choice of jobs."""
 
     state: State | None = None
     """Jobs in this state alone."""
 
 
 class MetricPaging(Paging):
-    """Which figures."""
+    """The choice of metrics."""
 
     name: Annotated[str, Field(max_length=200)] | None = None
     """This figure alone: loss, eval_loss, learning_rate, …"""
 
 
 class PredictionPaging(Paging):
-    """Which predictions."""
+    """The choice of predictions."""
 
     step: Number | None = None
     """Those of this step alone."""
@@ -87,7 +87,7 @@ class WaitingFor(_Answer):
 
 
 class JobRow(_Answer):
-    """One job. Of somebody else's, where results are not shared, no more than number, state and progress."""
+    """One job. Another user's, if results are not shared, has only number, state and progress."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
@@ -123,7 +123,7 @@ class JobList(_Answer):
 
 
 class Error(_Answer):
-    """What went wrong and what to do, each a sentence."""
+    """An error: its cause and its remedy, each a sentence."""
 
     code: str
     message: str
@@ -135,7 +135,7 @@ class Error(_Answer):
 
 
 class Failure(_Answer):
-    """An answer that is none."""
+    """A failed request."""
 
     error: Error
 
@@ -154,7 +154,7 @@ class AttemptRow(_Answer):
 
 
 class JobShown(JobRow):
-    """All that is known of one job, as in `honectl show --json`; later versions may say more."""
+    """The details of one job, as in `honectl show --json`; later versions may add keys."""
 
     spec: dict[str, Any]
     plan: dict[str, Any]
@@ -173,7 +173,7 @@ class JobShown(JobRow):
 
 
 class Metric(_Answer):
-    """One figure, as it was told."""
+    """One logged metric."""
 
     attempt: int
     step: int
@@ -184,7 +184,7 @@ class Metric(_Answer):
 
 
 class MetricList(_Answer):
-    """Figures by name and step."""
+    """Metrics by name and step."""
 
     metrics: list[Metric]
     next: str | None
@@ -192,7 +192,7 @@ class MetricList(_Answer):
 
 
 class Prediction(_Answer):
-    """What the model wrote for one held-out example at one step."""
+    """The model's prediction for one held-out example at one step."""
 
     epoch: float | None
     step: int
@@ -204,7 +204,7 @@ class Prediction(_Answer):
 
 
 class PredictionList(_Answer):
-    """Predictions by step; a page ends early where its texts are long."""
+    """Predictions by step; a page ends early if its texts are long."""
 
     predictions: list[Prediction]
     next: str | None
@@ -212,7 +212,7 @@ class PredictionList(_Answer):
 
 
 class DaemonHealth(_Answer):
-    """Whether honed answers."""
+    """The health of the honed daemon."""
 
     is_up: bool
     version: str | None
@@ -221,7 +221,7 @@ class DaemonHealth(_Answer):
 
 
 class DatabaseHealth(_Answer):
-    """Whether honed.db can be read."""
+    """The health of honed.db."""
 
     is_open: bool
     num_jobs: int | None
@@ -229,7 +229,7 @@ class DatabaseHealth(_Answer):
 
 
 class Health(_Answer):
-    """ok with status 200, failing with 503."""
+    """The overall health: ok with status 200, failing with 503."""
 
     status: str
     honed: DaemonHealth
@@ -238,13 +238,13 @@ class Health(_Answer):
 
 # -- addresses --------------------------------------------------------------------------------------------------------
 
-#: From a source, who asks, the job of the address (0 where it names none), and the parameters.
+#: Reads an answer: from a source, the asker, the job of the address (0 without one), and the parameters.
 Read = Callable[[Source, Asker, int, Any], Any]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One address. `rows`: the key of the answer that has a page's rows, where it comes in pages."""
+    """One endpoint. `rows`: the key of the answer that has a page's rows, if the endpoint is paged."""
 
     path: str
     summary: str
@@ -294,7 +294,7 @@ ENDPOINTS = (
         lambda source, _asker, _job_id, _asked: source.health(),
     ),
 )
-#: What else there is: address, summary, type of the answer.
+#: Endpoints without JSON: address, summary, media type.
 _OTHERS = (
     ("/", "The page over all jobs", "text/html"),
     ("/jobs/{job_id}", "One job's report", "text/html"),
@@ -318,7 +318,7 @@ _FAILURES = {
 
 
 def openapi() -> dict[str, Any]:
-    """The description of all addresses, OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 description of all endpoints."""
     models: set[type[BaseModel]] = {Failure, *(each.answer for each in ENDPOINTS)}
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(

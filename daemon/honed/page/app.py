@@ -1,10 +1,10 @@
-"""The pages and the API of honed-web, and who may see what of them.
+"""The pages and the API of honed-web, and the rights to read them.
 
-    a request ── GET or HEAD? ── a Host of ours? ── who asks? ──► an endpoint of webapi, a page, a stream of events
+    a request ── GET or HEAD? ── a Host of ours? ── who asks? ──► an endpoint of api, a page, a stream of events
 
-Who asks: one with the token reads every job. Over a unix socket it is a user of this machine, who reads what the
-control socket would let them read. Over loopback without a token it may be any user of this machine:
-they read what everybody may (policy.share_results), and of other jobs the number, state and progress.
+A client with the token reads every job. Over a unix socket the client is a user of this machine, who reads what the
+control socket would let them read. Over loopback without a token it may be any user of this machine: they read what
+everybody may read (policy.share_results), and of other jobs the number, state and progress.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from honed.system.error import EnvironmentInvalidError, HonedError, NotPermitted
 log = logging.getLogger("honed.page.server")
 T = TypeVar("T")
 
-#: Streams of events at a time; they stay, so they get no more than a part of the connections.
+#: Event streams at a time; they are long-lived, so they get only a part of the connections.
 MAX_STREAMS = 32
-#: Seconds of one stream, after which a browser asks anew by itself; between looks at a job; between signs of life.
+#: Seconds of one stream, after which a browser reconnects by itself; between looks at a job; between heartbeats.
 STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
 #: Threads that read the spool and the database.
 MAX_READERS = 4
-#: Jobs on the page over all jobs; what waits and runs is always there, up to so many.
+#: Finished jobs on the page of all jobs; and unfinished ones, at most.
 INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
-#: Bytes of a page that wait for their reader.
+#: Bytes of one piece of a page that is being sent.
 PIECE_BYTES = 64 * 1024
-#: Where the body begins; no title has it, for `<` is written otherwise there.
+#: The place of the body in a page; no title contains it, since `<` is escaped there.
 _MARK = "<!-- the page -->"
-#: A number that no job has: as a file's name it is too long, and Python takes none of thousands of digits.
+#: A number that no job has: it is too long for a file name, and Python refuses thousands of digits.
 _ENDLESS = re.compile(r"[0-9]{19}")
-#: No user of this machine has it: who asks over loopback without a token.
+#: The uid of a client over loopback without a token: no user of this machine has it.
 NOBODY = -1
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -80,8 +80,8 @@ _POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src {style}; img-src data:; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
-#: Makes a page live: the line on top as events tell it, and the whole page anew, as the server makes it, when there is
-#: more to see. What comes as an event is only ever set as text.
+#: Makes a page live: updates its top line with each event, and reloads the whole page from the server when there is
+#: more to show. Content of events is only ever set as text.
 SCRIPT = """\
 "use strict";
 (() => {
@@ -121,7 +121,7 @@ SCRIPT = """\
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of a unix socket."""
+    """The user at the other end of a unix socket."""
 
     uid: int
     gids: frozenset[int]
@@ -129,12 +129,12 @@ class Peer:
 
 @dataclass(frozen=True)
 class Rules:
-    """Who may see what; read from the configuration, and again at a reload."""
+    """The rules of access; read from the configuration, and again at a reload."""
 
     policy: PolicyConfig
     token: str | None
     hosts: frozenset[str]
-    needs_token: bool  #: other machines reach us
+    needs_token: bool  #: other machines can reach us
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Web:
             Route("/index.html", self._index),
             Route("/login", _log_in),
             Route("/jobs/{job_id:int}", self._job_page),
-            # As the index that honed writes has it.
+            # The address of a page in the index that honed writes.
             Route(
                 "/jobs/{job_id:int}/report.html", lambda request: RedirectResponse(request.url.path.rpartition("/")[0])
             ),
@@ -174,7 +174,7 @@ class Web:
         return Guard(Starlette(routes=routes, exception_handlers=handlers), self)  # type: ignore[arg-type]
 
     async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run what reads files in a thread."""
+        """Run a function that reads files in a thread."""
         return await anyio.to_thread.run_sync(partial(function, *arguments), limiter=self._readers)
 
     # -- the API ------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Web:
 
     async def _job_events(self, request: Request) -> Response:
         asker, job_id = _asker(request), request.path_params["job_id"]
-        await self.read(self.source.job, job_id, asker)  # refused now, or not at all
+        await self.read(self.source.job, job_id, asker)  # a refusal comes now, not within the stream
         return self._stream(self._tell_job(job_id, asker))
 
     async def _all_events(self, request: Request) -> Response:
@@ -276,7 +276,7 @@ class Web:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events, counted as long as somebody listens."""
+    """Server-sent events, counted while somebody listens."""
 
     def __init__(self, web: Web, events: AsyncIterator[bytes]) -> None:
         super().__init__(self._framed(events), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -291,7 +291,7 @@ class _Stream(StreamingResponse):
                 if event or time.monotonic() - told_at >= HEARTBEAT_SEC:
                     told_at = time.monotonic()
                     yield event or b": still here\n\n"
-        except (HonedError, OSError, sqlite3.Error) as error:  # a browser asks again, and is told then
+        except (HonedError, OSError, sqlite3.Error) as error:  # a browser reconnects, and gets the error then
             log.info("a stream of events ends: %s", error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -311,7 +311,7 @@ def _event(kind: str, data: Mapping[str, Any]) -> bytes:
 
 
 def _line(found: Mapping[str, Any]) -> str:
-    """The line on top of a job's page, while it goes on."""
+    """Return the top line of an unfinished job's page; empty unless the job runs."""
     if found["state"] != "running":
         return ""
     is_training = found["progress"].get("step") is not None
@@ -322,7 +322,7 @@ def _line(found: Mapping[str, Any]) -> str:
 
 
 class Guard:
-    """What every request goes through before anything looks at it, and every answer after."""
+    """Checks every request before the application sees it, and adds the security headers to every answer."""
 
     def __init__(self, app: ASGIApp, web: Web) -> None:
         self._app = app
@@ -375,7 +375,7 @@ class Guard:
 
 
 def asker_of(policy: PolicyConfig, peer: Peer | None, *, has_token: bool) -> Asker:
-    """As the daemon has it for its control socket; over TCP nobody is known but by the token."""
+    """Return the asker, as the daemon does for its control socket; over TCP the token alone identifies a client."""
     if peer is None or has_token:
         return Asker(NOBODY, is_administrator=False, reads_all=has_token or policy.share_results)
     is_administrator = peer.uid in {0, os.getuid()} or access.group_id(policy.admin_group) in peer.gids
@@ -383,7 +383,7 @@ def asker_of(policy: PolicyConfig, peer: Peer | None, *, has_token: bool) -> Ask
 
 
 def shown_token(header: str | None) -> str | None:
-    """The token of an Authorization header: a bearer's, or the password of a browser, whatever its user name."""
+    """Return the token of an Authorization header: a bearer's, or a browser's password with any user name."""
     kind, _, word = (header or "").strip().partition(" ")
     match kind.lower():
         case "bearer":
@@ -399,13 +399,14 @@ def shown_token(header: str | None) -> str | None:
 
 
 def _equal(shown: str, token: str) -> bool:
-    """In a time that tells nothing of either, not even its length."""
+    """Compare in a time that reveals nothing of either, not even its length."""
     digests = (hashlib.sha256(each.encode(errors="replace")).digest() for each in (shown, token))
     return hmac.compare_digest(*digests)
 
 
 def _is_ours(host: str, names: frozenset[str]) -> bool:
-    """Whether a Host header names us. A page from elsewhere that has had its name lead to 127.0.0.1 sends its own."""
+    """Return True if a Host header names us. A foreign page whose name resolves to 127.0.0.1 (DNS rebinding) sends its
+    own."""
     name = re.sub(r":[0-9]*$", "", host.strip().lower()).rstrip(".")
     return name in names
 
@@ -416,7 +417,7 @@ def _asker(request: Request) -> Asker:
 
 
 def _log_in(request: Request) -> Response:
-    """The page on which a browser is asked for the token: at the root, so that it shows it everywhere from then on."""
+    """Ask a browser for the token: at the root, so that it sends the token everywhere from then on."""
     return _token_wanted() if request.state.may_log_in else RedirectResponse("/")
 
 
@@ -440,10 +441,10 @@ def _parameters(endpoint: Endpoint, request: Request) -> Any:
 
 
 def _html(title: str, body: list[str], *, events: str, made: bytes = b"") -> Response:
-    """A page: what was `made` before, sent in pieces since many may be on their way at a time, and after it `body`."""
+    """Return a page: `made`, sent in pieces since many pages may be under way, and `body` after it."""
     nonce = secrets.token_urlsafe(16)
     live = f'<script nonce="{nonce}" src="/live.js" data-events="{events}" defer></script>' if events else ""
-    # For a browser without scripts.
+    # For browsers without scripts.
     live += '<noscript><meta http-equiv="refresh" content="30"></noscript>' if events else ""
     first, mark, rest = document(title, [_MARK, *body], head=live, is_served=True).partition(_MARK.encode())
     assert mark
@@ -462,7 +463,7 @@ def _html(title: str, body: list[str], *, events: str, made: bytes = b"") -> Res
 
 
 def _encode(value: Any) -> bytes:
-    """JSON as every parser takes it: no NaN, and a text that is none, as files hold it, is still UTF-8."""
+    """Return JSON for every parser: NaN becomes null, and invalid text (surrogates, as in file names) valid UTF-8."""
     try:
         made = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:

@@ -1,5 +1,5 @@
-"""A job's page for honed-web: made by a short-lived program of its own, so that a page of many megabytes costs
-honed-web no memory afterwards, and one that takes long holds up nobody else. Made once for all who ask in a while.
+"""A job's page for honed-web, made by a short-lived process, so that a page of many megabytes costs honed-web no memory
+afterwards, and a slow one delays nobody else. Each page is kept for a while and shared by all who ask for it.
 
     python -m honed.page.job_page --root DIR ID     prints {"title": text, "body": html}
 """
@@ -26,21 +26,21 @@ from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
 from honed.system.log import guard_tracebacks
 
-#: Seconds for which a page of a job that goes on, and of one that is over, is not made anew.
+#: Seconds for which a kept page is served, of an unfinished job and of a finished one.
 RUNNING_SEC, FINAL_SEC = 3.0, 300.0
-#: Seconds that the making of one page may take.
+#: Seconds that making one page may take.
 TIMEOUT_SEC = 60.0
-#: Pages that wait to be made; bytes of those that are kept; bytes of one.
+#: Pages that wait to be made; bytes of all kept pages; bytes of one page.
 MAX_WAITING = 16
 MAX_KEPT_BYTES = 8 * 1024 * 1024
 MAX_BYTES = 64 * 1024 * 1024
-#: What our environment has and the program does not need.
+#: Variables of our environment that the process does not need.
 _SECRETS = ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 
 @dataclass(frozen=True)
 class Made:
-    """A page, and what it was made of."""
+    """A finished page, with the revision of the job that it shows."""
 
     title: str
     body: bytes
@@ -49,7 +49,7 @@ class Made:
 
 
 class Pages:
-    """Makes pages, one at a time."""
+    """Makes and keeps pages, one at a time."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -58,7 +58,7 @@ class Pages:
         self._num_waiting = 0
 
     async def page(self, job: Job) -> Made:
-        """Raises EnvironmentInvalidError where it cannot be made, or too many wait."""
+        """Return a job's page, kept or new. Raises EnvironmentInvalidError if it cannot be made, or too many wait."""
         if (made := self._fresh(job)) is not None:
             return made
         if self._num_waiting >= MAX_WAITING:
@@ -77,7 +77,7 @@ class Pages:
         return made if is_fresh else None
 
     async def _make(self, job: Job) -> bytes:
-        # -P: what lies in the directory that we were started in is not ours.
+        # -P: modules in the current directory are not ours.
         command = [sys.executable, "-P", "-m", "honed.page.job_page", "--root", str(self._layout.root), str(job.id)]
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         process = await asyncio.create_subprocess_exec(

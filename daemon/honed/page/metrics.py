@@ -1,4 +1,4 @@
-"""Metrics of honed-web for Prometheus: the queue, running jobs, outcomes and the outbox, as they are now."""
+"""Metrics of honed-web for Prometheus: current queue, running jobs, outcomes and outbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from honed.page.source import Source
 from honed.send import outbox
 from honed.system.error import HonedError
 
-#: Of a running job: its key in `progress`, and what it is.
+#: The progress of a running job: key in `progress`, metric name, help text.
 _PROGRESS = (
     ("step", "honed_job_step", "Optimizer steps that a running job has taken"),
     ("num_steps", "honed_job_steps", "Optimizer steps of a running job in all"),
@@ -31,7 +31,8 @@ _PROGRESS = (
 
 
 class Figures(Collector):
-    """One scrape. Of jobs that the asker may not read there is no more than that they run, and how far."""
+    """The metrics of one scrape. For jobs that the asker may not read, it has only that they run, and their
+    progress."""
 
     def __init__(self, source: Source, asker: Asker) -> None:
         self._source = source
@@ -46,7 +47,7 @@ class Figures(Collector):
         version = GaugeMetricFamily("honed_web_info", "The version of honed-web", labels=("version",))
         version.add_metric((__version__,), 1)
         yield version
-        with contextlib.suppress(HonedError):  # honed has never run here: the two above say so
+        with contextlib.suppress(HonedError):  # honed has never run here: the two metrics above show it
             yield from self._queue()
             yield from self._running()
         yield from self._outbox()
@@ -105,7 +106,7 @@ class Figures(Collector):
 
 
 def scrape(source: Source, asker: Asker) -> bytes:
-    """All figures, and what honed-web itself takes, in Prometheus' text format."""
+    """Return all metrics, and honed-web's own resource use, in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Figures(source, asker))
     ProcessCollector(registry=registry)

@@ -1,7 +1,7 @@
-"""HTML for people: one self-contained file, light and dark, for a phone and for paper, without a script.
+"""HTML for people: one self-contained file, light and dark, for phones and for paper, without scripts.
 
-What a model wrote, or a data set holds, is hostile text: everything goes through `text`, and the page's own policy
-allows no script, no form and no address but `data:` images, should anything ever get past it.
+Texts from a model or a data set are hostile: all of them go through `text`, and the page's own policy allows no script,
+no form and no address but `data:` images, should anything get past it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: Characters that do not show, or that turn the text around them: written by their number instead. The two joiners
-#: (U+200C, U+200D) are not among them: Persian, Hindi and emoji need them.
+#: Characters that are invisible, or that reverse the text around them: shown as their code points. The two joiners
+#: (U+200C, U+200D) are excluded: Persian, Hindi and emoji need them.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
     "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
 )
 
-#: On paper nothing scrolls and, as browsers print, no background shows: texts are there to their ends, and what the
-#: color of a background says on a screen is underlined.
+#: Paper does not scroll, and browsers print no backgrounds: texts are printed in full, and highlighted passages are
+#: underlined.
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#59636e;--line:#d1d9e0;--card:#f6f8fa;--a:#0550ae;
 --b:#b3470c;--c:#1a7f37;--d:#8250df;--good:#1a7f37;--bad:#c5221f;--warn:#8a5a00;--mark:#d7ecff;--mask:#6b7280}
@@ -80,14 +80,14 @@ figure,tr,.sample>p{break-inside:avoid}h2,h3{break-after:avoid}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
 
 
-#: What a server's policy names the style by: its hash, which is the same on all pages.
+#: The style's hash, by which a server's policy allows it; the same on all pages.
 STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
 
 
 def text(value: Any, *, limit: int | None = None, more: str = "") -> str:
-    """A value as HTML that shows just its characters; those that cannot be seen show as their numbers.
+    """Return a value as HTML that shows exactly its characters; invisible ones show as their code points.
 
-    Of more than `limit` characters the first are shown, and how many are left out, where `more` says they are.
+    A text of more than `limit` characters is cut; its end says how many are left out, and `more` says where they are.
     """
     whole = "" if value is None else str(value)
     shown = whole if limit is None else whole[:limit]
@@ -103,7 +103,7 @@ def text(value: Any, *, limit: int | None = None, more: str = "") -> str:
 
 
 def document(title: str, body: Iterable[str], *, head: str = "", is_served: bool = False) -> bytes:
-    """The whole file. `title` is text, `body` and `head` are HTML. A server sends the policy itself."""
+    """Return the whole file. `title` is text, `body` and `head` are HTML. A server sends the policy as a header."""
     policy = "" if is_served else f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     made = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{policy}'
@@ -117,14 +117,15 @@ def document(title: str, body: Iterable[str], *, head: str = "", is_served: bool
 
 
 def section(title: str, parts: Sequence[str]) -> list[str]:
-    """A heading and what stands below it; nothing where there is nothing."""
+    """Return a heading and the parts below it; nothing if all parts are empty."""
     return [f"<h2>{text(title)}</h2>", *parts] if any(parts) else []
 
 
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: frozenset[int] = frozenset(), stack: bool = False
 ) -> str:
-    """Cells are HTML. `numbers`: the columns that are set to the right. `stack`: cells below each other on a phone."""
+    """Return a table of HTML cells. `numbers`: columns that are right-aligned. `stack`: cells in one column on a
+    phone."""
     kinds = [' class="number"' if place in numbers else "" for place in range(len(heads))]
     head = "".join(f"<th{kind}>{text(each)}</th>" for kind, each in zip(kinds, heads, strict=True))
     lines = [
@@ -140,11 +141,11 @@ def table(
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names and values in little boxes. Names are text, values are HTML; those without a value are left out."""
+    """Return names and values in small boxes. Names are text, values are HTML; pairs without a value are left out."""
     boxes = "".join(f"<div><dt>{text(name)}</dt><dd>{value}</dd></div>" for name, value in pairs if value)
     return f'<dl class="facts">{boxes}</dl>' if boxes else ""
 
 
 def said(value: Any, *, limit: int | None = None, more: str = "") -> str:
-    """A text of the model's or of the data's, in a box of its own that it cannot turn around or burst."""
+    """Return a text of the model's or the data's in its own box, which contains its length and its direction."""
     return f'<div class="said" dir="auto">{text(value, limit=limit, more=more)}</div>'

@@ -1,7 +1,7 @@
-"""Plots as SVG, drawn here: two kinds, a hundred lines, and not the thirty megabytes of a plotting library in a daemon.
+"""Plots as SVG, drawn here: two kinds in a hundred lines, instead of a plotting library of thirty megabytes.
 
-They take their colors from the page around them, so that they are light and dark and printable with it. A series is
-told from another by its dashes as well as by its color.
+Their colors come from the page around them, so that they suit light, dark and print. Series differ by their dashes as
+well as by their colors.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from dataclasses import dataclass
 
 from honed.page.page import text
 
-#: Pixels. As wide as a phone, so that the labels keep their size there.
+#: Pixels. The width of a phone, so that the labels keep their size there.
 WIDTH, HEIGHT = 360, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 8, 34
-#: Points of a series that are drawn, at most: more than there are pixels show nothing more.
+#: Points of a series that are drawn, at most: more than there are pixels would not be visible.
 MAX_POINTS = 600
-#: Of an axis, against its figures: a change in the eighth digit is none, and its labels would not fit.
+#: Smallest range of an axis relative to its values: a change in the eighth digit is noise, and its labels would not
+#: fit.
 MIN_RANGE = 1e-3
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points by x, in order; all finite."""
+    """A named series of points, ordered by x; all finite."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_zero: bool = False) -> str:
-    """A figure with up to four series on common axes; empty where no series has a point."""
+    """Return a figure with up to four series on common axes; empty if no series has a point."""
     series = [Series(each.name, thinned(each.points)) for each in series if each.points]
     if not series:
         return ""
@@ -45,7 +46,7 @@ def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_z
 
 
 def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) -> str:
-    """A figure of how many (y) lie in each bin of that width (x), the first of which begins at 0."""
+    """Return a figure of the counts (y) per bin of that width (x); the first bin begins at 0."""
     if not any(counts):
         return ""
     x_ticks = ticks(0, len(counts) * width, 5, is_whole=True)
@@ -64,8 +65,8 @@ def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) 
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MAX_POINTS of them, with the first, the last, and of each stretch the lowest and the highest: a spike of
-    one step stays to be seen."""
+    """Return at most MAX_POINTS points: the first, the last, and the lowest and highest of each stretch, so that a
+    spike of one step stays visible."""
     if len(points) <= MAX_POINTS:
         return list(points)
     size = math.ceil(len(points) / (MAX_POINTS // 2 - 1))
@@ -77,7 +78,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, number: int, *, is_whole: bool = False) -> list[float]:
-    """About that many round figures from at or below `low` to at or above `high`; at least two."""
+    """Return about `number` round values from at or below `low` to at or above `high`; at least two."""
     if high <= low:
         margin = abs(low) * 0.1
         low, high = (low, low + 1) if is_whole or not margin else (low - margin, high + margin)
@@ -93,7 +94,7 @@ def ticks(low: float, high: float, number: int, *, is_whole: bool = False) -> li
 
 
 def label(value: float, step: float) -> str:
-    """A figure as short as an axis with ticks at that distance needs it: 250, 2.5k, 6.1623, 2e-5."""
+    """Return a value as short as an axis with that tick distance allows: 250, 2.5k, 6.1623, 2e-5."""
     size = abs(value)
     if size < step * 1e-6:
         return "0"
@@ -110,7 +111,7 @@ def label(value: float, step: float) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From a value to its pixel."""
+    """Maps a value to its pixel."""
 
     low: float
     high: float

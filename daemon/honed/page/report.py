@@ -1,8 +1,8 @@
-"""The report of a job, `jobs/<id>/report.html`, and the index over all of them, `var/lib/honed/index.html`.
+"""The report of a job, `jobs/<id>/report.html`, and the index of all jobs, `var/lib/honed/index.html`.
 
-A program of its own, `python -m honed.page.report --root DIR ID…`, that the daemon starts beside its loop while jobs
-run and when they end (daemon/reporter.py). Everything on a page comes from the database, the entry, plan.json and the
-spec as it was dropped: no file that a data set or a model names is opened, for it would be opened with honed's rights.
+The daemon starts this program, `python -m honed.page.report --root DIR ID…`, while jobs run and when they end
+(daemon/reporter.py). Everything on a page comes from the database, the entry, plan.json and the submitted spec: files
+that a data set or a model names are not opened, since that would happen with honed's rights.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from honed.system import layout as layouts
 from honed.system.layout import Layout
 from honed.system.log import guard_tracebacks, trace
 
-#: Examples on a page, steps of one example, events, and characters of one text; for more it says where they are.
+#: Examples on a page, steps of one example, events, and characters of one text; the page says where the rest is.
 MAX_SAMPLES, MAX_ROUNDS, MAX_EVENTS, MAX_TEXT = 20, 12, 200, 60_000
-#: Characters of which differences are sought: it takes time that grows with their square.
+#: Characters of texts that are compared: the time grows with their square.
 MAX_COMPARED = 600
-#: Bytes of the spec as dropped.
+#: Bytes of the submitted spec.
 MAX_SPEC_BYTES = 1024 * 1024
 #: Bytes of a thumbnail, encoded.
 MAX_THUMBNAIL = 64 * 1024
-#: Figures of transformers' evaluation that say how fast it was; throughput has its own plot.
+#: Metrics of transformers' evaluation about its own speed; throughput has its own plot.
 _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
-#: Events that stand in other parts of the page.
+#: Events that are shown in other parts of the page.
 _ELSEWHERE = {"worse", "example", "samples", "data", "memory", "audit"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PARTS = (
@@ -63,23 +63,23 @@ _PARTS = (
     ("there is", "available_bytes"),
 )
 
-#: Jobs of each kind (running, queued, held, over) on the index: a page of ten thousand is read by nobody.
+#: Jobs of each kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
 MAX_INDEX_JOBS = 200
 
 
 @dataclass(frozen=True)
 class Story:
-    """All that is known of one job."""
+    """The data of one job's report."""
 
     job: Job
     shown: dict[str, Any]  #: as in `honectl show --json`
-    figures: list[tuple[str, int, float, str]]  #: (name, step, value, created_at) in order; of each step the last
+    figures: list[tuple[str, int, float, str]]  #: (name, step, value, created_at) in order; the last value of each step
     predictions: list[dict[str, Any]]
     events: list[dict[str, Any]]
     spec_text: str
 
     def last(self, kind: str) -> dict[str, Any]:
-        """The latest event of a kind; empty where there is none."""
+        """Return the latest event of a kind; empty if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == kind), {})
 
 
@@ -98,7 +98,8 @@ def gather(spool: Spool, layout: Layout, job: Job) -> Story:
 
 
 def _read(path: Path) -> str:
-    """A file in a directory where workers write, too: no link is followed, or a worker could have us read anything."""
+    """Read a file from a directory where workers write, too. Links are not followed, or workers could have us read any
+    file."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -110,12 +111,12 @@ def _read(path: Path) -> str:
 
 
 def render(story: Story, *, now: float) -> bytes:
-    """The whole page."""
+    """Return the whole page."""
     return document(*parts(story, now=now))
 
 
 def parts(story: Story, *, now: float) -> tuple[str, list[str]]:
-    """What the page is made of: its title, which is text, and its body, which is HTML."""
+    """Return the page's title, which is text, and its body, which is HTML."""
     job = story.job
     name = job.name or f"job {job.id}"
     kind, line = outcome(story)
@@ -144,7 +145,7 @@ def parts(story: Story, *, now: float) -> tuple[str, list[str]]:
 
 
 def outcome(story: Story) -> tuple[str, str]:
-    """What became of a job in one line, and whether that is good, bad, or a warning."""
+    """Return a job's outcome: its kind (good, bad, warn or empty), and one line of text."""
     job, error = story.job, story.shown["error"] or {}
     why = f": {error.get('evidence') or error['message']}" if error.get("message") else ""
     match job.state:
@@ -170,7 +171,7 @@ def _stage(story: Story) -> str:
 
 
 def _ends(story: Story) -> str:
-    """`: loss 1.2 → 0.4, evaluation loss 1.3 → 0.6`."""
+    """Return e.g. `: loss 1.2 → 0.4, evaluation loss 1.3 → 0.6`."""
     parts = []
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         if points := _points(story, name):
@@ -252,7 +253,7 @@ def _plots(story: Story) -> list[str]:
 
 
 def _speed(story: Story) -> list[tuple[float, float]]:
-    """Steps a minute between what was told of two steps, in at most a hundred stretches."""
+    """Return the steps per minute between logged steps, in at most about a hundred stretches."""
     told = [(step, datetime.fromisoformat(when).timestamp()) for name, step, _, when in story.figures if name == "loss"]
     told = told[:: max(1, len(told) // 100)]
     return [
@@ -301,7 +302,7 @@ def _sample(index: int, rows: list[dict[str, Any]], images: str, more: str) -> s
 
 
 def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first, the last, and as many between them as the page has room for, evenly."""
+    """Return the first row, the last, and evenly spaced ones between them, MAX_ROUNDS at most."""
     if len(rows) <= MAX_ROUNDS:
         return rows
     return [rows[round(n * (len(rows) - 1) / (MAX_ROUNDS - 1))] for n in range(MAX_ROUNDS)]
@@ -315,7 +316,7 @@ def _verdict(prediction: str | None, truth: str) -> str:
 
 
 def _compared(prediction: str | None, truth: str, more: str) -> str:
-    """A prediction, with what is not in the truth marked, where both are short enough to be compared."""
+    """Return a prediction with its differences from the reference marked, if both are short enough to be compared."""
     written = prediction or ""
     if not truth or written.strip() == truth.strip() or max(len(written), len(truth)) > MAX_COMPARED:
         return said(written, limit=MAX_TEXT, more=more)
@@ -329,7 +330,7 @@ def _compared(prediction: str | None, truth: str, more: str) -> str:
 
 
 def _images(thumbnails: Any) -> str:
-    """JPEGs that the worker made; what is not plain base64 is none."""
+    """Return the thumbnails that the worker made, as JPEGs; anything but plain base64 is left out."""
     return "".join(
         f'<img class="thumb" alt="what the model sees" src="data:image/jpeg;base64,{each}">'
         for each in (thumbnails if isinstance(thumbnails, list) else [])
@@ -345,11 +346,11 @@ def _precision(story: Story) -> list[str]:
     choices, backend = dict(plan.get("precision") or {}), plan.get("backend") or {}
     reasons = choices.pop("reasons", None) or {}
     rows = [[text("backend"), text(backend.get("name")), text("; ".join(map(str, backend.get("reasons") or ())))]]
-    if choices.get("optim") is None and "optim" in reasons:  # the plan leaves it to the job
+    if choices.get("optim") is None and "optim" in reasons:  # the plan keeps the job's own
         choices["optim"] = ((story.shown.get("spec") or {}).get("training") or {}).get("optim", "default")
     rows += [[text(key), text(_word(value)), text(reasons.get(key))] for key, value in choices.items()]
     parts = [table(("choice", "value", "why"), rows, stack=True)] if choices else []
-    # What was trained: the last look at a full fine-tuning's weights is at those that are saved.
+    # The dtypes during training: the last audit of a full fine-tuning is of the saved weights.
     looks = [event for event in story.events if event["event"] == "audit" and event.get("when") != "saved"]
     audit = looks[-1] if looks else {}
     counted = [
@@ -506,7 +507,7 @@ def _block(content: str, *, is_copied: bool = False) -> str:
 
 
 def _loading(story: Story) -> list[str]:
-    """Code for what the job made, where it has made it."""
+    """Return code that loads the job's output, if the job has made one."""
     made, plan, spec = story.shown["artifacts"], story.shown["plan"], story.shown["spec"]
     if not any(event["event"] == "artifact" for event in story.events) and story.job.state != "succeeded":
         return []
@@ -522,7 +523,7 @@ def _loading(story: Story) -> list[str]:
 
 
 def code(output: str, base: str, *, dtype: str, is_adapter: bool, sees: bool) -> str:
-    """Python that loads what a job made; paths are quoted as Python quotes them."""
+    """Return Python code that loads a job's output; paths are quoted as Python quotes them."""
     auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
     reader, reads = ("AutoProcessor", "processor") if sees else ("AutoTokenizer", "tokenizer")
     lines = [f"from transformers import {auto}, {reader}"]
@@ -553,7 +554,8 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 def render_index(
     rows: Sequence[Mapping[str, Any]], layout: Layout, *, now: float, counts: Mapping[str, int] | None = None
 ) -> bytes:
-    """Jobs: running first, then the queue in its order, then the rest, newest first. `counts`: of each state, all."""
+    """Return the index: running jobs, then the queue in its order, then the rest, newest first. `counts`: all jobs by
+    state."""
 
     def address(job_id: int) -> str | None:
         return f"jobs/{job_id}/report.html" if os.path.lexists(layout.job(job_id).report_path) else None
@@ -568,7 +570,7 @@ def index_body(
     now: float,
     counts: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """The same as HTML. `address`: where a job's page is, if anywhere."""
+    """Return the index as HTML. `address` returns where a job's page is, or None."""
     lines = []
     for row in rows:
         name = text(row["name"] or f"job {row['id']}")
@@ -603,10 +605,10 @@ def index_body(
 
 
 def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_group: str) -> int:
-    """Make the reports of these jobs and the index. Returns how many could not be written, and may be another
-    time; each is said on stderr.
+    """Write the reports of these jobs, and the index. Returns how many failed to be written and may succeed another
+    time; each is reported on stderr.
 
-    The index names everybody's jobs: where they are not shared, it is for honed and the administrators' group alone.
+    The index names all users' jobs: if they are not shared, only honed and the administrators' group may read it.
     """
     spool, num_failed = Spool(layout, lock=False), 0
     now = time.time()

@@ -1,10 +1,10 @@
-"""honed-web: what honed trains, as pages and as an API, for reading. A program of its own, off by default.
+"""honed-web: pages and a read-only API about honed's jobs. A separate program, off by default.
 
-    honed-web.socket ── the first request ── honed-web.service: sockets from systemd ──► webapp
+    honed-web.socket ── the first request ── honed-web.service: sockets from systemd ──► app
     honed-web        ── by hand: web.listen
 
-It listens on loopback addresses and unix sockets; on any other only with a token. Who connects and says nothing, or
-listens and does not read, is shown out; how many may be in at a time is bounded.
+It listens on loopback addresses and unix sockets, and on others only with a token. Clients that connect and send
+nothing, or do not read their answer, are disconnected; the number of connections is limited.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from honed.system.notify import Notifier
 
 log = logging.getLogger("honed.page.server")
 
-#: Connections at a time, and of one user over a unix socket.
+#: Connections at a time, in all and of one user over a unix socket.
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 128, 48
-#: Seconds for the head of a request, from the connection's begin on, and twice as many in which a reader must take
-#: something; seconds that an idle connection is kept.
+#: Seconds for the head of a request, from the start of the connection; a reader has twice as many to take something.
+#: Seconds that an idle connection is kept.
 PATIENCE_SEC, KEEP_ALIVE_SEC = 10.0, 15
 #: Bytes of the head of a request.
 MAX_HEAD_BYTES = 16 * 1024
-#: Seconds without a connection after which one that systemd started ends: it is started again by the next.
+#: Seconds without a connection after which a server that systemd started ends: the next request starts it again.
 IDLE_SEC = 600.0
-#: Seconds that open answers have at the end.
+#: Seconds that open answers have when the server ends.
 GRACE_SEC = 3
-#: Characters of a token: whoever can connect can also guess.
+#: Minimum characters of a token: everybody who can connect can also guess.
 MIN_TOKEN = 16
 #: The unit's own credential.
 CREDENTIAL = "honed.web-token"
@@ -64,12 +64,12 @@ _FULL = (
 
 
 class Connection(H11Protocol):
-    """One connection: uvicorn's own, bounded in number and in patience, and with who is at the other end."""
+    """One connection: uvicorn's, with limits on number and time, and with the peer's user."""
 
     patience_sec = PATIENCE_SEC
     _uid: int | None = None
-    #: End the connection of one who does not say what they want, and of one who does not take what they have asked
-    #: for: two, since answers may wait while the next request is there already.
+    #: Timers that end the connection of a client that does not complete a request, and of one that does not read its
+    #: answer: two, since answers may wait while the next request is already there.
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
 
@@ -92,13 +92,13 @@ class Connection(H11Protocol):
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._await_head(None)  # a whole head is there: from now on it is our turn
+            self._await_head(None)  # the head is complete: from now on the server is the one to act
 
     def on_response_complete(self) -> None:
         self._await_head(self.patience_sec + KEEP_ALIVE_SEC)
         before = self.cycle
         super().on_response_complete()
-        if self.cycle is not before:  # the next request was there already
+        if self.cycle is not before:  # the next request was already there
             self._await_head(None)
 
     def pause_writing(self) -> None:
@@ -126,7 +126,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which tells systemd how it is, and ends when nobody has asked for a while where it may."""
+    """uvicorn's server, which also reports to systemd, and ends after a time without connections if `idle_sec` is
+    set."""
 
     def __init__(self, settings: uvicorn.Config, *, idle_sec: float | None) -> None:
         super().__init__(settings)
@@ -150,7 +151,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or is_idle
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.should_exit = True  # the streams look at it
+        self.should_exit = True  # the streams check it
         self._notifier.stopping()
         await super().shutdown(sockets)
 
@@ -159,7 +160,7 @@ class Server(uvicorn.Server):
 
 
 def passed_sockets() -> list[socket.socket]:
-    """What systemd listens on for us; none where it has not started us."""
+    """Return the sockets passed by systemd; none if systemd has not started us."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     number = int(os.environ.get("LISTEN_FDS", "0"))
@@ -171,8 +172,8 @@ def passed_sockets() -> list[socket.socket]:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen on `HOST:PORT` or `/path`. Raises SpecError for what is no address, EnvironmentInvalidError for one that
-    cannot be had."""
+    """Listen on `HOST:PORT` or `/path`. Raises SpecError for an invalid address, EnvironmentInvalidError if it cannot
+    be bound."""
     if address.startswith("/"):
         kind, where = socket.AF_UNIX, address
         _remove_dead(Path(address))
@@ -194,7 +195,7 @@ def listen(address: str) -> socket.socket:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(where)
         if kind == socket.AF_UNIX:
-            Path(address).chmod(0o666)  # who asks is known from the socket, and read by it
+            Path(address).chmod(0o666)  # open to all: the peer's user is read from the socket
         made.listen(MAX_CONNECTIONS)
     except OSError as error:
         made.close()
@@ -205,7 +206,7 @@ def listen(address: str) -> socket.socket:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove a socket that nobody listens on any more."""
+    """Remove a socket on which nobody listens any more."""
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe, contextlib.suppress(FileNotFoundError):
         try:
             probe.connect(str(path))
@@ -213,11 +214,11 @@ def _remove_dead(path: Path) -> None:
             if path.is_socket():
                 path.unlink()
         except OSError:
-            pass  # bind says what it is
+            pass  # bind reports it
 
 
 def is_local(listening: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Return True if only this machine can reach the socket."""
     if listening.family == socket.AF_UNIX:
         return True
     address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
@@ -236,7 +237,7 @@ def shown_address(listening: socket.socket) -> str:
 
 
 def read_token(loaded: Config) -> str | None:
-    """The token, from the unit's credential or from a file. Raises EnvironmentInvalidError."""
+    """Return the token, from the unit's credential or from a file; None without one. Raises EnvironmentInvalidError."""
     path = secret.credential(CREDENTIAL) or Path(loaded.web.token_file or "")
     if path == Path():
         return None
@@ -244,7 +245,8 @@ def read_token(loaded: Config) -> str | None:
 
 
 def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
-    """Raises EnvironmentInvalidError where other machines could ask, and no token says which may."""
+    """Return the rules of access. Raises EnvironmentInvalidError if other machines can connect and there is no
+    token."""
     token = read_token(loaded)
     open_ones = [shown_address(each) for each in sockets if not is_local(each)]
     if open_ones and token is None:
@@ -262,7 +264,7 @@ def rules(loaded: Config, sockets: Sequence[socket.socket]) -> Rules:
 
 
 def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec: float) -> int:
-    """Answer until told to stop. Returns the exit status."""
+    """Serve until told to stop. Returns the exit status."""
     loaded = config.load(layout)
     Connection.patience_sec = patience_sec
     sockets = passed_sockets()
@@ -301,7 +303,7 @@ def serve(layout: Layout, *, address: str | None, patience_sec: float, idle_sec:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         await server.serve(sockets)
 
-    # uvicorn hands on what it was ended with, when it has ended.
+    # uvicorn raises the signal that ended it once more, after it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     own = [Path(each.getsockname()) for each in sockets if each.family == socket.AF_UNIX and not is_activated]
@@ -321,10 +323,10 @@ def _warn(found: Rules) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `honed-web` command."""
+    """Run the `honed-web` command."""
     options = parser().parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-web")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # each request that is none would be a line
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each invalid request would be a line
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     root = layouts.user_root() if options.user else options.root
     try:

@@ -1,10 +1,10 @@
-"""The data that honed-web reads: the spool's entries, the database by the page, and whether honed is up. It writes
+"""The data that honed-web reads: the spool's entries, pages of database rows, and whether honed is up. It writes
 nothing.
 
-Spool      entries, each read again only where its file has changed
-query      the shapes of `--json`, and who may read what
-pages      metrics and predictions, so many at a time: a cursor is a place in the order of an index, so that the
-           last page costs what the first one does
+Spool      entries, each read again only if its file has changed
+query      the formats of `--json`, and the rights to read jobs
+pages      a limited number of metrics or predictions: a cursor is a place in the order of an index, so that the last
+           page costs as much as the first
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from honed.system.control import Client
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 from honed.system.layout import Layout
 
-#: Bytes of text on one page of predictions; a row that alone is larger comes alone.
+#: Bytes of text on one page of predictions; a larger row is a page of its own.
 MAX_PAGE_BYTES = 1024 * 1024
-#: Seconds for which a list of jobs is good enough, and at least so many times as long as it took to make: with ten
-#: thousand jobs and many who watch, lists take a tenth of one core.
+#: Seconds for which a list of jobs is kept, and at least that multiple of the time it took to make: with ten thousand
+#: jobs and many watchers, lists take a tenth of one core.
 LIST_SEC = 1.0
 REST = 10
-#: Lists that are kept, one for each who asks.
+#: Lists that are kept, one for each asker.
 MAX_LISTS = 32
-#: Seconds that honed has for a word.
+#: Seconds that honed has for an answer.
 CONTROL_SEC = 3.0
-#: Queued jobs of which honed is asked why they wait, the first of the queue: what ten thousand wait for would keep it.
+#: Queued jobs whose reasons for waiting are asked of honed, first ones first: ten thousand would keep it busy.
 MAX_REASONS = 500
 
 
 class Entries(Spool):
-    """The spool of an instance that somebody else owns, for one who asks often: an entry that has not changed is not
-    read again. Raises EnvironmentInvalidError where there is no spool; it makes none."""
+    """The spool of another user's instance, for frequent reads: an unchanged entry is not read again. Raises
+    EnvironmentInvalidError if there is no spool, and never creates one."""
 
     def __init__(self, layout: Layout) -> None:
         expected = [layout.jobs_dir, *(layout.spool_dir / name for name in ("incoming", "claimed", "rejected", *State))]
@@ -61,7 +61,7 @@ class Entries(Spool):
         self._listing = threading.Lock()
 
     def all_jobs(self) -> dict[int, Job]:
-        """As in Spool, a moment old."""
+        """Return all jobs, as Spool does, up to a moment old."""
         with self._listing:
             if (began := time.monotonic()) >= self._list_until:
                 self._listed = self._list()
@@ -70,7 +70,7 @@ class Entries(Spool):
 
     def _list(self) -> dict[int, Job]:
         known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
-        for _ in range(2):  # as in Spool: an entry may move behind our back into a place already looked at
+        for _ in range(2):  # as in Spool: an entry may move meanwhile into a directory already listed
             for state in State:
                 for path, stamp in _stamped(self.state_dir(state)):
                     before = self._known.get(path)
@@ -91,7 +91,7 @@ def _good_until(began: float) -> float:
 
 
 def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    """The entries in a directory, each with what changes when it is written anew."""
+    """Yield the entries of a directory, each with a stamp that changes when it is rewritten."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith(".json") and entry.name.removesuffix(".json").isdecimal():
@@ -101,19 +101,19 @@ def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
 
 
 class NoSuchJobError(UsageError):
-    """A number that no job has."""
+    """There is no job of that number."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """Some rows, and the cursor of the next page; None on the last."""
+    """A page of rows, and the cursor of the next page; None on the last."""
 
     rows: list[dict[str, Any]]
     next: str | None
 
 
 class Source:
-    """One instance, as honed-web sees it."""
+    """One instance, as seen by honed-web."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -127,7 +127,7 @@ class Source:
 
     @property
     def entries(self) -> Entries:
-        """Raises EnvironmentInvalidError where there is no spool yet."""
+        """The spool's entries. Raises EnvironmentInvalidError if there is no spool yet."""
         with self._opening:
             if self._entries is None:
                 self._entries = Entries(self.layout)
@@ -136,9 +136,11 @@ class Source:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def rows(self, asker: Asker) -> list[dict[str, Any]]:
-        """As `honectl list --json`, in its order: of other people's jobs what one wants to know who waits behind.
+        """Return the rows of `honectl list --json`, in its order; others' jobs with the few columns that everybody may
+        see.
 
-        A moment old. Not to be changed: all who ask get the same."""
+        The list is up to a moment old and must not be changed: all askers share it.
+        """
         with self._listing:
             good_until, rows = self._lists.get(asker, (0.0, []))
             if (began := time.monotonic()) >= good_until:
@@ -151,7 +153,7 @@ class Source:
             return rows
 
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
-        """The newest first."""
+        """Return a page of jobs, newest first."""
         before = _place(cursor, int)[0] if cursor else None
         found = sorted(
             (
@@ -165,7 +167,7 @@ class Source:
         return Page(found[:limit], _cursor(found[limit - 1]["id"]) if has_more else None)
 
     def _explain(self, row: dict[str, Any], asker: Asker) -> None:
-        """Put into a row why its job waits: the files alone do not say that of queued ones while honed is up."""
+        """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
         if row["state"] != State.QUEUED or (reasons := self._why()) is None:
             return
         why = reasons.get(row["id"])
@@ -173,7 +175,7 @@ class Source:
         row["waiting_for"] = why if why is None or is_theirs else {**why, "detail": ""}
 
     def _why(self) -> dict[int, dict[str, str]] | None:
-        """What the first jobs of the queue wait for, a moment old; None where honed does not answer."""
+        """Return the reasons of the queue's first jobs, up to a moment old; None if honed does not answer."""
         with self._asking:
             if (began := time.monotonic()) >= self._reasons_until:
                 try:
@@ -181,7 +183,7 @@ class Source:
                         "list", states=[State.QUEUED.value], limit=MAX_REASONS
                     )
                     told = {row["id"]: row["waiting_for"] for row in rows if row["waiting_for"] is not None}
-                    # Its detail has seconds in it: each would be news to all who watch.
+                    # The detail of a retry counts seconds: each change would be an event for all watchers.
                     self._reasons = {
                         job_id: {**why, "detail": ""} if why["reason"] == "retry" else why
                         for job_id, why in told.items()
@@ -192,7 +194,7 @@ class Source:
             return self._reasons
 
     def job(self, job_id: int, asker: Asker) -> Job:
-        """Raises UsageError where there is none, and NotPermittedError for somebody else's."""
+        """Return a job. Raises UsageError if there is none, and NotPermittedError for another user's."""
         job = self.entries.job(job_id)
         if job is None and (pruned := self.entries.pruned(job_id)) is not None and asker.may_read(pruned):
             raise NoSuchJobError(
@@ -208,7 +210,7 @@ class Source:
         return job
 
     def show(self, job_id: int, asker: Asker) -> dict[str, Any]:
-        """As `honectl show --json`."""
+        """Return a job's details in the format of `honectl show --json`."""
         shown = query.show(self.entries, self.layout, str(self.job(job_id, asker).id), asker)
         self._explain(shown, asker)
         return shown
@@ -216,7 +218,7 @@ class Source:
     # -- what a job told ----------------------------------------------------------------------------------------------
 
     def metrics(self, job_id: int, asker: Asker, *, name: str | None, limit: int, cursor: str | None) -> Page:
-        """Every figure as it was told, by name and step; repeated steps included."""
+        """Return a page of logged metrics, ordered by name and step; repeated steps included."""
         self.job(job_id, asker)
         keys = ("attempt", "step", "epoch", "name", "value", "created_at")
         where: list[str] = ["job_id = ?"]
@@ -226,7 +228,7 @@ class Source:
             arguments.append(name)
         if cursor is not None:
             place = _place(cursor, str, int, int)
-            # With the name given as well, SQLite would look through all of its steps for the place.
+            # With the name in the comparison as well, SQLite would search all of the metric's steps for the place.
             where.append("(step, rowid) > (?, ?)" if name is not None else "(name, step, rowid) > (?, ?, ?)")
             arguments += place[1:] if name is not None else place
         sql = (
@@ -242,7 +244,7 @@ class Source:
     def predictions(
         self, job_id: int, asker: Asker, *, step: int | None, sample_index: int | None, limit: int, cursor: str | None
     ) -> Page:
-        """What the model wrote for each held-out example, by step; a page ends early where its texts are long."""
+        """Return a page of predictions on held-out examples, by step; it ends early if its texts are long."""
         self.job(job_id, asker)
         keys = ("epoch", "step", "sample_index", "prompt", "ground_truth", "prediction", "created_at")
         where: list[str] = ["job_id = ?"]
@@ -269,7 +271,8 @@ class Source:
         return Page(found, None)
 
     def state(self, job_id: int, asker: Asker) -> dict[str, Any]:
-        """What changes of a job while it goes on: its row, its stage, and the last step that has predictions."""
+        """Return the changing data of a job: its row, its stage, its last eval_loss, and the last step with
+        predictions."""
         job = self.job(job_id, asker)
         with self.database() as db:
             progress = _one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"
@@ -297,9 +300,9 @@ class Source:
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection | None]:
-        """A connection for one thread and one answer; None where there is no database yet.
+        """Yield a connection for one thread and one answer; None if there is no database yet.
 
-        Raises EnvironmentInvalidError where it cannot be read.
+        Raises EnvironmentInvalidError if it cannot be read.
         """
         path = self.layout.database_path
         if not path.exists():
@@ -312,7 +315,7 @@ class Source:
             raise EnvironmentInvalidError(f"{path}: {error}", hint="see honed's log; honectl doctor") from error
 
     def health(self) -> dict[str, Any]:
-        """Whether honed goes round its loop, and whether its database can be read."""
+        """Return whether honed answers on its socket, and whether its database can be read."""
         try:
             told = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
             daemon = {"is_up": True, "version": told.get("version"), "is_paused": told.get("is_paused"), "detail": None}
@@ -332,8 +335,8 @@ class Source:
         return {"status": "ok" if is_well else "failing", "honed": daemon, "database": found}
 
     def running(self, job_ids: list[int]) -> dict[int, dict[str, Any]]:
-        """The progress of each of these jobs; where it has told them, the tokens of its rows, and those that it had
-        trained on at its last evaluation."""
+        """Return the progress of each of these jobs, with its number of training tokens, and the number trained on at
+        its last evaluation; None where the job has not reported them."""
         found: dict[int, dict[str, Any]] = {}
         with self.database() as db:
             for job_id in job_ids if db else ():
@@ -361,12 +364,12 @@ def _one(db: sqlite3.Connection | None, sql: str, *arguments: Any) -> Any:
 
 
 def _cursor(*place: str | int) -> str:
-    """A place in an order, as one word for an address."""
+    """Encode a place in an order as one URL-safe word."""
     return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
 
 
 def _place(cursor: str, *kinds: type) -> list[Any]:
-    """Raises UsageError for what `_cursor` has not made."""
+    """Decode a cursor. Raises UsageError for one that `_cursor` has not made."""
     try:
         place = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
         is_ours = isinstance(place, list) and [type(each) for each in place] == list(kinds)

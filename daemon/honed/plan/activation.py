@@ -1,5 +1,5 @@
-"""Memory that a forward pass keeps for the backward one, estimated from a config's widths: rough, and on the small
-side."""
+"""Estimate of the memory that a forward pass keeps for the backward pass, from a config's widths: rough, and rather too
+small than too large."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from honed.spec.media import Kind, MediaLimits
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 
-#: Tokens that a row is taken to have where nothing cuts it and no row was looked at.
+#: Tokens assumed for a row where nothing truncates it and no row was inspected.
 UNCUT_LENGTH = 1024
-#: What a layer keeps for its backward pass, measured on llama, qwen3, gpt2 and mixtral: numbers of its dtype for each
-#: token, in units of the hidden size beside the MLP, in units of the MLP's width, and what adapters add.
+#: Values that a layer keeps for its backward pass, measured on llama, qwen3, gpt2 and mixtral: numbers of its dtype for
+#: each token, in units of the hidden size outside the MLP, in units of the MLP's width, and those that adapters add.
 KEPT_HIDDEN, KEPT_MLP, KEPT_ADAPTER = 10.5, 4.0, 2.5
-#: Eager attention keeps its scores this many times: masked, softmaxed in float32, cast back and multiplied.
+#: Copies of its scores that eager attention keeps: masked, softmaxed in float32, cast back and multiplied.
 KEPT_SCORES = 5
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row that was looked at."""
+    """A row that was inspected."""
 
     num_text_tokens: int
     media: tuple[Facts, ...] = ()
@@ -36,20 +36,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Extent:
-    """The amounts at one time."""
+    """The row length and media load for which memory is estimated."""
 
     length: int  #: tokens of a batch's longest row
-    media: Cost  #: of the row whose media are the most, within it
-    kinds: frozenset[Kind]  #: of the media in the rows that were looked at
-    num_frames: int = 0  #: that are taken of the longest video in them
-    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
+    media: Cost  #: of the row whose media have the most positions; `length` includes its tokens
+    kinds: frozenset[Kind]  #: of the media in the inspected rows
+    num_frames: int = 0  #: taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame, up to where more no longer cost the model more; 0: unknown
 
 
 def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows: Sequence[Row] = ()) -> Extent:
-    """The load of rows and their media as the job cuts them: packed to max_length, else the longest seen, cut where it
-    cuts.
+    """Return the row length and media load of a job's batches.
 
-    `num_row_tokens`: of the longest row without media that was looked at, if any was.
+    Rows are packed to max_length, or else as long as the longest inspected row, truncated where the job truncates.
+    `num_row_tokens`: tokens of the longest inspected row without media, if there was one.
     """
     training = spec.training
     kinds = frozenset(each.kind for row in rows for each in row.media)
@@ -62,7 +62,7 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
         return Extent(training.max_length, NOTHING, kinds, num_frames, num_pixels)
     costs = [(row.num_text_tokens, media_cost(row, spec, model)) for row in rows]
     cut_at = training.cut_at
-    whole = [(text, cost) for text, cost in costs if cut_at is None or cost.tokens <= cut_at]  # others are left out
+    whole = [(text, cost) for text, cost in costs if cut_at is None or cost.tokens <= cut_at]  # others are skipped
     lengths = [text + cost.tokens for text, cost in whole]
     longest = max([*lengths, *([num_row_tokens] if num_row_tokens is not None else [])], default=None)
     limits = [limit for limit in (cut_at, longest) if limit is not None]
@@ -71,7 +71,7 @@ def extent(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None, rows
 
 
 def media_cost(row: Row, spec: JobSpec, model: BaseModelInfo) -> Cost:
-    """What a row's images, videos and sounds are to the model, under the job's limits."""
+    """Return the cost of a row's images, videos and sounds to the model, under the job's limits."""
     return sum((_cost(each, spec.media.limits, model) for each in row.media), NOTHING)
 
 
@@ -80,8 +80,11 @@ def _num_frames(seen: Facts, limits: MediaLimits) -> int:
 
 
 def _num_pixels(seen: Facts, spec: JobSpec, model: BaseModelInfo) -> int:
-    """Pixels of an image or a frame, halved for as long as the model's processor makes the same of it. 0 where
-    that makes no end: a processor whose images are all of one size, or one that is not known here."""
+    """Return the pixels of an image or a frame, halved for as long as the model's processor makes the same of it.
+
+    Return 0 where halving never changes the result: for a processor whose images are all of one size, or an unknown
+    processor.
+    """
     limits = spec.media.limits
     pixels = math.prod(fitted_size(max(seen.width, 1), max(seen.height, 1), limits))
     whole = _cost(seen, limits, model)
@@ -112,9 +115,9 @@ def num_bytes(
     size: Extent,
     num_rows: int | None,
 ) -> tuple[int, int]:
-    """What a forward pass keeps for the backward one, or what an evaluation has at once; 0 where nothing is known.
+    """Return the bytes of a pass, and how many of them the vision and audio encoders take; 0 where no widths are known.
 
-    And how much of it eyes and ears take.
+    The bytes are those that a forward pass keeps for the backward pass, or an evaluation's logits if they are more.
     """
     widths = parameter.sizes(model.config)
     if widths is None:
@@ -146,7 +149,8 @@ def num_bytes(
 
 
 def _towers_bytes(spec: JobSpec, model: BaseModelInfo, choices: Precision, media: Cost, unit: int) -> float:
-    """What eyes or ears keep: all layers where they are trained, else what one has at a time."""
+    """Return the bytes that the larger of the vision and audio encoders keeps: all layers if trained, else one at a
+    time."""
     if not media.positions:
         return 0
     is_trained = bool(precision.trained_parts(spec) & {"vision", "audio"})
@@ -170,9 +174,9 @@ def rows_at_once(batch_size: int, num_rows: int | None) -> int:
 
 
 def _logits_bytes(spec: JobSpec, model: BaseModelInfo, device: Device, tokens: int, vocabulary: int, size: int) -> int:
-    """The largest part of a small model with many words."""
+    """Return the bytes of the logits: the largest part for a small model with a large vocabulary."""
     training = spec.training
-    # What the worker leaves to TRL on a GPU; elsewhere, and where the model's logits are its own, it asks for nll.
+    # On a GPU the worker leaves the loss to TRL; elsewhere, and where the model's logits are its own, it asks for nll.
     asks = training.loss_type == "chunked_nll" or (training.loss_type is None and device.kind == "cuda")
     is_chunked = training.use_liger_kernel or (asks and not loss.why_whole(spec, None, model.config))
     return loss.logits_bytes(tokens, vocabulary, size, is_chunked=is_chunked)
@@ -181,7 +185,10 @@ def _logits_bytes(spec: JobSpec, model: BaseModelInfo, device: Device, tokens: i
 def _experts_copied(
     spec: JobSpec, model: BaseModelInfo, loaded: Iterable[Parameter], size: int, widths: Sizes
 ) -> float:
-    """Under an adapter, peft adds up a layer's stacked experts anew in each pass: a copy for the backward one."""
+    """Return the bytes of the experts of one layer that peft copies: it adds the adapter to them in each pass.
+
+    The copy is kept for the backward pass.
+    """
     names = parameter.EXPERT_NAMES.get(model.model_type, {})
     if spec.lora is None or not names:
         return 0
@@ -191,7 +198,7 @@ def _experts_copied(
 
 
 def _autocast_copies(spec: JobSpec, choices: Precision, loaded: Iterable[Parameter]) -> int:
-    """Autocast keeps a half-precision copy of each trained float32 matrix through a pass."""
+    """Return the bytes of the half-precision copies of trained float32 matrices that autocast keeps through a pass."""
     if not (precision.is_full(spec) and choices.load_dtype == "float32" and (choices.bf16 or choices.fp16)):
         return 0
     return 2 * sum(each.num_elements for each in loaded if each.role in ("linear", "head", "experts", "router"))

@@ -1,9 +1,9 @@
 """Losses that a job's other keys and its model allow.
 
-What TRL takes by itself on a GPU goes in chunks and never has all logits: it passes an adapter on the head by, has
-nothing to smooth labels with, and multiplies by the head's weights alone, whatever else the model does on the way to
-its logits (Granite divides them). The worker takes the plain loss then. `worker/train/losscheck.py` compares the loss
-with the model's logits, for what is not known here.
+On a GPU TRL's default loss works in chunks and never holds all logits. It bypasses an adapter on the head, cannot
+smooth labels, and multiplies by the head's weights alone, whatever else the model does on the way to its logits
+(Granite divides them). The worker uses the plain loss in these cases. `worker/train/losscheck.py` compares the loss
+with the model's logits, to find cases that are not known here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from honed.spec.spec import JobSpec
 from honed.system import installed
 from honed.system.error import SpecError
 
-#: What families call the layer that writes.
+#: Names of the output layer in the different families.
 _HEADS = ("lm_head", "embed_out", "output_layer")
-#: Tokens of the logits that TRL's chunked loss has at a time.
+#: Tokens per chunk of logits in TRL's chunked loss.
 CHUNKED_TOKENS = 256
-#: What a model does to its logits, or to what its head is given, that the chunked loss leaves out: keys of config.json,
-#: and the value with which nothing is done.
+#: Operations of a model on its logits, or on its head's input, that the chunked loss leaves out: keys of config.json,
+#: each with the value at which the operation does nothing.
 _SCALES: Mapping[str, float] = {"logits_scaling": 1, "lm_head_multiplier": 1, "logits_mup_width_multiplier": 1}
-#: Families that do so whatever their config.json says; whose head is more than one layer; that keep a key that the
-#: chunked loss applies, and they do not; or whose parts it cannot tell apart.
+#: Families that do so whatever their config.json says; whose head is more than one layer; that have a key which the
+#: chunked loss applies and they do not; or whose parts it cannot tell apart.
 _OWN_HEADS = frozenset(
     {
         "recurrent_gemma",
@@ -45,7 +45,7 @@ _OWN_HEADS = frozenset(
 
 
 def own_head(config: Mapping[str, Any]) -> str | None:
-    """What a model does on the way to its logits that the chunked loss does not know; `config` is its config.json."""
+    """Name a model's operation on its logits that the chunked loss leaves out, or None; `config` is its config.json."""
     for found in (config, config.get("text_config")):
         if not isinstance(found, Mapping):
             continue
@@ -60,9 +60,9 @@ def own_head(config: Mapping[str, Any]) -> str | None:
 def why_whole(
     spec: JobSpec, adapter_config: Mapping[str, Any] | None, config: Mapping[str, Any] | None = None
 ) -> str | None:
-    """The reason why the loss must see all logits at once; None where it need not.
+    """Return the reason why the loss must see all logits at once, or None if it need not.
 
-    `adapter_config` is peft's, of `adapter:`; `config` the model's config.json.
+    `adapter_config` is peft's config of `adapter:`; `config` is the model's config.json.
     """
     if spec.training.label_smoothing_factor:
         return "label_smoothing_factor"
@@ -75,20 +75,20 @@ def why_whole(
 
 
 def default_type(spec: JobSpec, *, has_gpu: bool, config: Mapping[str, Any] | None = None) -> str | None:
-    """What is taken where the spec names none; None leaves it to TRL, whose own saves a GPU's memory.
+    """Return the loss type for a spec that names none; None leaves it to TRL, whose default saves GPU memory.
 
-    From TRL 1.15 on that one is a Triton kernel, which a CPU cannot run.
+    From TRL 1.15 on that default is a Triton kernel, which a CPU cannot run.
     """
     return None if has_gpu and why_whole(spec, _adapter_config(spec), config) is None else "nll"
 
 
 def logits_bytes(num_tokens: int, vocabulary: int, size: int, *, is_chunked: bool) -> int:
-    """What logits take: as computed, in `size` bytes each, in float32 for the loss, and their gradient."""
+    """Return the bytes of logits: as computed, with `size` bytes each, in float32 for the loss, and their gradient."""
     return (min(num_tokens, CHUNKED_TOKENS) if is_chunked else num_tokens) * vocabulary * (size + 8)
 
 
 def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> None:
-    """Raises SpecError for a loss that the model or the adapter does not go with."""
+    """Raise SpecError for a loss that the model or the adapter does not support."""
     why = why_whole(spec, adapter.config if adapter else None, model.config)
     if spec.training.loss_type == "chunked_nll" and why:
         raise SpecError(
@@ -108,7 +108,7 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
 
 
 def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
-    """adapter_config.json of the adapter that the job goes on from."""
+    """Return adapter_config.json of the adapter that the job continues from, if any."""
     if spec.adapter is None:
         return None
     found = json.loads((Path(spec.adapter) / "adapter_config.json").read_bytes())
@@ -116,7 +116,7 @@ def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
 
 
 def _targets(wanted: Any) -> Iterator[str]:
-    """The names in peft's `target_modules`; of a regular expression, the heads' that fit."""
+    """Yield the names in peft's `target_modules`; for a regular expression, the names of heads that match it."""
     match wanted:
         case "all-linear" | None:  # peft leaves the head out
             return

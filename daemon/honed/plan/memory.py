@@ -2,11 +2,11 @@
 
     headers ──► the parameters as they will be loaded ──► weights (quantization state included)
     lora, or all of them ──► the trained parameters ──► adapter, gradients, optimizer
-    config, batch, length ──► activations ◄── images, videos and sounds of the rows that were looked at
+    config, batch, length ──► activations ◄── images, videos and sounds of the inspected rows
 
-Weights, adapter, gradients and optimizer are sums over tensors whose shapes are known, and within 5 % of what is held
-(tests/worker/test_memory_used.py). Activations are a model of what a forward pass keeps, and are rough. So a job is
-refused only where it cannot fit even if gradients and activations are never there at once.
+Weights, adapter, gradients and optimizer are sums over tensors of known shapes, within 5 % of the measured memory
+(tests/worker/test_memory_used.py). Activations are a rough model of what a forward pass keeps. So a job is refused only
+if it cannot fit even when gradients and activations are never held at the same time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from honed.spec.media import Kind
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 
-#: Parameters for one float32 of scale in an 8-bit optimizer's state; smaller tensors keep float32 states.
+#: Parameters per float32 scale in an 8-bit optimizer's state, and elements below which a tensor keeps float32 states.
 BLOCK_OPTIMIZER, MIN_8BIT_SIZE = 256, 4096
-#: Elements from which a paged optimizer lets a state be moved into the machine's memory.
+#: Elements from which a paged optimizer lets a state move to main memory.
 MIN_PAGED_SIZE = 100_000
-#: Rank to which GaLore and APOLLO project a matrix where optim_args does not say.
+#: Rank to which GaLore and APOLLO project a matrix unless optim_args gives one.
 PROJECTED_RANK = 128
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimates, in bytes."""
+    """Estimated memory of a job, in bytes."""
 
     weights_bytes: int  #: quantization state included
     adapter_bytes: int
@@ -48,13 +48,13 @@ class Memory:
     activation_bytes: int
     available_bytes: int  #: the device's whole memory, less the administrator's reserve
     batch_size: int
-    length: int  #: tokens of the longest row that is expected in a batch
-    num_media_tokens: int = 0  #: of a row, what is seen or heard
-    media: tuple[Kind, ...] = ()  #: what there is in the rows beside text
-    num_frames: int = 0  #: that are taken of the longest video in them
-    num_pixels: int = 0  #: of the largest image or frame, as far as more of them are more to the model; 0: unknown
-    tower_bytes: int = 0  #: of the activations, those of eyes and ears
-    paged_bytes: int = 0  #: of the optimizer's states, what the device may leave to the machine
+    length: int  #: tokens of the longest row expected in a batch
+    num_media_tokens: int = 0  #: of a row: tokens of images, videos and sounds
+    media: tuple[Kind, ...] = ()  #: kinds of media in the rows
+    num_frames: int = 0  #: taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame, up to where more no longer cost the model more; 0: unknown
+    tower_bytes: int = 0  #: part of the activations that vision and audio encoders take
+    paged_bytes: int = 0  #: part of the optimizer's states that the device may move to main memory
 
     @property
     def total_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def can_fit(self) -> bool:
-        """Whether it fits where gradients and activations are never whole at once, as without accumulation."""
+        """True if the job fits when gradients and activations are never whole at once, as without accumulation."""
         lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
         return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
 
@@ -91,12 +91,14 @@ def estimate(
     num_rows: int | None = None,
     rows: Sequence[Row] = (),
 ) -> Memory:
-    """What the job takes on a device. `num_row_tokens`: of the longest row without media that was looked at, if any
-    was; `rows`: those with media that were; `num_rows`: all that there are, where that is known: a batch has no more.
+    """Estimate the memory that the job takes on a device.
+
+    `num_row_tokens`: tokens of the longest inspected row without media, if there was one. `rows`: the inspected rows
+    with media. `num_rows`: the number of all rows, where known; a batch has no more.
     """
     loaded = parameter.parameters(model)
     available_bytes = max(0, device.total_bytes - reserve_bytes)
-    if spec.kind == "merge":  # goes from file to file, a module at a time
+    if spec.kind == "merge":  # a merge works from file to file, one module at a time
         largest = max(each.num_elements for each in loaded) if model.tensors else 0
         return Memory(3 * 4 * largest, adapter.num_bytes if adapter else 0, 0, 0, 0, available_bytes, 0, 0)
     learns = parameter.trained(spec, model, adapter)
@@ -115,7 +117,7 @@ def estimate(
     has_gradients = not re.search("lomo|layerwise", optim)
     extent = activation.extent(spec, model, num_row_tokens, rows)
     activation_bytes, tower_bytes = activation.num_bytes(spec, model, device, choices, loaded, extent, num_rows)
-    if _is_compensated(choices) and model.tensors:  # a weight and its gradient are widened while it is stepped
+    if _is_compensated(choices) and model.tensors:  # a step widens each weight and its gradient to float32
         activation_bytes = max(activation_bytes, 8 * max(map(math.prod, learns.shapes), default=0))
         if choices.save_dtype != choices.load_dtype:  # predictions are made with float32 weights, without gradients
             activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
@@ -138,15 +140,15 @@ def estimate(
 
 
 def _num_pixels(extent: Extent, rows: Sequence[Row], num_rows: int | None) -> int:
-    """The size of the largest picture of all: where not every one was looked at, no fewer than one is taken to have."""
+    """Return the pixels of the largest image, or 0 if unknown; at least ASSUMED_PIXELS if not all were inspected."""
     is_whole = num_rows is not None and sum(len(row.media) for row in rows) < NUM_OPENED
     return extent.num_pixels if is_whole or not extent.num_pixels else max(extent.num_pixels, ASSUMED_PIXELS)
 
 
 # --- Optimizer --------------------------------------------------------------------------------------------------------
 
-#: Optimizers by a pattern of their name: what each parameter's state is made of. `8bit` and `32bit` are bitsandbytes',
-#: which keep float32 whatever the parameter's dtype; `own` states have the parameter's dtype.
+#: Optimizers by a pattern of their name, and the states of each parameter. `8bit` and `32bit` are bitsandbytes', which
+#: keep float32 whatever the parameter's dtype; `own` states have the parameter's dtype.
 OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projected"], float], ...] = (
     (r"(paged_)?(adamw_8bit)|adamw_bnb_8bit", "8bit", 2),
     (r"(paged_)?ademamix_8bit", "8bit", 3),
@@ -167,8 +169,7 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
 
 
 def bytes_per_parameter(choices: Precision, optim: str) -> float:
-    """Bytes for each parameter of a large matrix in full fine-tuning: the weight, its gradient, and what the optimizer
-    keeps."""
+    """Return the bytes per parameter of a large matrix in full fine-tuning: weight, gradient and optimizer state."""
     size, shape = BITS[choices.load_dtype] // 8, (4096, 4096)
     state = _state_bytes(optim, shape, size, is_embedding=False, is_compensated=_is_compensated(choices))
     return 2 * size + state / math.prod(shape)
@@ -180,9 +181,12 @@ def _is_compensated(choices: Precision) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _state_bytes(name: str, shape: Shape, size: int, *, is_embedding: bool, is_compensated: bool) -> int:
-    """The optimizer's state for one trained tensor, whose elements have `size` bytes. Many tensors have one shape."""
+    """Return the bytes of the optimizer's state for one trained tensor, whose elements have `size` bytes.
+
+    Results are cached, as many tensors share a shape.
+    """
     number = math.prod(shape)
-    if is_compensated and size == 2:  # moments as for float32, and the remainders
+    if is_compensated and size == 2:  # moments as for float32, plus the remainders
         return _state_bytes(name, shape, 4, is_embedding=is_embedding, is_compensated=False) + 2 * number
     kind, num_states = next((kind, each) for pattern, kind, each in OPTIMIZERS if re.fullmatch(pattern, name))
     match kind:
@@ -195,4 +199,4 @@ def _state_bytes(name: str, shape: Shape, size: int, *, is_embedding: bool, is_c
         case "projected" if len(shape) > 1:
             return int(size * (num_states * PROJECTED_RANK * max(shape) + PROJECTED_RANK * min(shape)))
         case _:
-            return int(size * num_states * number) + (4 if num_states else 0)  # and its step, a float32
+            return int(size * num_states * number) + (4 if num_states else 0)  # plus the step, a float32

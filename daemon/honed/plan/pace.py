@@ -1,6 +1,6 @@
-"""The number of steps of a run, and the settings that do not fit that many; learning rates that few runs survive.
+"""The number of steps of a run, settings that do not suit that number, and learning rates that few runs survive.
 
-At the check the number of rows is known of small data sets alone, and is the most that there can be: rows are left out,
+When a job is checked, the number of rows is known for small data sets only. It is an upper bound: rows are skipped,
 held out and packed. The worker knows the steps.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from honed.plan import precision
 from honed.spec.spec import JobSpec
 
-#: Optimizers for whose learning rates the ranges below stand; others have scales of their own.
+#: Optimizers to whose learning rates the ranges below apply; others have different scales.
 _ADAM = re.compile(r"adam|lion|galore|apollo|stable")
-#: Learning rates beyond which hardly any run learns: of an adapter, and of whole weights.
+#: Learning rates (lowest, highest) outside which hardly any run learns: for an adapter, and for full fine-tuning.
 ADAPTER_RATES, FULL_RATES = (1e-6, 1e-2), (1e-8, 1e-3)
-#: Share of a run that may be warm-up without a word.
+#: Share of a run that may be warm-up without a warning.
 MAX_WARMUP = 0.5
 
 
 def num_steps(spec: JobSpec, num_rows: int | None) -> int | None:
-    """The most steps that a run can have with so many rows in its data sets; None where that is not known."""
+    """Return the largest number of steps of a run with so many rows in its data sets; None where it is unknown."""
     training = spec.training
     if training.max_steps > 0:
         return training.max_steps
@@ -35,7 +35,7 @@ def num_steps(spec: JobSpec, num_rows: int | None) -> int | None:
 
 
 def unfit(spec: JobSpec, steps: int, *, is_most: bool = False) -> Iterator[str]:
-    """What is said of settings that a run of so many steps, or at most so many, has no use for."""
+    """Yield warnings about settings that make no sense in a run of so many steps, or with `is_most` at most so many."""
     training, given = spec.training, spec.training.model_fields_set
     length = f"{'at most ' if is_most else ''}{steps:,} step{'s' if steps != 1 else ''}"
     if (warmup := training.warmup_steps) >= 1 and warmup > steps:
@@ -62,7 +62,7 @@ def unfit(spec: JobSpec, steps: int, *, is_most: bool = False) -> Iterator[str]:
 
 
 def rate(spec: JobSpec) -> Iterator[str]:
-    """What is said of a learning rate that is far from all usual ones."""
+    """Yield a warning about a learning rate that is far from all usual ones."""
     if spec.kind == "merge" or not _ADAM.search(spec.training.optim):
         return
     is_full, found = precision.is_full(spec), spec.training.learning_rate
@@ -78,7 +78,7 @@ def rate(spec: JobSpec) -> Iterator[str]:
 
 
 def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:
-    """All that is known at the check. `num_rows`: of the data sets that are trained on, where all were looked at."""
+    """Return all warnings known at the check. `num_rows`: rows of the training data sets, if all were inspected."""
     if spec.kind == "merge":
         return []
     steps = num_steps(spec, num_rows)

@@ -1,7 +1,7 @@
-"""Models that carry one row into the next where several are packed into one sequence, or a batch into one line.
+"""Models that leak one row into the next where rows are packed into one sequence, or a batch is flattened into one.
 
-What keeps packed rows apart are their positions, from which attention makes its mask. Nothing does where a layer hands
-a state on from token to token, nor where a model makes its mask without the positions. TRL warns, whatever the model.
+Packed rows are kept apart by their positions alone, from which attention makes its mask. This fails where a layer hands
+a state on from token to token, and where a model makes its mask without the positions. TRL warns, whatever the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from honed.spec.spec import JobSpec
 from honed.system import installed
 from honed.system.error import SpecError
 
-#: Layers that hand a state on: what transformers calls stateful, short convolutions, MiniMax's linear attention.
+#: Families with layers that hand a state on: those transformers calls stateful, short convolutions, and MiniMax's
+#: linear attention.
 RECURRENT = frozenset(
     {
         "bamba",
@@ -51,8 +52,8 @@ RECURRENT = frozenset(
         "zaya",
     }
 )
-#: Attention whose mask does not go by positions: in transformers 5.17 a change to the first of two packed rows changes
-#: what each of these writes for the second. Among them are those that count positions in three axes for images.
+#: Families whose attention mask ignores positions: in transformers 5.17 a change to the first of two packed rows
+#: changes the output for the second. Among them are those that count positions in three axes for images.
 UNMASKED = frozenset(
     {
         "afmoe",
@@ -106,15 +107,15 @@ UNMASKED = frozenset(
     }
 )
 
-#: What configs call their kinds of layers, and those among them that hand a state on.
+#: Config keys that list the kinds of layers, and a pattern of the kinds that hand a state on.
 _LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 _STATE = re.compile(r"mamba|linear|conv|recurr|ssm|rwkv|delta|hybrid")
 
 
 def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
-    """Raises SpecError where the job packs rows and the model would let them see each other."""
+    """Raise SpecError if the job packs rows and the model would let them see each other."""
     training = job_spec.training
-    # Rows that are put one after the other, and cut where a sequence is full, see each other in every model: so asked.
+    # Wrapped rows are concatenated, and cut where a sequence is full: they see each other in every model, as requested.
     asked = () if training.packing_strategy == "wrapped" else ("packing", "eval_packing")
     key = next((key for key in (*asked, "padding_free") if getattr(training, key)), None)
     if key is None or (why := leak(model.model_type, model.config)) is None:
@@ -127,7 +128,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
 
 
 def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
-    """The way in which packed rows reach each other in such a model; None where they do not, or nothing says so."""
+    """Return how packed rows reach each other in such a model; None where they do not, or the config does not tell."""
     types = [installed.MODEL_TYPE_ALIASES.get(each, each) for each in (model_type, *_nested_types(config))]
     if found := next((each for each in types if each in RECURRENT), None):
         return f"{found} has layers that hand a state on from token to token"
@@ -139,7 +140,7 @@ def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The config, and those of the language models in it."""
+    """Yield the config, and those of the language models in it."""
     yield config
     for key in ("thinker_config", "text_config", "llm_config"):
         if isinstance(inner := config.get(key), dict):

@@ -1,6 +1,7 @@
 """The parameters of a job, counted from a checkpoint's headers: as they will be loaded, and those that are trained.
 
-Sums over tensors whose shapes are known, and within 5 % of what is held (tests/worker/test_memory_used.py). No torch.
+The counts are sums over tensors of known shapes, within 5 % of the measured memory (tests/worker/test_memory_used.py).
+No torch.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from honed.plan.precision import Precision
 from honed.spec.spec import JobSpec, LoraSpec
 
 Shape = tuple[int, ...]
-#: `linear` and `head` are nn.Linear or GPT-2's Conv1D; of these bitsandbytes quantizes the first alone. `experts` are
-#: the stacked weights that transformers 5 makes of a mixture's experts, and `router` chooses among them: parameters of
-#: their own, which bitsandbytes leaves as they are.
+#: `linear` and `head` are nn.Linear or GPT-2's Conv1D; bitsandbytes quantizes `linear` alone. `experts` are the stacked
+#: weights that transformers 5 makes of a mixture's experts, and `router` chooses among them: both are bare parameters,
+#: which bitsandbytes does not quantize.
 Role = Literal["linear", "head", "embedding", "experts", "router", "other"]
 
-#: Bytes of a bitsandbytes 4-bit weight beside its packed values, with the double quantization that the worker asks
-#: for: one byte of scale a block of 64, a float32 for each 256 of those, two tables of float32 and an offset.
+#: Bytes of a bitsandbytes 4-bit weight beside its packed values, with the double quantization that the worker sets: one
+#: byte of scale per block of 64, a float32 for each 256 of those, two tables of float32 and an offset.
 BLOCK_4BIT, NESTED_BLOCK_4BIT, TABLES_4BIT = 64, 256, 4 * (16 + 256 + 1)
 #: Families whose linear layers are Conv1D, stored as (in, out).
 CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-#: Families whose experts peft adapts although they are no linear layers, by their names in older checkpoints: a list,
-#: a regular expression or all-linear that meets these names means the stacked weights.
+#: Families whose experts peft adapts although they are no linear layers, with the experts' names in older checkpoints.
+#: A list, a regular expression or all-linear that matches these names applies to the stacked weights.
 EXPERT_NAMES: dict[str, dict[str, str]] = {
     **{
         family: {"gate": "router", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
@@ -66,7 +67,7 @@ _EMBEDDING = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|position_embeddings|[^.
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<number>\d+)\.(?P<leaf>w[123]|(gate|up|down)_proj)\.weight")
 _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r".*\.(block_sparse_moe|mlp|moe|feed_forward)\.gate\.weight")
-#: Masks and frequencies that older checkpoints carry and transformers passes over.
+#: Masks and frequencies that older checkpoints contain and transformers ignores.
 _BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
@@ -75,10 +76,10 @@ _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 class Parameter:
     """One parameter as it will be loaded."""
 
-    name: str  #: as in the checkpoint, or of the stacked weight that experts become
+    name: str  #: as in the checkpoint, or that of the stacked weight that experts become
     shape: Shape
     role: Role
-    stored_bytes: int | None = None  #: of a quantized checkpoint's, which are held as they are stored
+    stored_bytes: int | None = None  #: in a quantized checkpoint, whose weights stay as they are stored
     is_transposed: bool = False  #: Conv1D: (in, out)
 
     @property
@@ -96,11 +97,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Trained:
-    """The shapes of all that is trained."""
+    """Shapes of all trained tensors."""
 
-    added: tuple[Shape, ...]  #: by peft: low-rank matrices, magnitudes, whole copies of modules_to_save
-    own: tuple[Shape, ...]  #: the model's own: all in full fine-tuning, else the biases that are trained along
-    embeddings: frozenset[int] = frozenset()  #: places among `shapes` whose states 8-bit optimizers keep in 32 bits
+    added: tuple[Shape, ...]  #: by peft: low-rank matrices, magnitudes, full copies of modules_to_save
+    own: tuple[Shape, ...]  #: the model's own: all in full fine-tuning, else the biases that lora.bias trains
+    embeddings: frozenset[int] = frozenset()  #: indices into `shapes` whose states 8-bit optimizers keep in 32 bits
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -119,7 +120,8 @@ class Trained:
 
 
 def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
-    """What the checkpoint's tensors become once loaded; one nameless parameter for pickled weights."""
+    """Return the parameters that the checkpoint's tensors become once loaded; one without a name for pickled
+    weights."""
     if not model.tensors:
         return (Parameter("", (model.num_parameters,), "other"),)
     tensors = {
@@ -183,7 +185,10 @@ def _role(tensor: Tensor, model: BaseModelInfo) -> Role:
 
 
 def _unpacked(tensor: Tensor, model: BaseModelInfo) -> Shape:
-    """The shape of a weight that bitsandbytes stores as a column of bytes, two weights each: one side is known."""
+    """Return the shape of a weight that bitsandbytes stores as a column of bytes, two weights each.
+
+    One side is known, the hidden size; a weight that it does not divide stays flat.
+    """
     widths = sizes(model.config)
     if tensor.dtype != "uint8" or model.quantization != "4bit" or widths is None:
         return tensor.shape
@@ -192,7 +197,7 @@ def _unpacked(tensor: Tensor, model: BaseModelInfo) -> Shape:
 
 
 def _stacked(name: str, members: list[tuple[str, Tensor]], model: BaseModelInfo, state: dict[str, int]) -> Parameter:
-    """One weight for all experts of a layer: (experts, out, in), with gate above up."""
+    """Return one weight for all experts of a layer: (experts, out, in), with gate above up."""
     num_experts = len({number for number, _ in members})
     number = sum(tensor.num_elements for _, tensor in members)
     num_inputs = members[0][1].shape[-1]
@@ -212,7 +217,7 @@ def _parameter_bytes(parameter: Parameter, quantization: str, size: int) -> int:
     number = parameter.num_elements
     if parameter.stored_bytes is not None:
         return parameter.stored_bytes
-    # The worker leaves eyes and ears as they are.
+    # The worker does not quantize vision and audio encoders.
     if quantization == "none" or parameter.role != "linear" or modality.part(parameter.module) != "language":
         return number * size
     if quantization == "8bit":
@@ -226,17 +231,17 @@ def _parameter_bytes(parameter: Parameter, quantization: str, size: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a config says of a model's widths."""
+    """A model's widths, as its config gives them."""
 
     hidden: int
     layers: int
     heads: int
     vocabulary: int
-    mlp: int  #: width, of all experts that see one token together
+    mlp: int  #: width, summed over the experts that see one token
 
 
 def sizes(config: dict[str, Any]) -> Sizes | None:
-    """None where the config tells nothing, under the names that families give them."""
+    """Return the widths that a config gives, under any family's names; None where some are missing."""
     for inner in ("thinker_config", "text_config"):
         config = nested if isinstance(nested := config.get(inner), dict) else config
 
@@ -256,7 +261,7 @@ def sizes(config: dict[str, Any]) -> Sizes | None:
 
 
 def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = None) -> Trained:
-    """All that has a gradient."""
+    """Return the shapes of all tensors that have a gradient."""
     if adapter is not None:
         shapes = tuple(tensor.shape for tensor in adapter.tensors)
         return Trained(shapes or ((adapter.num_parameters,),), ())
@@ -269,7 +274,7 @@ def trained(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None = N
 
 
 def _lora(lora: LoraSpec, loaded: tuple[Parameter, ...], inside: tuple[Parameter, ...], model_type: str) -> Trained:
-    """What peft adds for a LoraConfig; `inside` are the parts of the model that get an adapter."""
+    """Return the shapes trained for a LoraConfig; `inside` are the parameters in the parts that get an adapter."""
     saved = _saved(lora, loaded)
     names = EXPERT_NAMES.get(model_type, {})
     through_experts = experts_targeted(lora, loaded, names)
@@ -296,7 +301,7 @@ def _num_inputs(parameter: Parameter) -> int:
 
 
 def _with_tied_head(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
-    """The parameters, and a head of the embedding's shape where the checkpoint stores them as one."""
+    """Yield the parameters, and a head of the embedding's shape where the checkpoint stores them as one."""
     yield from loaded
     if not any(parameter.role == "head" for parameter in loaded):
         embedding = max(
@@ -307,7 +312,7 @@ def _with_tied_head(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
 
 
 def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> bool:
-    """peft's own matching: `all-linear`, a regular expression for the whole name, or the ends of names."""
+    """Match a name as peft does: `all-linear`, a regular expression for the whole name, or the ends of names."""
     module = parameter.module
     if parameter.role not in ("linear", "head", "embedding") or not parameter.name.endswith(".weight"):
         return False
@@ -315,7 +320,7 @@ def _is_target(lora: LoraSpec, parameter: Parameter, expert_names: set[str]) -> 
         return False
     leaf = module.rpartition(".")[2]
     if leaf in expert_names and not isinstance(lora.target_modules, list):
-        return False  # peft resolves these to the ends of names, and gives those to the experts
+        return False  # peft resolves these to the ends of names, and applies them to the experts
     if isinstance(lora.target_modules, list) and expert_names & {leaf} & set(lora.target_modules):
         return False
     if lora.target_modules == "all-linear":
@@ -344,7 +349,7 @@ def _rank(lora: LoraSpec, parameter: Parameter) -> int:
 
 
 def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[str, str]) -> set[str]:
-    """Those of router, gate_up_proj and down_proj that get an adapter."""
+    """Return the names among router, gate_up_proj and down_proj that get an adapter."""
     targets = lora.target_modules
     if targets == "all-linear":
         return set(names.values())
@@ -355,7 +360,7 @@ def experts_targeted(lora: LoraSpec, loaded: tuple[Parameter, ...], names: dict[
 
 
 def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list[Shape]:
-    """peft stacks the experts' matrices; gate and up have one of twice the rank."""
+    """Return the shapes of the adapter that peft stacks for the experts; gate and up share one of twice the rank."""
     if parameter.role == "router":
         return [(rank, parameter.shape[1]), (parameter.shape[0], rank)] if "router" in targeted else []
     leaf = parameter.name.rpartition(".")[2]
@@ -367,7 +372,7 @@ def _expert_adapter(parameter: Parameter, rank: int, targeted: set[str]) -> list
 
 
 def _saved(lora: LoraSpec, loaded: tuple[Parameter, ...]) -> dict[str, Parameter]:
-    """modules_to_save: peft goes by the ends of modules' names, and copies all that is below."""
+    """Return the parameters in modules_to_save: peft matches the ends of module names, and copies everything below."""
 
     def is_saved(parameter: Parameter) -> bool:
         parts = parameter.module.split(".")

@@ -1,6 +1,6 @@
-"""The plan: what will be done with a job, and why, decided before any model is loaded.
+"""The plan: backend, precision and memory of a job, with reasons, decided before any model is loaded.
 
-Backend, precision and an estimate of memory, in the shape that `honectl plan --json` prints and plan.json keeps.
+`honectl plan --json` prints it and plan.json keeps it, in the same shape.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from honed.system.device import Device
 from honed.system.error import BackendError
 from honed.system.installed import Installed, known_model_types
 
-#: In what a merged checkpoint may be stored.
+#: Dtypes in which a merged checkpoint may be stored.
 MERGED_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What loads the model, and why."""
+    """The library that loads the model, and why."""
 
     name: str
     reasons: tuple[str, ...]
@@ -37,7 +37,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Loss:
-    """The way in which the loss is computed, and why."""
+    """The type of loss, and why."""
 
     type: str | None  #: SFTConfig's `loss_type`; None leaves it to the backend
     reasons: tuple[str, ...] = ()
@@ -45,11 +45,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class Step:
-    """One rung of full fine-tuning, as it was looked at on the way down."""
+    """One rung of full fine-tuning, as considered on the way down."""
 
     master_weights: str
     optim: str
-    bytes_per_parameter: float  #: weight, gradient and what the optimizer keeps; activations are beside them
+    bytes_per_parameter: float  #: weight, gradient and optimizer state, without activations
     total_bytes: int  #: of the whole job
     fits: bool
     is_chosen: bool
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was decided."""
+    """All decisions about a job."""
 
     backend: Backend
     precision: Precision
@@ -70,12 +70,12 @@ class Plan:
     num_trained: int  #: parameters
     loss: Loss
     warnings: tuple[str, ...]
-    rows_template: Path | None = None  #: what rows are rendered by, where that is not the base's chat template
+    rows_template: Path | None = None  #: template that renders rows, if it is not the base's chat template
     rungs: tuple[Step, ...] = ()  #: of full fine-tuning
 
     @property
     def num_passed(self) -> int:
-        """The better rungs that did not fit."""
+        """Number of better rungs that did not fit."""
         return next((place for place, each in enumerate(self.rungs) if each.is_chosen), 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Plan:
             "device": self.device.as_dict(),
             "training_chat_template": None if self.rows_template is None else str(self.rows_template),
             "warnings": list(self.warnings),
-            # Rows that say the same are kept on one side of eval_split. A plan from before it has no such word.
+            # Rows of the same meaning stay on one side of eval_split. Plans from before that rule lack this key.
             "splits_by_meaning": True,
         }
 
@@ -121,11 +121,11 @@ def make(
     pinned: Rung | None = None,
     adapter_dtype: str | None = None,
 ) -> Plan:
-    """The plan for a job on a device. Raises what `precision.decide` raises, and BackendError.
+    """Plan a job on a device. Raises what `precision.decide` raises, and BackendError.
 
-    `num_row_tokens` is the length of the longest row without media that was looked at, `rows` are those with media,
-    and `num_rows` is how many there are in all. `pinned` and `adapter_dtype` are the rung and
-    the adapter's dtype that an earlier plan of the job has chosen.
+    `num_row_tokens` is the length of the longest inspected row without media, `rows` are the inspected rows with media,
+    and `num_rows` is the number of all rows. `pinned` and `adapter_dtype` are the rung and the adapter's dtype that an
+    earlier plan of the job chose.
     """
     if spec.kind == "merge":
         return _merge(spec, model, device, reserve_bytes=config.device.reserve_bytes, adapter=adapter)
@@ -162,7 +162,7 @@ def make(
 
 
 def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple[Precision, Memory, tuple[Step, ...]]:
-    """The first rung that fits, or the smallest; and all of them, for who wants to know why."""
+    """Choose the first rung that fits, or else the smallest; also return all rungs, to explain the choice."""
     chosen = next((place for place, (_, needed) in enumerate(looked) if needed.fits), len(looked) - 1)
     steps = tuple(
         Step(
@@ -190,7 +190,7 @@ def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple
 def _merge(
     spec: JobSpec, model: BaseModelInfo, device: Device, *, reserve_bytes: int, adapter: AdapterInfo | None
 ) -> Plan:
-    """The precision of a merge, that of every parameter. Nothing is computed but sums of weights, in float32, on the
+    """Plan a merge, with one precision for every parameter. Only sums of weights are computed: in float32, on the
     CPU."""
     stored = model.stored_dtype if model.stored_dtype in MERGED_DTYPES else "float32"
     reasons = {
@@ -216,7 +216,8 @@ def _merge(
 def choose_backend(
     spec: JobSpec, model: BaseModelInfo, choices: Precision, device: Device, installed: Installed
 ) -> Backend:
-    """Unsloth where it is faster and changes nothing; by name, wherever it does what is planned, else BackendError."""
+    """Choose Unsloth where it is faster and changes nothing; by name, where it does what is planned, else
+    BackendError."""
     obstacle = _unsloth_obstacle(spec, model, choices, device, installed)
     match spec.backend:
         case "transformers":
@@ -240,7 +241,7 @@ def choose_backend(
 def _unsloth_obstacle(
     spec: JobSpec, model: BaseModelInfo, choices: Precision, device: Device, installed: Installed
 ) -> str:
-    """The reason why Unsloth cannot do what is planned, or would silently do something else; empty where it can."""
+    """Return the reason why Unsloth cannot do what is planned, or would silently deviate; empty where it can."""
     if not (installed.has("unsloth") and installed.has("unsloth_zoo")):
         return "Unsloth is not installed here"
     if device.kind == "mps":
@@ -265,14 +266,14 @@ def _unsloth_obstacle(
     return _unsloth_changes(spec, model, choices) if device.kind == "cuda" else ""
 
 
-#: Families that Unsloth 2026.10 has models of its own for, which train no module whole but these and norms; a test
-#: holds both against its code.
+#: Families for which Unsloth 2026.10 has its own models, and the modules that these train whole, beside norms; a test
+#: compares both with its code.
 UNSLOTH_FAMILIES = frozenset({"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"})
 UNSLOTH_SAVED = frozenset({"embed_tokens", "lm_head"})
 
 
 def _unsloth_changes(spec: JobSpec, model: BaseModelInfo, choices: Precision) -> str:
-    """What Unsloth would do otherwise on a GPU, behind the plan and mostly without a word. See docs/gpu.md."""
+    """Return how Unsloth would deviate from the plan on a GPU, mostly without a log line; else "". See docs/gpu.md."""
     is_float32 = choices.load_dtype == "float32"
     if is_float32 and not (choices.bf16 or choices.fp16):
         return "Unsloth computes float32 models in half precision, under autocast"
@@ -294,7 +295,7 @@ def _unsloth_changes(spec: JobSpec, model: BaseModelInfo, choices: Precision) ->
 
 
 def choose_loss(spec: JobSpec, model: BaseModelInfo, device: Device, adapter: AdapterInfo | None) -> Loss:
-    """The job's, else the plain one where the one that goes in chunks would be another, else the backend's own."""
+    """Choose the job's loss, else plain where chunks would change the loss or save nothing, else the backend's own."""
     if spec.training.loss_type is not None:
         return Loss(spec.training.loss_type, ("as the job asks",))
     if why := loss.why_whole(spec, adapter.config if adapter else None, model.config):

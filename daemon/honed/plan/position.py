@@ -1,6 +1,6 @@
-"""The number of positions of a model, where it looks them up in a table: past its end there is no number to take.
+"""The number of positions of a model, which limits its rows if it looks positions up in a table.
 
-Models that turn by the position (RoPE) have no such table: they go on, and worse than they were trained to.
+Models with rotary positions (RoPE) have no such table: they accept longer rows, with worse results.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _KEYS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> list[str]:
-    """What to tell of rows that may be longer than the model has positions. `num_row_tokens`: about the longest that
-    was looked at, from its bytes; the worker counts. Raises SpecError where packing makes them too long for sure.
+    """Return warnings about rows that may be longer than the model has positions.
+
+    `num_row_tokens`: about the length of the longest inspected row, estimated from its bytes; the worker counts. Raises
+    SpecError where packing certainly makes rows longer than the model's table of positions.
     """
     limit, cut_at = positions(model.config), spec.training.max_length
     if limit is None or (cut_at is not None and cut_at <= limit):
         return []
-    # Rows that are packed one after the other fill max_length, however short they are.
+    # Wrapped packing fills max_length, however short the rows are.
     fills = spec.training.packing and spec.training.packing_strategy == "wrapped"
     longest = cut_at if fills else num_row_tokens
     if longest is None or longest <= limit:
@@ -48,7 +50,7 @@ def check(spec: JobSpec, model: BaseModelInfo, num_row_tokens: int | None) -> li
 
 
 def check_rows(spec: JobSpec, model_type: str, config: Mapping[str, Any], longest: int) -> None:
-    """The same of rows whose tokens are counted. Raises DatasetError."""
+    """Raise DatasetError if the longest row, in counted tokens, exceeds the model's table of positions."""
     limit = positions(config)
     longest = min(longest, spec.training.max_length or longest)  # a packing that splits rows does so later
     if model_type in TABLED and limit is not None and longest > limit:
@@ -60,7 +62,7 @@ def check_rows(spec: JobSpec, model_type: str, config: Mapping[str, Any], longes
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """The language model's positions, as config.json has them."""
+    """Return the number of the language model's positions, as config.json gives it."""
     inner = config.get("thinker_config") or config
     inner = inner.get("text_config") or inner if isinstance(inner, dict) else config
     found = [inner.get(key) for key in _KEYS] if isinstance(inner, dict) else []

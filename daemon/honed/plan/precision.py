@@ -3,8 +3,8 @@
     load dtype ──► the trainer's bf16/fp16 ──► the adapter's dtype
         └──► bitsandbytes' compute dtype (the same) and the attention implementation
 
-Every choice carries its reason. What was asked for by name and cannot be is refused, never replaced in silence; what
-`auto` stands for is chosen here. tests/unit/plan/test_precision.py tells the failure that each rule prevents.
+Every choice carries its reason. A request by name that cannot be met is refused, never silently replaced; `auto` is
+resolved here. tests/unit/plan/test_precision.py names the failure that each rule prevents.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from honed.system.error import ModelError, SpecError
 
 #: bfloat16 in hardware begins with Ampere, and so does FlashAttention 2.
 BFLOAT16_CAPABILITY = (8, 0)
-#: LLM.int8() multiplies on the int8 tensor cores that Turing brought. On a V100 the loss is silently 0.0
-#: (bitsandbytes#343), and its authors' word is that 8-bit is not supported there and 4-bit is (bitsandbytes#529).
+#: LLM.int8() multiplies on the int8 tensor cores that Turing introduced. On a V100 the loss is silently 0.0
+#: (bitsandbytes#343), and its authors say that it supports 4-bit but not 8-bit (bitsandbytes#529).
 INT8_CAPABILITY = (7, 5)
-#: Families, by the beginning of their model_type, that leave float16's range (65504): some in their activations, so
-#: that the loss is not a number, some in the backward pass alone, so that the gradient is not and steps are skipped.
+#: Families, by the beginning of their model_type, that exceed float16's range (65504): some in their activations, so
+#: that the loss is not a number, others in the backward pass alone, so that gradients are not and steps are skipped.
 OVERFLOWS_FLOAT16 = (
     *("gemma", "embedding_gemma", "recurrent_gemma", "shieldgemma", "vaultgemma"),
     *("t5", "mt5", "umt5", "longt5"),
@@ -37,7 +37,7 @@ EAGER_ONLY = {
     "gpt_oss": "gpt_oss has attention sinks, which sdpa does not know",
     "mimo_v2_flash": "mimo_v2_flash has attention sinks, which sdpa does not know",
 }
-#: Architectures that transformers has no scaled_dot_product_attention for; a test holds the list.
+#: Architectures without scaled_dot_product_attention in transformers; a test checks the list.
 NO_SDPA = frozenset(
     {
         "big_bird",
@@ -75,7 +75,7 @@ NO_SDPA = frozenset(
         "xlstm",
     }
 )
-#: For each quantization, why bitsandbytes computes as it does.
+#: The reason for bitsandbytes' compute dtype, for each quantization.
 COMPUTE_REASONS = {
     "none": "nothing is quantized",
     "4bit": "bitsandbytes computes in the dtype that the rest is loaded in: two dtypes would meet in one product",
@@ -86,7 +86,7 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Precision:
-    """Every choice; dtypes in torch's words. The invariants are those of `_check`."""
+    """All precision choices; dtypes by torch's names. `_check` asserts the invariants."""
 
     load_dtype: str  #: handed to from_pretrained
     compute_dtype: str | None  #: bitsandbytes'; None without quantization
@@ -97,14 +97,14 @@ class Precision:
     attn_implementation: str
     reasons: dict[str, str]  #: why, for each of these fields
     warnings: tuple[str, ...] = ()
-    #: Of full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
+    #: In full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
     master_weights: str | None = None
-    optim: str | None = None  #: what the plan has chosen to step the weights; None: what the job says
-    save_dtype: str | None = None  #: of a full fine-tuning's output; None: as it was trained
+    optim: str | None = None  #: the optimizer that the plan chose; None: the job's
+    save_dtype: str | None = None  #: of a full fine-tuning's output; None: as trained
 
     def as_dict(self) -> dict[str, Any]:
         choices = asdict(self)
-        del choices["warnings"]  # they stand with the plan's others
+        del choices["warnings"]  # they are listed with the plan's other warnings
         return choices
 
 
@@ -124,10 +124,10 @@ def decide(
     rung: Rung | None = None,
     adapter_dtype: str | None = None,
 ) -> Precision:
-    """All of a job's precision. Raises SpecError or ModelError where what was asked for cannot be had here.
+    """Decide all of a job's precision. Raises SpecError or ModelError where a request cannot be met here.
 
-    `rung`: of full fine-tuning, the way to keep the weights; by default the best that the job may be trained on.
-    `adapter_dtype`: the one that an earlier plan of the job has chosen.
+    `rung`: how full fine-tuning keeps the weights; by default the best that the job may be trained on.
+    `adapter_dtype`: the one that an earlier plan of the job chose.
     """
     quantization = _quantization(spec, model, device)
     if is_full(spec) and rung is None:
@@ -180,7 +180,7 @@ def decide(
 
 
 def _check(precision: Precision, device: Device) -> None:
-    """What must hold whatever was asked; a failure here is a bug of ours."""
+    """Assert the invariants of every precision; a failure here is a bug in honed."""
     assert not (precision.bf16 and precision.fp16)
     assert not (precision.load_dtype == "bfloat16" and precision.fp16)
     assert not (precision.load_dtype == "float16" and precision.bf16)
@@ -198,7 +198,7 @@ def _check(precision: Precision, device: Device) -> None:
 
 
 def is_full(spec: JobSpec) -> bool:
-    """Whether every parameter is trained: no new adapter, and none to go on from."""
+    """Return True for full fine-tuning: no new adapter, and none to continue from."""
     return spec.lora is None and not spec.adapter
 
 
@@ -212,16 +212,16 @@ PART_KEYS: dict[Part, str] = {
 
 
 def trained_parts(spec: JobSpec) -> frozenset[Part]:
-    """The parts of a model that are trained: without `lora` by themselves, by default the language model."""
+    """Return the parts of a model that are trained, with `lora` through adapters; by default the language model."""
     if spec.lora is None:
         return frozenset(spec.train_parts)
     return frozenset(part for part, key in PART_KEYS.items() if getattr(spec.lora, key))
 
 
 def can_bfloat16(device: Device) -> bool:
-    """A CPU computes in bfloat16, if slowly; an Apple GPU from macOS 14 on; an NVIDIA GPU from Ampere on.
+    """Return True if the device computes in bfloat16: any CPU (slowly), Apple from macOS 14, NVIDIA from Ampere on.
 
-    torch.cuda.is_bf16_supported() is no help: it says yes on a T4, which emulates.
+    torch.cuda.is_bf16_supported() is no help: it returns True on a T4, which emulates bfloat16.
     """
     if device.kind == "mps":
         return device.has_bfloat16
@@ -237,7 +237,7 @@ def overflows_float16(model: BaseModelInfo) -> bool:
 
 
 def _families(model: BaseModelInfo) -> tuple[str, ...]:
-    """The model's own type, and that of the language model in it: PaliGemma has Gemma's numbers."""
+    """Return the model's own type and that of the language model in it: PaliGemma has Gemma's range of numbers."""
     text = model.config.get("text_config")
     inner = text.get("model_type") if isinstance(text, dict) else None
     return (model.model_type, inner) if isinstance(inner, str) else (model.model_type,)
@@ -329,7 +329,7 @@ def _load_dtype(
 
 
 def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
-    """A frozen base on a device that has no bfloat16."""
+    """Choose the dtype of a frozen base on a device without bfloat16."""
     why = f"stored in {stored}; {_device_words(device)} has no bfloat16"
     if overflows_float16(model):
         return _Choice("float32", f"{why}, and {model.model_type} is known to overflow in float16")
@@ -337,9 +337,10 @@ def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Cho
 
 
 def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbytes: bool = False) -> tuple[Rung, ...]:
-    """The ways to keep the weights of a full fine-tuning here, the best first. Raises SpecError where there is none.
+    """Return the ways to keep the weights in full fine-tuning here, the best first. Raises SpecError if there is none.
 
-    float16 weights are none: their gradients cannot be unscaled.
+    Raises ModelError for a quantized checkpoint. float16 weights are never among the ways: their gradients cannot be
+    unscaled.
     """
     if model.quantization is not None:
         raise ModelError(
@@ -368,7 +369,7 @@ def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbyt
 
 
 def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung) -> _Choice:
-    """The weights' dtype in full fine-tuning."""
+    """Choose the weights' dtype in full fine-tuning."""
     stored = model.stored_dtype
     if rung.master_weights == "float32":
         what = "full fine-tuning keeps float32 weights: half precision would round small updates away"
@@ -389,7 +390,7 @@ def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung)
 
 
 def _kept(spec: JobSpec, model: BaseModelInfo, rung: Rung | None) -> tuple[_Choice, _Choice, _Choice]:
-    """The way in which full fine-tuning keeps the weights, the optimizer, and the dtype of the output."""
+    """Choose how full fine-tuning keeps the weights, the optimizer, and the dtype of the output."""
     is_asked = "optim" in spec.training.model_fields_set
     if rung is None:
         optim_reason = "as the job asks" if is_asked else "the default of training.optim"
@@ -452,7 +453,7 @@ def _flag(spec: JobSpec, model: BaseModelInfo, device: Device, load_dtype: str) 
 
 
 def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choice:
-    """Float32 weights under autocast: bfloat16 where the checkpoint's numbers are of its range, or float32's."""
+    """Choose autocast for float32 weights: bfloat16 where the checkpoint's numbers have its range, or float32's."""
     wants_float16 = spec.dtype == "float16" or (spec.dtype == "auto" and model.stored_dtype == "float16")
     fragile = overflows_float16(model)
     if device.kind == "mps":
@@ -471,12 +472,12 @@ def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choi
 
 
 def _no_float16(spec: JobSpec, why: str) -> str:
-    """A warning where a job asks for float16 and is not computed in it."""
+    """Return a warning where a job asks for float16 and is not computed in it; else an empty string."""
     return f"dtype: float16: {why}" if spec.dtype == "float16" else ""
 
 
 def _adapter_dtype(spec: JobSpec, load_dtype: str, pinned: str | None) -> _Choice:
-    """The dtype of what is trained beside a frozen base: float32, whatever the base is loaded or quantized in."""
+    """Choose the dtype of what is trained beside a frozen base: float32 by default, whatever the dtype of the base."""
     if is_full(spec):
         return _Choice("", "full fine-tuning: there is no adapter")
     if spec.adapter_dtype == "bfloat16":

@@ -1,4 +1,4 @@
-"""A job that cannot fit in a device's memory, and the smallest changes with which it would."""
+"""The smallest changes with which a job that cannot fit in a device's memory would fit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from honed.spec.spec import JobSpec, LoraSpec
 from honed.system.device import Device
 from honed.system.error import HonedError, MemoryShortError
 
-#: A change of a job, in the job file's words.
+#: A change of a job, in the job file's words, and the changed job.
 Change = tuple[str, JobSpec]
 
 
 def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[[JobSpec], Memory]) -> None:
-    """Raises MemoryShortError for a job that can never fit: the sum, its parts, and what would fit instead.
+    """Raise MemoryShortError for a job that can never fit: the sum, its parts, and changes that would make it fit.
 
-    `estimate_for` estimates a changed job; nothing is proposed that it does not find to fit.
+    `estimate_for` estimates a changed job; only changes that fit by its estimate are proposed.
     """
     if memory.can_fit:
         return
@@ -42,7 +42,7 @@ def check(spec: JobSpec, memory: Memory, device: Device, estimate_for: Callable[
 
 
 def _edits(spec: Section, changed: Section, home: str = "") -> dict[str, Any]:
-    """What turns one spec into the other, as HonedError.fix has it."""
+    """Return the edits that turn one spec into the other, in the form of HonedError.fix."""
     found: dict[str, Any] = {}
     for key in type(spec).model_fields:
         before, after = getattr(spec, key), getattr(changed, key)
@@ -72,9 +72,10 @@ def remedies(
     media: tuple[str, ...] = (),
     num_frames: int = 0,
 ) -> Iterator[Change]:
-    """Up to three of the smallest changes that make a job fit: single ones, else the shortest chains of them.
+    """Yield up to three of the smallest changes that make a job fit: single ones, else up to two of the shortest
+    chains.
 
-    `media`: what there is in the rows beside text; `num_frames`: those that are taken of the longest video.
+    `media`: the kinds of media in the rows; `num_frames`: the number of frames taken of the longest video.
     """
     small = _small(media, num_frames)
 
@@ -140,7 +141,7 @@ def _chunked_loss(spec: JobSpec, device: Device) -> Iterator[Change]:
 
 
 def _smaller_batch(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """The largest first; accumulation keeps the product."""
+    """Yield smaller batches, the largest first, with more accumulation to keep the product."""
     size, accumulated = spec.training.per_device_train_batch_size, spec.training.gradient_accumulation_steps
     for smaller in range(size - 1, 0, -1):
         if size * accumulated % smaller == 0:
@@ -154,7 +155,7 @@ def _smaller_batch(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 
 def _shorter(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """Halves, down to 256 tokens."""
+    """Yield halved lengths until one is at most 256 tokens."""
     length = spec.training.max_length or 2 * UNCUT_LENGTH
     while length > 256:
         length //= 2
@@ -162,14 +163,14 @@ def _shorter(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 
 def _fewer_frames(number: int, spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """Of each video, the largest number first."""
+    """Yield smaller numbers of frames per video, the largest first."""
     for fewer in (number * 3 // 4, number // 2, number // 4):
         if 2 <= fewer < number:
             yield f"media: {{num_frames: {fewer}}}", _changed_media(spec, num_frames=fewer)
 
 
 def _smaller_images(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """The longest edge, in the steps in which people give it."""
+    """Yield smaller limits of the longest edge, in the usual steps."""
     for edge in (1024, 768, 512, 384, 256):
         if spec.media.max_image_size is None or edge < spec.media.max_image_size:
             yield f"media: {{max_image_size: {edge}}}", _changed_media(spec, max_image_size=edge)
@@ -203,9 +204,9 @@ Way = Callable[[JobSpec, Device], Iterator[Change]]
 
 
 def _small(media: tuple[str, ...], num_frames: int) -> tuple[Way, ...]:
-    """Ways to need less, from the change that alters the result least.
+    """Return the ways to need less memory, from the change that alters the result least.
 
-    Rows with media are not to be cut: those that are too long for their images would be left out.
+    Rows with media are not to be shortened: those that are too long for their images would be skipped.
     """
     seen: tuple[Way, ...] = (partial(_fewer_frames, num_frames),) if "video" in media else ()
     seen += (_smaller_images,) if {"video", "image"} & set(media) else ()

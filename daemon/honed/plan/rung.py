@@ -1,4 +1,4 @@
-"""The rungs of full fine-tuning: how the weights are kept and what steps them, from the best to the smallest.
+"""The rungs of full fine-tuning: ways to keep the weights and optimizers to step them, from the best to the smallest.
 
     master_weights   weights           optimizer      bytes a parameter (weight, gradient, states)
     float32          float32           AdamW          4 + 4 + 8   = 16
@@ -6,9 +6,9 @@
     compensated      bfloat16 + rest   8-bit AdamW    2 + 2 + 2+2 =  8   float32, half of it beside the weight
     none             bfloat16          8-bit AdamW    2 + 2 + 2   =  6   updates that are too small are lost
 
-Float32 weights are computed with in half precision under autocast, which copies each matrix for the length of a pass
+Autocast computes with float32 weights in half precision, and copies each matrix for the length of a pass
 (activation.py counts that). A job takes the first rung that fits into its device's whole memory, or the one it names,
-and keeps it for its life: plan.json has it, and a plan that is made again is made with it.
+and keeps it for its life: plan.json stores it, and each new plan of the job uses it again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from honed.spec.spec import JobSpec
 
 MasterWeights = Literal["float32", "compensated", "none"]
-#: Gradients added up in bfloat16 before a step, from which on that is warned about; figures in docs/precision.md.
+#: Number of gradients summed in bfloat16 per step from which on a warning is given; figures in docs/precision.md.
 MANY_ACCUMULATED = 16
-#: Optimizers that keep what bfloat16 weights lose, as `optim` and, where it has to be asked, a part of `optim_args`.
+#: Optimizers that keep what bfloat16 weights lose: a pattern of `optim`, and one of `optim_args` that enables it.
 _KEEPS_WEIGHTS = (
     (re.compile("adamw_torch_[48]bit"), re.compile(r"bf16_stochastic_round=(true|yes|on|y|t|1)", re.IGNORECASE)),
     (re.compile("adamw_anyprecision"), re.compile(r"use_kahan_summation=(true|yes|on|y|t|1)", re.IGNORECASE)),
@@ -39,15 +39,15 @@ class Rung:
     """One way to keep and step the weights."""
 
     master_weights: MasterWeights
-    optim: str | None  #: in training.optim's words; None: what the job says, whatever that is
-    save_dtype: str | None = None  #: of the output, where the rung is that of an earlier plan; None: as trained
-    is_pinned: bool = False  #: whether an earlier plan of this job has chosen it
+    optim: str | None  #: as in training.optim; None: the job's own
+    save_dtype: str | None = None  #: of the output, where an earlier plan chose the rung; None: as trained
+    is_pinned: bool = False  #: True if an earlier plan of this job chose it
 
 
 def candidates(spec: JobSpec, *, can_half: bool, has_8bit: bool) -> tuple[Rung, ...]:
-    """The rungs that a job may be trained on, the best first; empty where what it asks for cannot be.
+    """Return the rungs that a job may be trained on, the best first; empty where its request cannot be met.
 
-    `can_half`: whether the weights may be bfloat16 on this device; `has_8bit`: whether bitsandbytes runs on it.
+    `can_half`: True if the weights may be bfloat16 on this device; `has_8bit`: True if bitsandbytes runs on it.
     """
     asked = asked_optim(spec)
     small = ADAMW_8BIT if has_8bit else ADAMW
@@ -57,16 +57,16 @@ def candidates(spec: JobSpec, *, can_half: bool, has_8bit: bool) -> tuple[Rung, 
     if spec.master_weights in ("auto", "compensated") and can_half and (asked is None or asked in COMPENSATED):
         found.append(Rung("compensated", asked or small))
     if spec.master_weights in ("auto", "none") and can_half:
-        # By name it is AdamW where that fits: that is what other tools mean by it.
+        # Requested by name, it is AdamW where that fits, as in other tools.
         wanted = dict.fromkeys((ADAMW, small)) if spec.master_weights == "none" else (small,)
         found += [Rung("none", each) for each in ([asked] if asked else wanted)]
     return tuple(found)
 
 
 def pinned(precision: Mapping[str, Any]) -> Rung | None:
-    """The rung that an earlier plan has chosen, by what plan.json has of its precision; None for adapters.
+    """Return the rung that an earlier plan chose, read from the precision in plan.json; None for adapters.
 
-    Plans made before there were rungs say by their dtype which it was, and their outputs are as they were trained.
+    Plans made before rungs existed show theirs by the dtype, and their outputs keep the trained dtype.
     """
     if precision.get("adapter_dtype") is not None or precision.get("load_dtype") is None:
         return None
@@ -77,7 +77,7 @@ def pinned(precision: Mapping[str, Any]) -> Rung | None:
 
 
 def accumulates(rung: Rung, num_accumulated: int) -> str:
-    """What is lost where gradients are added up in the weights' bfloat16, in words; empty where that is little."""
+    """Return a warning about gradients that are summed in the weights' bfloat16; empty where little is lost."""
     if rung.master_weights == "float32" or num_accumulated < MANY_ACCUMULATED:
         return ""
     return (
@@ -88,7 +88,7 @@ def accumulates(rung: Rung, num_accumulated: int) -> str:
 
 
 def loses(optim: str, optim_args: str | None) -> str:
-    """What is lost with bfloat16 weights and no master copy, in words; empty where the optimizer keeps it."""
+    """Return a warning about bfloat16 weights without a master copy; empty where the optimizer keeps what they lose."""
     for name, asked in _KEEPS_WEIGHTS:
         if name.fullmatch(optim) and asked.search(optim_args or ""):
             if "stochastic" in asked.pattern:

@@ -1,1 +1,1 @@
-"""Workers, fetches and checks as processes and as units: their start, their end, their adoption."""
+"""Workers, fetches and checks as processes or systemd units: starting, stopping and adopting them."""

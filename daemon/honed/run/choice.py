@@ -1,4 +1,4 @@
-"""The choice between systemd's units and honed's own processes for workers and fetches."""
+"""The choice between systemd units and child processes for workers and fetches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 def choose_runner(
     layout: Layout, config: Callable[[], Config], *, clock: Callable[[], float]
 ) -> tuple[Runner, Systemd | None]:
-    """Units where they can be, processes elsewhere; which and why is said. With it, where the units are.
+    """Return the runner to use, units if possible, and the systemd connection if it uses units; log which and why.
 
-    `config` is asked whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
+    `config` is called whenever a worker starts, since it may have been reloaded. Raises EnvironmentInvalidError.
     """
     asked = config().jobs.runner
     systemd = Systemd()
@@ -46,14 +46,14 @@ def choose_runner(
             f"jobs.runner is systemd, but workers cannot be units: {reason}",
             hint='honectl doctor; or runner = "auto"',
         )
-    # Below another directory nobody expects units; of the system's own instance the administrator should know.
+    # Below another root nobody expects units; for the system's own instance the administrator should know.
     is_expected = asked == "process" or layout.root != Path("/")
     log.log(logging.INFO if is_expected else logging.WARNING, "workers are processes of honed's own: %s", reason)
     return ProcessRunner(layout), None
 
 
 def choose_fetch_runner(layout: Layout, config: Config, systemd: Systemd | None) -> FetchRunner:
-    """`systemd`: where workers are units."""
+    """Return the runner of fetches. `systemd` is set if workers run as units."""
     if systemd is not None:
         return UnitFetchRunner(layout, systemd)
     if config.policy.hub and is_a_unit(layout):

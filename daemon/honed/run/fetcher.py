@@ -1,11 +1,11 @@
-"""The daemon's end of fetching (fetch.py): arrivals that wait for a model or data set, each fetched once for all
-of them.
+"""The daemon's side of fetching (fetch.py): arrivals that wait for a model or data set, each fetched once for all of
+them.
 
     want ── var/lib/honed/fetch/<n>.json ──► a process with --request n ──► <n>.result.json ── poll
 
-It waits for nothing. A fetch that dies without a word is started again and goes on; so is one whose daemon died, when
-its arrival asks for it again. What starts the process is a FetchRunner; the files are all that it and the daemon share,
-so that a service manager can start it as well.
+It never blocks. A fetch that dies without a result is restarted and resumes; after the daemon died, it resumes when its
+arrival asks for it again. A FetchRunner starts the process; it shares nothing but files with the daemon, so that a
+service manager can start it as well.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from honed.system.layout import FetchLayout, Layout
 
 log = logging.getLogger(__name__)
 
-#: Seconds before a fetch that died is started again, doubled for each death that brought nothing; and the longest.
+#: Delay in seconds before a fetch that died is restarted, doubled for each death without progress, and its maximum.
 FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
-#: Deaths in a row, without a byte more, after which it is given up.
+#: Consecutive deaths without progress after which a fetch fails.
 MAX_DEATHS = 5
-#: Seconds after its deadline at which a fetch that does not end by itself is killed.
+#: Seconds after its deadline before a fetch that does not end by itself is killed.
 DEADLINE_GRACE_SEC = 120.0
-#: Seconds between two lines of the log about one fetch.
+#: Seconds between two log lines about one fetch.
 LOG_INTERVAL_SEC = 60.0
-#: Seconds that the processes have to end when the daemon does.
+#: Seconds that the processes have to end when the daemon stops.
 CLOSE_TIMEOUT_SEC = 3.0
-#: What a fetch must not inherit: a token comes from a file.
+#: Environment variables that a fetch must not inherit: a token comes from a file.
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class FetchRunner(Protocol):
-    """What knows how fetches are started on this machine. What it starts reads `<number>.json` and nothing else."""
+    """A way to start fetches on this machine. A started fetch reads `<number>.json` and nothing else."""
 
     def start(self, number: int) -> None:
-        """Start one. Raises OSError where it cannot be started."""
+        """Start a fetch. Raises OSError if it cannot be started."""
 
     def is_running(self, number: int) -> bool:
-        """Whether it lives, whoever started it."""
+        """Tell whether a fetch is running, whoever started it."""
 
     def stop(self, number: int, *, at_once: bool = False) -> None:
-        """Ask it to end; what it has fetched stays. Nothing where it does not live."""
+        """Ask a fetch to end; fetched files are kept. Does nothing if it is not running."""
 
     def close(self) -> None:
-        """The daemon ends."""
+        """Clean up when the daemon ends."""
 
 
 class ProcessFetchRunner:
@@ -74,7 +74,7 @@ class ProcessFetchRunner:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int) -> None:
-        left_out = {*DAEMON_VARIABLES, *SECRET_VARIABLES} - {"JOURNAL_STREAM"}  # its lines go where the daemon's do
+        left_out = {*DAEMON_VARIABLES, *SECRET_VARIABLES} - {"JOURNAL_STREAM"}  # its output goes to the daemon's
         self._children[number] = subprocess.Popen(
             [*self._command, "--request", str(number)],
             stdin=subprocess.DEVNULL,
@@ -113,7 +113,7 @@ class ProcessFetchRunner:
 
 @dataclass
 class _Fetch:
-    """One model or data set; its number is that of the first arrival that waits for it."""
+    """One model or data set to fetch; its number is that of the first arrival that waits for it."""
 
     number: int
     missing: Missing
@@ -137,14 +137,14 @@ class _Fetch:
 
 @dataclass(frozen=True)
 class Fetched:
-    """The end of a fetch, for one of those that waited for it; `error` where it is not there."""
+    """The result of a fetch for one arrival that waited for it; `error` is set if the fetch failed."""
 
     number: int
     error: HonedError | None
 
 
 class Fetcher:
-    """The fetches of one instance. `number`s are those of arrivals and jobs, which are never given twice."""
+    """The fetches of one instance. A `number` is that of an arrival or job and is never reused."""
 
     def __init__(
         self, layout: Layout, config: Config, runner: FetchRunner, *, clock: Callable[[], float] = time.monotonic
@@ -162,7 +162,7 @@ class Fetcher:
         return bool(self._fetches)
 
     def recover(self, numbers: Collection[int]) -> None:
-        """Take over what an earlier daemon started; `numbers` has who may ask for it again, the rest is dropped."""
+        """Adopt fetches that an earlier daemon started; stop and remove those whose number is not in `numbers`."""
         for path in self._dir.glob(".*.tmp"):
             path.unlink(missing_ok=True)
         for number in sorted({int(path.name.split(".")[0]) for path in self._dir.glob("[0-9]*")}):
@@ -178,12 +178,12 @@ class Fetcher:
                     said = {each.name: request[each.name] for each in fields(Missing) if each.name in request}
                     fetch = _Fetch(number, Missing(**said), request, is_started=True)
                     self._fetches[number] = fetch
-                continue  # its deadline holds when it is asked for again
+                continue  # its deadline still applies when it is requested again
             self._runner.stop(number)
             self._remove_files(number)
 
     def want(self, number: int, missing: Missing) -> None:
-        """Have it fetched; `poll` tells this number of the end."""
+        """Request a fetch; `poll` reports its result for this number."""
         self.leave(number)
         policy = self.config.policy
         request = {**asdict(missing), "pickle": policy.pickle, "code": policy.trust_remote_code}
@@ -192,14 +192,14 @@ class Fetcher:
             if other.key == fetch.key:
                 other.waiting.add(number)
                 return
-        if (replaced := self._fetches.get(number)) is not None:  # of an earlier daemon, under another policy
+        if (replaced := self._fetches.get(number)) is not None:  # started by an earlier daemon under another policy
             self._runner.stop(number)
             self._forget(replaced)
         fetch.waiting.add(number)
         self._fetches[number] = fetch
 
     def leave(self, number: int) -> None:
-        """Nothing is wanted for this number any more; a fetch for which nobody waits is ended."""
+        """Cancel the request of this number; a fetch for which nobody waits is stopped."""
         for fetch in list(self._fetches.values()):
             if number in fetch.waiting:
                 fetch.waiting.discard(number)
@@ -208,7 +208,7 @@ class Fetcher:
                     self._forget(fetch)
 
     def poll(self) -> list[Fetched]:
-        """The ends since the last call; starts what may start."""
+        """Return the fetches that ended since the last call, and start those that may start."""
         ended = []
         for fetch in list(self._fetches.values()):
             if not fetch.is_started:
@@ -231,11 +231,11 @@ class Fetcher:
         return ended
 
     def progress(self, number: int) -> dict[str, Any]:
-        """Progress of the fetch that this number waits for, in the fetch's own words; nothing before it is started."""
+        """Return the reported progress of the fetch that this number waits for; empty before it starts."""
         return next((fetch.progress for fetch in self._fetches.values() if number in fetch.waiting), {})
 
     def status(self, *, is_named: bool = True) -> list[str]:
-        """A few words on each fetch."""
+        """Return a short text for each fetch."""
         return [
             f"fetching {fetch.missing.repo_id if is_named else f'a {fetch.missing.what}'}{_share(fetch.progress)}"
             for fetch in self._fetches.values()
@@ -266,7 +266,7 @@ class Fetcher:
                 fetch.is_started, fetch.logged_at = True, now
 
     def _write_request(self, fetch: _Fetch) -> None:
-        """Its time runs from its first start, through deaths and restarts of the daemon."""
+        """Write the request. Its deadline counts from its first start, across deaths and restarts of the daemon."""
         path, deadline = self._layout.fetch(fetch.number).request_path, boot_time() + self.config.hub.fetch_timeout_sec
         if "deadline" in fetch.request:
             return
@@ -285,7 +285,7 @@ class Fetcher:
             self._runner.stop(fetch.number, at_once=True)
 
     def _died(self, fetch: _Fetch) -> HonedError | None:
-        """After an end without a word: once more, a little later. Returns the error where that is of no use."""
+        """Schedule a restart of a fetch that died without a result; return an error if that is pointless."""
         num_bytes = fetch.progress.get("bytes", 0)
         fetch.num_deaths = fetch.num_deaths + 1 if num_bytes <= fetch.num_bytes_at_death else 1
         fetch.num_bytes_at_death = num_bytes
@@ -310,7 +310,7 @@ class Fetcher:
 
 
 def is_locked(files: FetchLayout) -> bool:
-    """Whether a fetch lives, by its lock."""
+    """Tell whether a fetch is running, by its lock."""
     try:
         fd = os.open(files.lock_path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

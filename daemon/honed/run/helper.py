@@ -1,10 +1,10 @@
 """The preflight helper (preflight.py) as a process at the other end of a socket, and the ways to start one.
 
-    child   a process of the daemon's user, with the daemon's rights
-    unit    honed-check@UID.service, with the rights of one submitter; see systemd_check.py
+    child   a process of the daemon's user, with the daemon's permissions
+    unit    honed-check@UID.service, with the permissions of one submitter; see systemd_check.py
 
-Nothing here waits. The first byte that a helper gets brings it the descriptor of a file, in which it says what it is
-at: that is asked for when it dies or takes too long, and wakes nobody otherwise.
+Nothing here blocks. With the first byte, a helper receives the descriptor of a file into which it writes its current
+step: the daemon reads it only when the helper dies or takes too long.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from collections.abc import Callable, Sequence
 
 from honed.system.layout import Layout
 
-#: Each thread reserves address space, and pyarrow starts one a core: few of them, so that the limit fits any machine.
+#: Each thread reserves address space, and pyarrow starts one per core: keep them few, so that the limit fits any
+#: machine.
 HELPER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "2", "ARROW_IO_THREADS": "2"}
-#: Bytes of the file in which the helper says what it is at.
+#: Bytes of the file into which the helper writes its current step.
 STAGE_BYTES = 64
-#: The first line of a helper: it takes requests from now on.
+#: The first line of a helper that accepts requests.
 READY = b'{"ready": true}'
 
-#: Is told the old and the new descriptor to watch for reading; None: there is none.
+#: Called with the old and the new descriptor to watch for reading; None means none.
 Watch = Callable[[int | None, int | None], None]
-#: Starts a helper that says what it is at in the file of this descriptor. Raises OSError where it cannot be.
+#: Starts a helper that writes its current step to the file of this descriptor. Raises OSError if it cannot start.
 Start = Callable[[int, Watch], "Helper"]
 
 
 class Helper:
-    """A helper that was started, and may be on its way yet."""
+    """A helper that was started, and may not be connected yet."""
 
     def __init__(self, stage_fd: int, watch: Watch) -> None:
         self._stage_fd = stage_fd
@@ -41,13 +42,13 @@ class Helper:
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when it says something."""
+        """Return the descriptor that becomes readable when the helper sends something."""
         return self._socket.fileno() if self._socket is not None else -1
 
     def read(self) -> bytes | None:
-        """What it has said: nothing where it is over, None where there is no more for now.
+        """Return received data: empty if the helper has ended, None if there is nothing to read now.
 
-        Raises OSError where it turns out that it cannot be started.
+        Raises OSError if the helper could not be started.
         """
         if self._socket is None:
             return None
@@ -60,31 +61,31 @@ class Helper:
             return b""
 
     def write(self, data: bytes) -> None:
-        """Say something to it; what it does not take now follows with its next `read`."""
+        """Send data to the helper; data that it does not accept now is sent at the next `read`."""
         self._unsent += data
         self._flush()
 
     def end(self) -> None:
-        """Kill it, without waiting for its end."""
+        """Kill the helper without waiting for its end."""
         if self._socket is not None:
             self._watch(self._socket.fileno(), None)
             self._socket.close()
             self._socket = None
 
     def is_gone(self) -> bool:
-        """Whether nothing of it is left to be reaped."""
+        """Tell whether nothing is left to reap."""
         return True
 
     def _meet(self, peer: socket.socket, watched: int | None) -> None:
-        """Go on with the helper at the other end; `watched` is the descriptor that was watched before."""
+        """Connect to the helper at the other end of `peer`; `watched` is the descriptor that was watched before."""
         peer.setblocking(False)
         self._socket = peer
         self._watch(watched, peer.fileno())
-        with contextlib.suppress(ConnectionError):  # dead already, as the next read finds
+        with contextlib.suppress(ConnectionError):  # already dead; the next read notices
             socket.send_fds(peer, [b"\n"], [self._stage_fd])
 
     def _flush(self) -> None:
-        # It may be stopped, and a write that waits for it would hang the daemon.
+        # The helper may be stopped, and a blocking write would hang the daemon.
         assert self._socket is not None
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._unsent:
@@ -92,7 +93,7 @@ class Helper:
 
 
 class ChildHelper(Helper):
-    """A helper as a child of the daemon, in a session of its own."""
+    """A helper that is a child of the daemon, in its own session."""
 
     def __init__(self, command: Sequence[str], stage_fd: int, watch: Watch) -> None:
         super().__init__(stage_fd, watch)
@@ -121,6 +122,6 @@ class ChildHelper(Helper):
 
 
 def children(layout: Layout, command: Sequence[str] | None = None) -> Start:
-    """Helpers as children."""
+    """Return a function that starts helpers as child processes."""
     asked = list(command or [sys.executable, "-P", "-m", "honed.check.preflight", "--root", str(layout.root)])
     return lambda stage_fd, watch: ChildHelper(asked, stage_fd, watch)

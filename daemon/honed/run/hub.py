@@ -1,7 +1,7 @@
-"""The hub as fetch.py asks it: what a revision is made of, what a file is, its bytes; and what goes wrong, in words.
+"""Access to the Hugging Face Hub for fetch.py: a revision's files, their metadata and content, and errors for people.
 
-huggingface_hub's sessions, addresses and errors are used, not its downloads: 1.33 downloads into a file with a random
-name, which it deletes when it is interrupted, so that of a shard of 5 GB nothing stays.
+It uses huggingface_hub's sessions, URLs and errors, but not its downloads: version 1.33 downloads into a file with a
+random name and deletes it when interrupted, so that nothing of a 5 GB shard would remain.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from honed import __version__
 from honed.run.snapshot import DATASET, Missing
 from honed.system.error import DatasetError, EnvironmentInvalidError, HonedError, ModelError
 
-#: Seconds in which the hub has to answer, or to send something more.
+#: Seconds in which the hub must respond or send more data.
 TIMEOUT_SEC = 30.0
-#: Statuses that pass by themselves.
+#: Statuses of temporary errors.
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -33,36 +33,36 @@ class File:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a revision is made of, by name."""
+    """The files of a revision, by name."""
 
     commit: str
     files: Mapping[str, File]
 
 
 class TransientError(Exception):
-    """What passes by itself; the message is one for people."""
+    """A temporary error; its message is for people."""
 
 
 class Hub:
-    """One revision of a repository. Each question raises TransientError or HonedError; an OSError is this machine's."""
+    """One revision of a repository. Each request raises TransientError or HonedError; an OSError is a local error."""
 
     def __init__(self, wanted: Missing, token: str | None) -> None:
         self._wanted = wanted
         self._repo_id = wanted.repo_id
         self._revision = wanted.revision
-        self._token: str | bool = token or False  # False: not the one of the environment either
+        self._token: str | bool = token or False  # False: do not use the token of the environment
 
     @property
     def where(self) -> str:
         return f"{self._repo_id} at {self._revision}"
 
     def fault(self, message: str, *, hint: str = "") -> HonedError:
-        """What is wrong with the repository itself, as the error of its kind, which names its key."""
+        """Return an error about the repository itself: a DatasetError or ModelError that names its key."""
         kind = DatasetError if self._wanted.repo_type == DATASET else ModelError
         return kind(f"{self._wanted.key}: {message}", hint=hint)
 
     def list(self) -> Listing:
-        """A mirror may leave sizes (-1) and hashes ("") to the file's own address."""
+        """List the files of the revision. A mirror may omit sizes (-1) and hashes (""); `ask` then finds them."""
         import huggingface_hub  # noqa: PLC0415  (it belongs to the worker's packages)
 
         with self._translated():
@@ -83,7 +83,7 @@ class Hub:
         return Listing(commit, files)
 
     def ask(self, commit: str, name: str) -> File:
-        """A file with its size and hash, from its own address."""
+        """Return a file's size and hash from its own URL."""
         import huggingface_hub  # noqa: PLC0415
 
         with self._translated():
@@ -96,8 +96,9 @@ class Hub:
 
     @contextlib.contextmanager
     def open(self, commit: str, name: str, begin: int) -> Iterator[Any]:
-        """The answer for a file from a byte on: its status is 206, 200 where the hub gives all of it, or 416 where it
-        has nothing from there on. What fails in reading it is translated, too."""
+        """Stream the response for a file from byte `begin`: status 206, 200 if the hub sends the whole file, or 416 if
+        nothing follows that byte. Errors while reading are translated, too.
+        """
         import huggingface_hub  # noqa: PLC0415
 
         with self._translated():
@@ -119,7 +120,7 @@ class Hub:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """What the library raises, in words for people; what passes by itself as TransientError."""
+        """Translate the library's exceptions into errors for people; temporary ones into TransientError."""
         import httpx  # noqa: PLC0415
         from huggingface_hub import errors  # noqa: PLC0415
 
@@ -136,7 +137,7 @@ class Hub:
             raise self.fault(f"{self.where}: {error}") from error
         except httpx.TransportError as error:
             raise TransientError(f"the hub cannot be reached ({type(error).__name__}: {error})") from error
-        except OSError:  # some are ValueErrors as well
+        except OSError:  # some of them are ValueErrors as well
             raise
         except (httpx.HTTPError, ValueError) as error:
             raise EnvironmentInvalidError(

@@ -1,16 +1,16 @@
 """Programs that a job's unit calls: honed-job@ID.service starts with `honed-job-start ID` and ends with `honed-job-end
 ID`.
 
-The daemon has written jobs/<id>/start.json before it asks systemd for the unit:
+The daemon writes jobs/<id>/start.json before it asks systemd to start the unit:
 
-    number, start        which attempt, and which start of it
+    number, start        the attempt, and the number of its start
     backend              for the worker
     environment          {name: value}, for the worker
     watchdog_sec         seconds without progress after which systemd ends the worker
-    stop_timeout_sec     seconds that a worker which was asked to stop has for its checkpoint
+    stop_timeout_sec     seconds that a worker has to write its checkpoint when asked to stop
 
-Both run as the workers' user. The first becomes the shim (shim.py). The second runs whatever the end was, also while
-honed is down, and adds to exit.json what systemd knows; where the shim was killed, it writes exit.json itself.
+Both run as the workers' user. The first becomes the shim (shim.py). The second runs after every end, also while honed
+is down, and adds systemd's facts to exit.json; if the shim was killed, it writes exit.json itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from honed.system import durable
 from honed.system.clock import Moment
 from honed.system.layout import JobLayout, Layout
 
-#: Of what a worker makes: the daemon, another member of its group, has to read and to remove it.
+#: Mode of the workers' directories: the daemon, a member of their group, must read and remove them.
 DIRECTORY_MODE = 0o770
 
 
 @dataclass(frozen=True)
 class Start:
-    """What start.json asks for."""
+    """The content of start.json."""
 
     number: int
     start: int
@@ -47,12 +47,12 @@ class Start:
     stop_timeout_sec: float
 
     def write(self, job: JobLayout) -> None:
-        """Make it durable; after a crash there is the old one or this."""
+        """Write start.json durably and atomically."""
         durable.write_json(job.start_path, self.__dict__, mode=0o640)
 
 
 def read(job: JobLayout) -> Start:
-    """Raises ValueError or OSError where there is none."""
+    """Read start.json. Raises ValueError or OSError if there is no valid one."""
     raw = json.loads(job.start_path.read_bytes())
     try:
         return Start(
@@ -68,7 +68,7 @@ def read(job: JobLayout) -> Start:
 
 
 def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
-    """Become the shim of the worker that start.json asks for. Returns only where that cannot be, and says why."""
+    """Become the shim of the worker that start.json describes. Returns only on failure, with the reason."""
     try:
         wanted = read(job)
     except (OSError, ValueError) as error:
@@ -95,15 +95,15 @@ def start(job: JobLayout, *, command: Sequence[str] | None = None) -> str:
 
 
 def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "") -> dict[str, Any]:
-    """Write down what systemd tells ExecStopPost= in its environment. Returns exit.json as it is now.
+    """Record in exit.json what systemd passes to ExecStopPost= in the environment. Returns the new exit.json.
 
-    Raises OSError or ValueError where there is nothing to write it to.
+    Raises OSError or ValueError if there is no start to record it for.
     """
     wanted = read(job)
     attempt = job.attempt(wanted.number)
     record = read_exit_record(attempt, wanted.start)
     if record is not None and "service_result" in record:
-        return record  # somebody started the unit by hand, after its end: the shim has done nothing
+        return record  # somebody started the unit by hand after its end: the shim did nothing
     how, what = environment.get("EXIT_CODE", ""), environment.get("EXIT_STATUS", "")
     if record is None:
         lock, ended = read_lock_record(attempt, wanted.start), Moment.now()
@@ -130,11 +130,12 @@ def end(job: JobLayout, environment: Mapping[str, str], *, system_state: str = "
 
 
 def open_up(directory: Path) -> None:
-    """Let the group into the directories that the worker has made below its job's: the daemon, a member of it, is to
-    remove them one day, and nobody else could. tempfile's own, for one, are closed to all but their owner."""
+    """Give the group access to directories that the worker created below its job's: the daemon, a member of that group,
+    must be able to remove them. Directories made by tempfile, for one, are closed to everybody but their owner.
+    """
     for _path, names, _files, fd in os.fwalk(directory, onerror=lambda _error: None):
         for name in names:
-            with contextlib.suppress(OSError):  # its owner's affair, or gone
+            with contextlib.suppress(OSError):  # another user's, or gone
                 below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
                 try:
                     info = os.fstat(below)
@@ -145,7 +146,7 @@ def open_up(directory: Path) -> None:
 
 
 def _signal_number(name: str) -> int | None:
-    """The number of a signal in systemd's spelling: KILL, ABRT."""
+    """Return the number of a signal in systemd's spelling: KILL, ABRT."""
     try:
         return int(signal.Signals[f"SIG{name}"])
     except KeyError:
@@ -153,13 +154,13 @@ def _signal_number(name: str) -> int | None:
 
 
 def start_main() -> int:
-    """The `honed-job-start` command."""
+    """Run the `honed-job-start` command."""
     print(f"<3>{start(_job())}", file=sys.stderr)
     return 78  # EX_CONFIG
 
 
 def end_main() -> int:
-    """The `honed-job-end` command."""
+    """Run the `honed-job-end` command."""
     open_up(_job().dir)
     try:
         end(_job(), os.environ, system_state=_system_state())
@@ -177,8 +178,8 @@ def _job() -> JobLayout:
 
 
 def _system_state() -> str:
-    """`stopping` in a shutdown, when nobody but us may be left to write it down; empty where nobody tells."""
-    from honed.system.dbus import BusError, Systemd  # noqa: PLC0415 - a start needs none of it
+    """Return systemd's state, `stopping` in a shutdown: the daemon may be gone by then. Empty if it does not answer."""
+    from honed.system.dbus import BusError, Systemd  # noqa: PLC0415 - a start does not need it
 
     try:
         return Systemd().system_state()

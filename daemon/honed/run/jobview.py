@@ -1,17 +1,17 @@
 """The view of a job's unit: `honed-view ID`, as root, before honed-job@ID.service; `honed-view ID --remove` after it.
 
-    /run/userdb/honed-j<id>.user              the unit's user: a second name of the job's submitter, with no password
-    /run/userdb/honed-j<id>:honed-g<gid>.membership      and their groups, each beside its honed-g<gid>.group
-    /run/honed-view/<id>/                     what the unit sees as /var/lib/honed
-        jobs/<id>/                            an empty directory: the unit binds the job's own there
-        jobs/<other>/  staged/<copy>/         inputs that lie there, each bound after it was opened as the submitter
+    /run/userdb/honed-j<id>.user              the unit's user: an alias of the job's submitter, without a password
+    /run/userdb/honed-j<id>:honed-g<gid>.membership      and their groups, each with its honed-g<gid>.group
+    /run/honed-view/<id>/                     the directory that the unit sees as /var/lib/honed
+        jobs/<id>/                            an empty directory, over which the unit binds the job's own
+        jobs/<other>/  staged/<copy>/         inputs in these places, each opened as the submitter and then bound
 
-systemd resolves `User=honed-j%i` by these records (nss-systemd), so that the worker starts with its submitter's rights
-and the unit needs no capability. The user is read from the ACL of the job's directory: the one who may write there.
-Jobs of root and of system accounts, and those that were accepted before there was such an ACL, run as honed-job.
+systemd resolves `User=honed-j%i` by these records (nss-systemd), so that the worker starts with its submitter's
+permissions and the unit needs no capability. The user is the one with write access in the ACL of the job's directory.
+Jobs of root and of system accounts, and jobs accepted before there was such an ACL, run as honed-job.
 
-honed, whose files these are, gets nothing from it: it names inputs that are opened with the submitter's rights, and no
-user below FIRST_PERSON.
+honed, which owns these files, gains no permissions: the inputs that it names are opened with the submitter's
+permissions, and it cannot choose a user below FIRST_PERSON.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _MS_BIND, _MNT_DETACH, _NOFOLLOW = 0x1000, 2, 8
 
 
 class ViewError(Exception):
-    """The job cannot have a view; one sentence."""
+    """A job's view cannot be created; the message is one sentence."""
 
 
 def user_name(job_id: int) -> str:
-    """The User= of a job's unit."""
+    """Return the User= of a job's unit."""
     return f"honed-j{job_id}"
 
 
 def worker(job: JobLayout) -> Person:
-    """The user that a job's worker runs as. Raises ViewError where there is none."""
+    """Return the user that a job's worker runs as. Raises ViewError if there is none."""
     uid = access.job_user(job.dir)
     found = access.person(uid if uid is not None else access.WORKERS_USER)
     if found is None:
@@ -62,7 +62,7 @@ def worker(job: JobLayout) -> Person:
 
 
 def add(layout: Layout, job_id: int) -> None:
-    """Make a job's view, in the place of one that was left. Raises ViewError or OSError."""
+    """Create a job's view, replacing a leftover one. Raises ViewError or OSError."""
     remove(job_id)
     try:
         with _locked():
@@ -78,7 +78,7 @@ def _add(layout: Layout, job_id: int) -> None:
     _register(job_id, who)
     _check_registered(job_id, who)
     submitter = access.submitter_of(job.dir)
-    # Of a system account, whose worker is honed-job, the submitter's own rights count as well.
+    # For a system account, whose worker runs as honed-job, inputs are opened with the account's own permissions.
     opener = who if submitter in {None, 0} else access.person(submitter) or who
     view = VIEW_DIR / str(job_id)
     (view / "jobs" / str(job_id)).mkdir(parents=True)
@@ -90,7 +90,7 @@ def _add(layout: Layout, job_id: int) -> None:
 
 
 def remove(job_id: int) -> None:
-    """Take a job's view away, and the groups that only it has had; what is bound elsewhere stays there."""
+    """Remove a job's view and the groups that only it used; other views' mounts are kept."""
     with _locked():
         _remove(job_id)
 
@@ -108,13 +108,13 @@ def _remove(job_id: int) -> None:
     for path in USERDB_DIR.glob("honed-g*.group"):
         if path.stem not in used:
             path.unlink()
-    with contextlib.suppress(OSError):  # others have theirs there
+    with contextlib.suppress(OSError):  # other jobs have their views there
         VIEW_DIR.rmdir()
 
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """One view at a time: they share groups and directories. Nobody else may open the lock, and so hold it."""
+    """Hold the lock: views share groups and directories. Only root can open, and so hold, the lock."""
     USERDB_DIR.mkdir(mode=0o755, exist_ok=True)
     fd = os.open(LOCK_PATH, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -125,7 +125,7 @@ def _locked() -> Iterator[None]:
 
 
 def _inputs(layout: Layout, job: JobLayout) -> Iterator[Path]:
-    """The directories right below jobs/ and staged/ that a job's plan grants, but for its own."""
+    """Yield the directories directly below jobs/ and staged/ that a job's plan grants access to, except its own."""
     grant = json.loads(job.plan_path.read_bytes()).get("may_read") or {}
     places = {
         top / Path(path).relative_to(top).parts[0]
@@ -157,7 +157,7 @@ def _register(job_id: int, who: Person) -> None:
 
 
 def _write(path: Path, record: dict[str, object]) -> None:
-    """Not empty, whatever it says: an empty file counts as one that is masked."""
+    """Write a record. It is never empty: systemd treats an empty file as masked."""
     path.with_suffix(".new").write_text(json.dumps(record) + "\n", encoding="ascii")
     path.with_suffix(".new").replace(path)
 
@@ -179,7 +179,7 @@ def _check_registered(job_id: int, who: Person) -> None:
 
 @contextlib.contextmanager
 def _opened_as(who: Person, path: Path) -> Iterator[int]:
-    """A directory, opened with somebody's rights, so that nobody is shown by us what is closed to them."""
+    """Open a directory with a user's own permissions, so that the view exposes nothing that is closed to them."""
     groups = os.getgroups()
     os.setgroups(sorted(who.gids))
     os.setegid(min(who.gids))
@@ -214,7 +214,7 @@ def _unmount(target: Path) -> None:
 
 
 def main() -> int:
-    """The `honed-view` command."""
+    """Run the `honed-view` command."""
     parser = argparse.ArgumentParser(prog="honed-view", description=__doc__)
     parser.add_argument("job", type=int)
     parser.add_argument("--remove", action="store_true")

@@ -1,7 +1,7 @@
-"""The end of an attempt, from its two witnesses: the worker's result file and its process's exit.
+"""The outcome of an attempt, from two sources: the worker's result file and its process's exit.
 
-What the worker explains is believed; success needs both, a result that says so and an exit that does not belie it. A
-worker that died without a word (a signal, an exit without its result) is `killed`, and tried again.
+An error that the worker reports is believed; success needs a result that says so and an exit that does not contradict
+it. A worker that died without a result (by a signal or an exit) is `killed`, and retried.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from honed.run.runner import Exit
 from honed.system import durable, error, untrusted
 
 SUCCEEDED = "succeeded"
-#: Characters of a remark.
+#: Maximum number of characters of a remark.
 MAX_REMARK = 400
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`code` is `succeeded` or the code of an error."""
+    """The outcome of an attempt; `code` is `succeeded` or the code of an error."""
 
     code: str
     error: error.HonedError | None = None
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
-    phase: str = ""  #: what the worker was at, by its own word
-    needed_bytes: int = 0  #: free space without which it cannot go on
-    remark: str = ""  #: what is to be said of a success
+    phase: str = ""  #: the phase that the worker was in, as it reported
+    needed_bytes: int = 0  #: free space that it needs to resume
+    remark: str = ""  #: a caveat about a success
 
     @property
     def is_success(self) -> bool:
@@ -40,18 +40,19 @@ class Outcome:
 
     @property
     def is_worth_another_backend(self) -> bool:
-        """Whether a fresh process with another backend may do better: this one cannot, or not as planned, and found out
-        before a step was trained."""
+        """True if a new process with another backend may succeed: this backend failed, or could not run as planned and
+        noticed before the first step was trained.
+        """
         is_before_training = not self.step
         is_other = self.code in {error.PrecisionError.code, error.LossError.code}
         return self.code == error.BackendError.code or (is_other and is_before_training)
 
 
 def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcome:
-    """Read the worker's result and weigh it against its exit.
+    """Combine the worker's result with its exit.
 
-    Raises OSError where the machine keeps us from reading it: that is no word on how the worker ended. With
-    `is_readable` false it is judged without.
+    Raises OSError if a fault of the machine prevents reading the result. With `is_readable` false, only the exit
+    counts.
     """
     result = _read(result_path) if is_readable else None
     if result is None:
@@ -65,8 +66,8 @@ def judge(result_path: Path, ended: Exit, *, is_readable: bool = True) -> Outcom
         "needed_bytes": number if type(number := result.get("needed_bytes")) is int and 0 < number < 2**62 else 0,
     }
     if result.get("outcome") == SUCCEEDED:
-        # Its result is the last that it writes, once all else is durable. Where it was killed from outside after that,
-        # or nobody saw it end, the work is done; doing it again would be a second success.
+        # The worker writes its result last, once all else is durable. If it was then killed from outside, or nobody saw
+        # it end, the work is done; doing it again would be a second success.
         if ended.status == 0 or (ended.status is None and ended.signal in {None, signal.SIGKILL}):
             return Outcome(SUCCEEDED, **facts)
         return _of(_died(ended), **facts)
@@ -96,7 +97,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return result if isinstance(result, dict) else None
 
 
-#: What the kernel's killer has, and a MemoryError or CUDA has not: nobody in the process could have caught it.
+#: The hint for a SIGKILL by the kernel; unlike a MemoryError or a CUDA error, the process cannot catch it.
 _OUT_OF_MEMORY_HINT = (
     "main memory ran out, of the machine or of the unit's MemoryMax=: a smaller batch, fewer data loaders, another "
     "job at another time, or more memory; `journalctl -k` has the kernel's account"

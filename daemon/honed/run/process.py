@@ -1,6 +1,6 @@
-"""Workers as processes of the daemon's user, each in a session of its own, behind the shim.
+"""Workers as processes of the daemon's user, each in its own session, behind the shim.
 
-A daemon that comes back adopts such workers by the shim's lock and reads their exit from exit.json.
+A restarted daemon adopts such workers by the shim's lock and reads their exit from exit.json.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from honed.system.layout import AttemptLayout, Layout
 
 log = logging.getLogger(__name__)
 
-#: What a worker must not inherit: it would speak to systemd in the daemon's name.
+#: Variables that a worker must not inherit: it would speak to systemd in the daemon's name.
 DAEMON_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "JOURNAL_STREAM", "INVOCATION_ID", "LISTEN_FDS")
-#: Nor what is meant for honed-send and for the fetch.
+#: Variables meant for honed-send and for fetches only.
 SECRET_VARIABLES = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -44,7 +44,7 @@ class ProcessRunner:
     def __init__(
         self, layout: Layout, *, command: Sequence[str] | None = None, popen: Callable[..., Any] = subprocess.Popen
     ) -> None:
-        """`popen` starts a process as subprocess.Popen does: tests have one whose libraries are imported already."""
+        """Create a runner. `popen` replaces subprocess.Popen: tests start processes with libraries preloaded."""
         self._layout = layout
         self._popen = popen
         self._command = list(command or [sys.executable, "-m", "honed.worker"])
@@ -78,7 +78,7 @@ class ProcessRunner:
         return False
 
     def is_machine_going_down(self) -> bool:
-        return False  # nobody tells us; but then honed is asked to stop, too
+        return False  # nothing tells us; but then honed is asked to stop as well
 
     def stop(self, job_id: int) -> None:
         pid = self._shim_pid(self._children[job_id])
@@ -89,7 +89,7 @@ class ProcessRunner:
         pid = self._worker_pid(self._children[job_id])
         if pid is not None:
             _signal(pid, signal.SIGABRT)  # faulthandler writes every thread's stack to worker.log
-            _signal(pid, signal.SIGCONT)  # a stopped one would never get to it
+            _signal(pid, signal.SIGCONT)  # a stopped process would not handle it
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
         child = self._children[job_id]
@@ -97,7 +97,8 @@ class ProcessRunner:
         if shim_pid is None:
             return
         worker_pid = self._worker_pid(child)
-        # The worker first: the shim then still writes down how it ended. What the worker started shares the session.
+        # The worker first, so that the shim can still record its end. Processes that the worker started share the
+        # session.
         doomed = _session(shim_pid) | ({worker_pid} if worker_pid else set())
         for pid in doomed if shim_too else doomed - {shim_pid}:
             _signal(pid, signal.SIGKILL)
@@ -113,7 +114,7 @@ class ProcessRunner:
         return exit_of(read_exit_record(child.layout, child.start))
 
     def _settle(self, child: _Child) -> bool:
-        """Whether an adopted worker has ended. If nobody wrote down how, we do: then no late shim starts it."""
+        """Tell whether an adopted worker has ended. If no exit is recorded, record one: no late shim may start it."""
         fd = untrusted.open_plain(child.layout.dir / "lock", flags=os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,12 +134,12 @@ class ProcessRunner:
     def _shim_pid(self, child: _Child) -> int | None:
         if child.process is not None:
             return child.process.pid if child.process.poll() is None else None
-        # The lock is held, so the process that the record names lives and its number is its own.
+        # The lock is held, so the process named in the record is alive and its pid was not reused.
         return None if self._settle(child) else _process(read_lock_record(child.layout, child.start).get("shim_pid"))
 
 
 def _process(pid: Any) -> int | None:
-    """The number of one process that a worker's file names; -1 would be all that we may signal, 0 and 1 are ours."""
+    """Return a pid from a worker's file if it is valid: -1 would mean all that we may signal; 0 and 1 are ours."""
     return pid if type(pid) is int and 1 < pid < 2**31 else None
 
 
@@ -157,7 +158,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _session(session_id: int) -> set[int]:
-    """The processes of a session (Linux), from /proc/<pid>/stat: `pid (comm) state ppid pgrp session …`."""
+    """Return the pids of a session (Linux), from /proc/<pid>/stat: `pid (comm) state ppid pgrp session …`."""
     found = set()
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():

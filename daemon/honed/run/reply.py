@@ -1,7 +1,7 @@
-"""Answers of the preflight helper, as far as the daemon takes them apart.
+"""Validation of the preflight helper's replies.
 
-A helper reads files that its submitter has written, and has that submitter's rights where it is a unit: what it answers
-is another person's word. It has the shape below, or it is no answer.
+A helper reads files that its submitter has written, and as a unit has that submitter's permissions: its reply is not
+trusted. A reply without the shape below is ignored.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-#: What SQLite and every reader of JSON can hold.
+#: The range that SQLite and every JSON reader support.
 _Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
-#: A job's name or number.
+#: Maximum length of a job's name or number.
 MAX_NAME_CHARS = 255
 
 
@@ -102,7 +102,7 @@ _ANSWER: TypeAdapter[Any] = TypeAdapter(Annotated[_Accepted | _Refused, Field(di
 
 
 def read(line: bytes, request_id: int) -> dict[str, Any] | None:
-    """The answer to this request; None for anything else."""
+    """Return the reply to this request; None for anything else."""
     try:
         answer: dict[str, Any] = _ANSWER.validate_python(json.loads(line), strict=True)
     except (ValueError, RecursionError, ValidationError):

@@ -1,11 +1,11 @@
-"""The daemon's side of a worker: what any runner can do. A runner starts a worker, asks it to stop, kills it, and tells
-when and how it ended.
+"""The daemon's interface to workers: a runner starts a worker, asks it to stop, kills it, and reports when and how it
+ended.
 
-    process_runner.py   a child in a session of its own
-    systemd_runner.py   the unit honed-job@ID.service
+    process.py   a child process in its own session
+    systemd.py   the unit honed-job@ID.service
 
-Both put the shim (shim.py) between, which outlives the daemon, holds a lock while the worker lives and writes down how
-it ended. Nothing else knows how workers are started on this machine.
+Both run the worker below the shim (shim.py), which outlives the daemon, holds a lock while the worker lives and records
+how it ended. No other module knows how workers are started on this machine.
 """
 
 from __future__ import annotations
@@ -25,67 +25,67 @@ from honed.system.layout import AttemptLayout
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a worker's process. Status and signal both None: it vanished, and nobody saw how."""
+    """The end of a worker's process. If status and signal are None, it vanished without being observed."""
 
     status: int | None
     signal: int | None
     max_resident_bytes: int | None = None
     service_result: str | None = (
-        None  #: of its unit, in systemd's words: success, signal, watchdog, oom-kill, timeout, …
+        None  #: of its unit, as systemd names it: success, signal, watchdog, oom-kill, timeout, …
     )
-    was_out_of_memory: bool = False  #: the kernel's out-of-memory killer struck as it died
-    was_asked: bool = False  #: it had been asked to stop, by whomever
-    is_machine_going_down: bool = False  #: its unit ended in a shutdown
-    ran: bool = True  #: False where its unit failed before the worker's own process began
-    ended: Moment | None = None  #: when; None where nobody saw it
+    was_out_of_memory: bool = False  #: the kernel's out-of-memory killer killed it
+    was_asked: bool = False  #: somebody had asked it to stop
+    is_machine_going_down: bool = False  #: its unit ended during a shutdown
+    ran: bool = True  #: False if its unit failed before the worker's process began
+    ended: Moment | None = None  #: the time; None if it was not observed
 
 
 class NotNowError(OSError):
-    """A worker was not started, for a reason that is none of the job's; it can be tried later."""
+    """A worker was not started for a reason unrelated to the job; it can be retried later."""
 
 
 class Runner(Protocol):
-    """What knows how workers are started on this machine; nothing else does."""
+    """A way to start workers on this machine."""
 
     name: str
 
     def start(self, job_id: int, number: int, start: int, *, backend: str, environment: Mapping[str, str]) -> None:
-        """Start the worker of an attempt. Raises OSError where it cannot be started, NotNowError where only not now."""
+        """Start the worker of an attempt. Raises OSError if it cannot start, NotNowError if it may later."""
 
     def adopt(self, job_id: int, number: int, start: int) -> bool:
-        """Take over a worker that an earlier daemon started, or meant to; False where it surely was never started."""
+        """Take over a worker that an earlier daemon started, or was about to; False if it certainly never started."""
 
     def is_supervised(self, job_id: int) -> bool:
-        """Whether systemd looks after it: it lives on without us, and is ended where it hangs or does not stop."""
+        """Tell whether systemd supervises it: it outlives the daemon and is killed if it hangs or does not stop."""
 
     def stop(self, job_id: int) -> None:
-        """Ask a worker for a checkpoint and its end."""
+        """Ask a worker to write a checkpoint and end."""
 
     def dump(self, job_id: int) -> None:
-        """Have every thread's stack written to a worker's log; it ends of it."""
+        """Have a worker write the stacks of all its threads to its log; this ends it."""
 
     def kill(self, job_id: int, *, shim_too: bool = False) -> None:
-        """End a worker at once, and all that it started; `shim_too` where that was tried and did not help."""
+        """Kill a worker and all processes that it started; `shim_too` if that was tried and did not help."""
 
     def poll(self, job_id: int) -> Exit | None:
-        """The process's end; None while it lives."""
+        """Return the end of the worker's process; None while it is alive."""
 
     def is_machine_going_down(self) -> bool:
-        """Whether a shutdown has begun, as far as we can tell."""
+        """Tell whether a shutdown of the machine has begun, as far as we know."""
 
 
 def read_exit_record(attempt: AttemptLayout, start: int) -> dict[str, Any] | None:
-    """exit.json, if it tells of this start."""
+    """Return exit.json if it describes this start."""
     return _read_record(attempt.exit_path, start)
 
 
 def read_lock_record(attempt: AttemptLayout, start: int) -> dict[str, Any]:
-    """Who the shim and the worker of this start are: empty before it has one."""
+    """Return the pids of this start's shim and worker from the lock file; empty if there is no shim yet."""
     return _read_record(attempt.dir / "lock", start) or {}
 
 
 def exit_of(record: Mapping[str, Any] | None) -> Exit:
-    """What exit.json tells, in our words; the worker's own user could have written it, so nothing in it is trusted."""
+    """Convert exit.json to an Exit. Its values are checked, since the worker's user could have written it."""
     record = record or {}
 
     def number(key: str) -> int | None:
@@ -111,7 +111,7 @@ def _ended(record: Mapping[str, Any]) -> Moment | None:
     if wall is None:
         return None
     if monotonic is None or not isinstance(boot, str):
-        return Moment(wall)  # an older shim's
+        return Moment(wall)  # written by an older shim
     return Moment(wall, monotonic, boot)
 
 
@@ -121,7 +121,7 @@ def _seconds(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:
-    """Whether a unit ended as the machine went down: it was told so, or had nobody to ask and this is another boot."""
+    """Tell whether a unit ended during a shutdown: systemd said so, or did not answer and the machine rebooted."""
     state, ended = record.get("system_state"), _ended(record)
     if state != "" or ended is None:
         return bool(state == "stopping")

@@ -1,5 +1,6 @@
-"""honed-send as a child of the daemon, where no unit of its own runs it. It ends with the daemon, or soon after: the
-end of its standard input says that the daemon has ended, however that happened."""
+"""honed-send as a child of the daemon, where it does not run as a unit. It ends with the daemon or soon after: the end
+of its standard input tells it that the daemon has ended, for whatever reason.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
-#: Seconds before one that died is started again, doubled each time up to the second figure.
+#: Seconds before a honed-send that died is restarted, doubled each time up to the second value.
 RESTART_SEC = (1.0, 60.0)
 
 
 def is_a_unit(layout: Layout, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether honed-send.service does it: systemd started us as the system's own instance, which has no network."""
+    """Tell whether honed-send.service delivers: systemd started us as the system's instance, which has no network."""
     return layout.root == Path("/") and environment.get("SYSTEMD_EXEC_PID") == str(os.getpid())
 
 
 class SendProcess:
-    """At most one child. `clock` is monotonic seconds."""
+    """At most one honed-send child. `clock` is monotonic seconds."""
 
     def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
@@ -38,7 +39,7 @@ class SendProcess:
         self._pause_sec = RESTART_SEC[0]
 
     def tend(self, *, is_wanted: bool) -> None:
-        """Have it run while it is wanted; one that died is started again, after a pause."""
+        """Keep the child running while it is wanted; one that died is restarted after a pause."""
         if self._process is not None and (status := self._process.poll()) is not None:
             log.warning("honed-send ended with status %d; metrics and predictions wait in the outbox", status)
             self._forget()
@@ -50,22 +51,22 @@ class SendProcess:
             self.stop()
 
     def reload(self) -> None:
-        """Have it read the configuration again."""
+        """Have the child reload its configuration."""
         self._pause_sec, self._start_at = RESTART_SEC[0], 0.0
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
 
     def stop(self) -> None:
-        """End it now; what waits goes out another time."""
+        """Stop the child now; undelivered rows stay in the outbox."""
         if self._process is not None:
             self._process.terminate()
             self._wait(5.0)
 
     def finish(self, timeout_sec: float) -> None:
-        """Let it deliver what waits, for that long, and end."""
+        """Let the child deliver queued rows for that long, and end."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            self._wait(timeout_sec + 5.0)  # it may not even have begun
+            self._wait(timeout_sec + 5.0)  # it may still be starting
 
     def _start(self) -> None:
         environment = {key: value for key, value in os.environ.items() if key not in DAEMON_VARIABLES}

@@ -1,18 +1,18 @@
-"""The shim: starts one worker, waits for it, and writes down how it ended, so that a daemon which was restarted
-meanwhile can still read it. Run as `python -I -S shim.py [--relay] ATTEMPT_DIR START COMMAND...`; imports nothing of
-honed.
+"""The shim: starts one worker, waits for it, and records how it ended, so that a daemon that was restarted meanwhile
+can still read it. Run as `python -I -S shim.py [--relay] ATTEMPT_DIR START COMMAND...`; imports nothing of honed.
 
-It leads a session of its own, in which the worker is, and holds a lock on ATTEMPT_DIR/lock while the worker lives;
-the lock file says who they are. SIGTERM and SIGABRT are handed on to the worker alone, so that its data loaders live
-through the checkpoint, and its stacks are dumped. If the shim itself is killed, the kernel kills the worker.
+It leads its own session, which contains the worker, and holds a lock on ATTEMPT_DIR/lock while the worker lives; the
+lock file names their pids. SIGTERM and SIGABRT are forwarded to the worker alone, so that its data loaders live through
+the checkpoint, and its stacks are dumped. If the shim itself is killed, the kernel kills the worker.
 
-With `--relay` it is the main process of the worker's unit: what the worker writes goes to ATTEMPT_DIR/worker.log, as it
-does without. The journal, which more people read, gets the stacks of a worker that hangs or crashes alone: a library, a
-metric or a traceback may print rows. While the worker writes its last checkpoint systemd is asked for more time, up to
-$HONED_STOP_TIMEOUT_SEC; and the shim ends as the worker did, so that `systemctl status` tells the truth.
+With `--relay` it is the main process of the worker's unit: it copies the worker's output to ATTEMPT_DIR/worker.log,
+where the output also goes without it. The journal, which more people can read, gets only the stacks of a worker that
+hangs or crashes: a library, a metric or a traceback may print rows. While the worker writes its last checkpoint, the
+shim asks systemd for more time, up to $HONED_STOP_TIMEOUT_SEC. It ends as the worker did, so that `systemctl status`
+shows the actual result.
 
-START counts the worker starts of one attempt (a fallback makes a second). An exit.json for this START that is there
-already means that somebody else has settled it: then nothing is started.
+START counts the worker starts of one attempt (a fallback makes a second). If exit.json for this START already exists,
+another process has settled it, and nothing is started.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ import time
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
-#: What the worker is told of what we are told.
+#: Signals that are forwarded to the worker.
 HANDED_ON = (signal.SIGTERM, signal.SIGABRT)
-#: Seconds between looks at the kernel's count of out-of-memory kills: one since the look before the last is taken for
-#: the cause of a SIGKILL. A large process is a while dying. The count of the cgroup, which we share with the worker,
-#: says nothing of kills elsewhere; that of the machine is for where there is none.
+#: Seconds between reads of the kernel's count of out-of-memory kills. A kill since the read before the last one counts
+#: as the cause of a SIGKILL, because a large process takes a while to die. The cgroup's count, which we share with the
+#: worker, excludes kills elsewhere; the machine's count is the fallback.
 LOOK_INTERVAL_SEC = 10.0
-#: Seconds asked of systemd at a time, and how often, while the worker stops.
+#: Seconds requested from systemd at a time, and how often, while the worker stops.
 EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
-#: Seconds for which what a dead worker's own children still write is read.
+#: Seconds for which output of a dead worker's children is still read.
 DRAIN_SEC = 2.0
 #: Bytes. The journal cuts longer lines, too.
 MAX_LINE_BYTES = 32 * 1024
-#: How faulthandler begins, in a worker that is sent SIGABRT since it hangs, and in one that crashes.
+#: The first line of faulthandler's output, in a worker that is sent SIGABRT because it hangs, or that crashes.
 FATAL = [
     b"Fatal Python error: " + what
     for what in (b"Aborted", b"Segmentation fault", b"Bus error", b"Illegal instruction", b"Floating-point exception")
@@ -52,7 +52,7 @@ def main() -> int:
     relays = arguments[0] == "--relay"
     attempt_dir, start, command = arguments[relays], int(arguments[relays + 1]), arguments[relays + 2 :]
     signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD})
-    # honed may be another user of our group, and takes the lock to see whether we live.
+    # honed may be another user of our group, and tests the lock to see whether we are alive.
     lock_fd = os.open(f"{attempt_dir}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o664)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +87,7 @@ def run(command: list[str], shim_pid: int, output_fd: int | None) -> None:
             os.dup2(output_fd, 2)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != shim_pid:  # it died before the kernel was asked
+        if os.getppid() != shim_pid:  # the shim died before prctl took effect
             os._exit(127)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         os.execvp(command[0], command)
@@ -98,17 +98,17 @@ def run(command: list[str], shim_pid: int, output_fd: int | None) -> None:
 
 
 class Relay:
-    """What the worker writes: to its log as it is; the stacks of one that hangs or crashes to the journal, too."""
+    """Copies the worker's output to its log, and the stacks of a worker that hangs or crashes also to the journal."""
 
     def __init__(self, fd: int, log_path: str) -> None:
         self.fd = fd
         self.is_open = True
         self._log_fd = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._rest = b""
-        self._is_dying = False  # what comes now are its stacks
+        self._is_dying = False  # the following lines are its stacks
 
     def pump(self) -> None:
-        """Take what there is; blocks where there is nothing."""
+        """Copy available output; blocks if there is none."""
         data = os.read(self.fd, 64 * 1024)
         self.is_open = bool(data)
         write(self._log_fd, data)
@@ -118,28 +118,30 @@ class Relay:
         self._tell(lines)
 
     def flush(self) -> None:
-        """Tell the last line that has no end."""
+        """Handle a last line without a newline."""
         self._tell([self._rest])
         self._rest = b""
 
     def _tell(self, lines: list[bytes]) -> None:
         for line in lines:
             self._is_dying = self._is_dying or line in FATAL
-            if self._is_dying and is_of_stacks(line):  # a warning, among the unit's lines, which are debug
+            if self._is_dying and is_of_stacks(line):  # logged as a warning; the unit's other lines are debug
                 write(2, b"<4>%s\n" % _plain(line))
 
 
 def is_of_stacks(line: bytes) -> bool:
-    """Whether faulthandler writes such a line: a thread, or a place in the code."""
+    """Tell whether faulthandler writes such a line: a thread, or a place in the code."""
     is_place = line.startswith(b'  File "') and line.rpartition(b" in ")[0][-1:].isdigit()
     return is_place or line in FATAL or line.startswith((b"Thread 0x", b"Current thread 0x", b"  ..."))
 
 
 class Watch:
-    """The wait for the worker's end."""
+    """Waits for the worker's end."""
 
     def __init__(self, worker_pid: int, relay: Relay | None, note_stop: Callable[[], object]) -> None:
-        """`note_stop` writes down that it was asked to stop: we, too, are killed if that takes too long."""
+        """Create a watch. `note_stop` records that the worker was asked to stop: the shim is killed, too, if that takes
+        too long.
+        """
         self._pid = worker_pid
         self._relay = relay
         self._note_stop = note_stop
@@ -149,7 +151,7 @@ class Watch:
         self._extend_at = 0.0
 
     def wait(self) -> tuple[int, bool]:
-        """The worker's wait status, and whether the kernel ended it for want of memory."""
+        """Return the worker's wait status, and whether the kernel killed it because memory ran out."""
         wake_read_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
         for number in HANDED_ON:
@@ -162,7 +164,7 @@ class Watch:
         poll.register(wake_read_fd, select.POLLIN)
         if self._relay is not None:
             poll.register(self._relay.fd, select.POLLIN)
-        # Looked at without reaping: the pid must stay the worker's while a signal may still be handed on.
+        # Without reaping: the pid must stay the worker's while a signal may still be forwarded.
         while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             self._look()
             self._extend()
@@ -190,14 +192,14 @@ class Watch:
             self._stop_asked_at = time.monotonic()
             self._note_stop()
         os.kill(self._pid, number)
-        os.kill(self._pid, signal.SIGCONT)  # one that was stopped would never hear of it
+        os.kill(self._pid, signal.SIGCONT)  # a stopped process would not handle the signal
 
     def _patience_sec(self) -> float:
         return LOOK_INTERVAL_SEC if self._stop_asked_at is None else EXTEND_INTERVAL_SEC / 2
 
     def _extend(self) -> None:
-        """Ask systemd for more time while a worker that was asked to stop may take it: one that writes its checkpoint
-        takes no steps, and its watchdog would bite, as it does until the unit has ended.
+        """Ask systemd for more time while a stopping worker writes its checkpoint: it reports no steps meanwhile, so
+        the watchdog, which stays active until the unit has ended, would kill it.
         """
         now = time.monotonic()
         if self._relay is None or self._stop_asked_at is None or now < self._extend_at:
@@ -217,12 +219,12 @@ class Watch:
             self._num_kills = [self._num_kills[1], out_of_memory_kills()]
 
     def _drain(self) -> None:
-        """All that the worker had written, its last words among it."""
+        """Read all output that the worker had written, including its last lines."""
         if self._relay is None:
             return
         poll = select.poll()
         poll.register(self._relay.fd, select.POLLIN)
-        # What it started may hold the pipe open, and write, for ever: systemd ends that after us.
+        # Its children may hold the pipe open and write forever: systemd ends them after us.
         deadline = time.monotonic() + DRAIN_SEC
         while self._relay.is_open and poll.poll(0) and time.monotonic() < deadline:
             self._relay.pump()
@@ -230,13 +232,13 @@ class Watch:
 
 
 def _plain(line: bytes) -> bytes:
-    """A line without what a terminal acts on: journalctl would show it, or call the line a blob."""
+    """Replace characters that control a terminal: journalctl would print them, or show the line as a blob."""
     text = line.decode(errors="replace")
     return "".join(char if char.isprintable() or char == "\t" else "\ufffd" for char in text).encode()
 
 
 def write(fd: int, data: bytes) -> None:
-    """Write all; a full disk or a journal that is gone must not end the worker."""
+    """Write all data; a full disk or a missing journal must not end the worker."""
     view = memoryview(data)
     with contextlib.suppress(OSError):
         while view:
@@ -244,7 +246,7 @@ def write(fd: int, data: bytes) -> None:
 
 
 def notify(message: str) -> None:
-    """Tell systemd, where it listens."""
+    """Notify systemd if NOTIFY_SOCKET is set."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -255,8 +257,8 @@ def notify(message: str) -> None:
 
 
 def out_of_memory_kills(sysfs: str = "/sys/fs/cgroup", proc: str = "/proc") -> tuple[str, int]:
-    """The kernel's count of them, and its place: in our memory cgroup of either version, else on this
-    machine since its boot.
+    """Return the path and value of the kernel's count of out-of-memory kills: of our memory cgroup (v1 or v2), else of
+    the machine since its boot.
     """
     paths = [f"{proc}/vmstat"]
     with contextlib.suppress(OSError, ValueError), open(f"{proc}/self/cgroup") as file:  # noqa: PTH123
@@ -280,12 +282,12 @@ def has_ended(attempt_dir: str, start: int) -> bool:
             return bool(json.load(file)["start"] >= start)
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return False
-    except OSError:  # it cannot be known: a worker that is not started is tried again, one started twice is not undone
+    except OSError:  # unknown: a worker that is not started is retried, but starting one twice cannot be undone
         return True
 
 
 def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: bool, was_asked: bool) -> None:
-    """Whole and durable: beside, synced, renamed, the directory synced."""
+    """Write exit.json atomically and durably: temporary file, sync, rename, sync of the directory."""
     record = {
         "start": start,
         "status": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
@@ -309,7 +311,7 @@ def write_exit(attempt_dir: str, start: int, status: int, *, was_out_of_memory: 
 
 
 def boot_id() -> str | None:
-    """What CLOCK_MONOTONIC belongs to; as clock.py has it."""
+    """Return the boot that CLOCK_MONOTONIC belongs to, as in clock.py."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
         return file.read().strip() or None
     return None

@@ -1,15 +1,15 @@
-"""A hub model's or data set's place in the cache, and whether all of it is there.
+"""A hub model's or data set's directory in the cache, and the check that it is complete.
 
-    hub/models--org--name/refs/<revision>        the commit that a branch or tag means here (huggingface_hub's layout)
+    hub/models--org--name/refs/<revision>        the commit of a branch or tag (huggingface_hub's layout)
     hub/models--org--name/snapshots/<commit>/    its files, as links into blobs/
-    fetched/models--org--name/<commit>.json      which files of it honed fetches; written before the first is there
-    fetched/models--org--name/lock               locked by the fetch that runs
+    fetched/models--org--name/<commit>.json      the files of it that honed fetches; written before the first one
+    fetched/models--org--name/lock               locked by the running fetch
 
-Data sets lie in `datasets--org--name`, in the same way. Of one with several splits or configurations only what a job
-reads is fetched, and <commit>.<part>.json is the record of that.
+Data sets are stored the same way in `datasets--org--name`. Of a data set with several splits or configurations, only
+the part that a job reads is fetched, recorded in <commit>.<part>.json.
 
-A snapshot without a record was put there by somebody else, with huggingface_hub's own tools: nobody can tell from
-outside whether it is whole, so it is used as far as it passes the check, and completed where it does not.
+A snapshot without a record was put there by huggingface_hub's own tools: whether it is complete cannot be seen, so it
+is used if it passes the check, and completed if it does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from honed.system import durable
 
-#: The hub's own words for what a repository is.
+#: The hub's own names for the types of repositories.
 MODEL, DATASET = "model", "dataset"
 _WORDS = {MODEL: "model", DATASET: "data set"}
 
@@ -35,8 +35,8 @@ class Missing:
     repo_id: str
     revision: str
     repo_type: str = MODEL
-    name: str | None = None  #: of a data set's configuration
-    split: str | None = None  #: that alone, of a data set
+    name: str | None = None  #: a data set's configuration
+    split: str | None = None  #: fetch only this split of a data set
 
     @property
     def what(self) -> str:
@@ -44,31 +44,31 @@ class Missing:
 
     @property
     def key(self) -> str:
-        """The key of the job file that names such a thing."""
+        """The key of the job file that names such a repository."""
         return "base_model" if self.repo_type == MODEL else "datasets"
 
     @property
     def part(self) -> str:
-        """A name for the part of a repository that is meant; empty for what a model is, and for a whole data set."""
+        """The name of the selected part of a data set; empty for a model or a whole data set."""
         chosen = {key: value for key in ("name", "split") if (value := getattr(self, key)) is not None}
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16] if chosen else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For people's programs: of a model its id and revision, of a data set what else is said of it."""
+        """Return its facts for machine-readable output: a model's id and revision, and a data set's other fields."""
         said = {key: value for key, value in asdict(self).items() if value is not None}
         return said if self.repo_type != MODEL else {"repo_id": self.repo_id, "revision": self.revision}
 
 
 @dataclass(frozen=True)
 class Record:
-    """What honed fetches of one commit."""
+    """The files that honed fetches of one commit."""
 
     repo_id: str
     commit: str
     files: Mapping[str, int]  #: name → bytes
-    code: bool  #: whether code that comes with it is among them
+    code: bool  #: True if they include code that comes with the model
     repo_type: str = MODEL
-    part: str = ""  #: as Missing has it
+    part: str = ""  #: as in Missing
 
 
 def repository_dir(cache_dir: Path, repo_id: str, repo_type: str = MODEL) -> Path:
@@ -88,7 +88,7 @@ def _folder(repo_id: str, repo_type: str) -> str:
 
 
 def commit_of(cache_dir: Path, repo_id: str, revision: str, repo_type: str = MODEL) -> str:
-    """The commit that a branch or tag means in the cache, else the revision itself."""
+    """Return the commit of a branch or tag in the cache, else the revision itself."""
     try:
         text = (repository_dir(cache_dir, repo_id, repo_type) / "refs" / revision).read_text(encoding="ascii")
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def commit_of(cache_dir: Path, repo_id: str, revision: str, repo_type: str = MOD
 
 
 def find(cache_dir: Path, repo_id: str, revision: str) -> Path | None:
-    """The snapshot's directory; None where there is none, or one of which files that honed fetches are not there."""
+    """Return the snapshot's directory; None if there is none, or if files that honed fetches are missing."""
     commit = commit_of(cache_dir, repo_id, revision)
     path = snapshot_dir(cache_dir, repo_id, commit)
     record = read(cache_dir, repo_id, commit)
@@ -105,7 +105,7 @@ def find(cache_dir: Path, repo_id: str, revision: str) -> Path | None:
 
 
 def has_all(path: Path, record: Record) -> bool:
-    """Whether every file is there with its size; a link is made when what it leads to is whole and was verified."""
+    """Tell whether every file exists with its size; a link is created only once its target is complete and verified."""
     try:
         return all((path / name).stat().st_size == size for name, size in record.files.items())
     except OSError:
@@ -113,24 +113,24 @@ def has_all(path: Path, record: Record) -> bool:
 
 
 def is_fetched(cache_dir: Path, repo_id: str, path: Path) -> bool:
-    """Whether honed fetched this snapshot, and all that it fetched is there: to fetch it again would change nothing."""
+    """Tell whether honed fetched this snapshot completely: fetching it again would change nothing."""
     record = read(cache_dir, repo_id, path.name)
     return record is not None and has_all(path, record)
 
 
 def lacks_code(cache_dir: Path, repo_id: str, path: Path) -> bool:
-    """Whether honed fetched this snapshot when code that comes with a model was not allowed."""
+    """Tell whether honed fetched this snapshot while code that comes with a model was not allowed."""
     record = read(cache_dir, repo_id, path.name)
     return record is not None and not record.code
 
 
 def is_foreign(cache_dir: Path, repo_id: str, commit: str, repo_type: str) -> bool:
-    """Whether honed has fetched nothing of this commit."""
+    """Tell whether honed has fetched nothing of this commit."""
     return not any(record_dir(cache_dir, repo_id, repo_type).glob(f"{commit}*.json"))
 
 
 def read(cache_dir: Path, repo_id: str, commit: str, repo_type: str = MODEL, part: str = "") -> Record | None:
-    """None where there is no record that can be read."""
+    """Return the record; None if there is no readable one."""
     try:
         return Record(**json.loads((record_dir(cache_dir, repo_id, repo_type) / _name(commit, part)).read_bytes()))
     except (OSError, ValueError, TypeError):

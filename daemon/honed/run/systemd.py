@@ -1,12 +1,11 @@
-"""Workers as units: one honed-job@ID.service each, asked for over D-Bus, with a cgroup, limits, watchdog and journal of
-its own. They live on while honed is restarted, and systemd ends what hangs or does not stop in time.
+"""Workers as units: one honed-job@ID.service each, started over D-Bus, with its own cgroup, limits, watchdog and
+journal. They keep running while honed restarts, and systemd ends those that hang or do not stop in time.
 
     start     start.json, durable ──► StartUnit ──► honed-job-start becomes the shim ──► worker
-    end       shim writes exit.json ──► honed-job-end adds what systemd knows ──► poll finds both
+    end       shim writes exit.json ──► honed-job-end adds systemd's facts ──► poll finds both
 
-How a job ended is known from its files; systemd is asked where they are silent, and whether the unit has ended at all.
-Without a bus the files are believed. A worker that a process
-runner started before us is left to one.
+A job's end is read from its files; systemd is asked if they record no end, and whether the unit has ended. Without a
+bus, the files are believed. A worker that an earlier daemon started as a process is handled by a process runner.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from honed.system.layout import AttemptLayout, Layout
 
 log = logging.getLogger(__name__)
 
-#: Seconds between questions to systemd whether a unit of which its files tell no end still lives.
+#: Seconds between questions to systemd about a unit whose files record no end.
 ASK_INTERVAL_SEC = 5.0
-#: Exists where systemd is PID 1: sd_booted(3).
+#: Exists if systemd is PID 1: sd_booted(3).
 BOOTED_PATH = Path("/run/systemd/system")
-#: No job has this number: asked to stop, it tells whether we may.
+#: A unit of no job; asking to stop it shows whether we may.
 PROBE_UNIT = "honed-job@0.service"
 
 
@@ -40,11 +39,11 @@ class _Unit:
     attempt: AttemptLayout
     start: int
     asked_at: float
-    is_doubted: bool = False  #: exit.json tells of an end, and systemd of none
+    is_doubted: bool = False  #: exit.json records an end, but systemd does not
 
 
 class SystemdRunner:
-    """Workers as units of the system's manager."""
+    """Workers as units of the system manager."""
 
     name = "systemd"
 
@@ -92,7 +91,7 @@ class SystemdRunner:
             is_ours = False
         has_run = bool(read_lock_record(attempt, start)) or read_exit_record(attempt, start) is not None
         if not is_ours:
-            # Either a process runner's, or we were killed before we had written down that we would start it.
+            # It is a process runner's, or we were killed before recording that we would start it.
             return has_run and self._processes.adopt(job_id, number, start)
         if not has_run and self._is_over(job_id):
             return False
@@ -130,7 +129,7 @@ class SystemdRunner:
         record = read_exit_record(unit.attempt, unit.start)
         is_told = record is not None and "service_result" in record
         if is_told:
-            # Its worker could have written that, too, and go on, on a GPU that we would take for free.
+            # Its worker could have written that itself and still be using the GPU.
             if unit.is_doubted and self._clock() - unit.asked_at < ASK_INTERVAL_SEC:
                 return None
             unit.asked_at = self._clock()
@@ -140,20 +139,21 @@ class SystemdRunner:
                 unit.is_doubted = True
                 return None
         else:
-            # The shim's word alone is waited on: what systemd knows comes a moment later, unless it cannot be written.
+            # The shim's record alone is not enough yet: systemd's facts follow a moment later, unless they cannot be
+            # written.
             if self._clock() - unit.asked_at < ASK_INTERVAL_SEC:
                 return None
             unit.asked_at = self._clock()
             if not self._is_over(job_id):
                 return None
-            record = read_exit_record(unit.attempt, unit.start)  # written between the two looks
+            record = read_exit_record(unit.attempt, unit.start)  # written between the two reads
         self._forget(job_id)
         if record is None:
             return Exit(None, None, ran=bool(read_lock_record(unit.attempt, unit.start)))
         return exit_of(record)
 
     def _goes_on(self, job_id: int) -> bool:
-        """Whether its unit lives. While ExecStopPost= tells of the end, a unit is deactivating."""
+        """Tell whether a job's unit is alive. While ExecStopPost= records the end, it is deactivating."""
         try:
             state = self._systemd.unit_state(unit_name(job_id))
         except BusError:
@@ -184,8 +184,7 @@ def unit_name(job_id: int) -> str:
 
 
 def why_not(layout: Layout, systemd: Systemd) -> str | None:
-    """The reason why workers cannot be units here; None where they can. Asks systemd, polkit included; changes
-    nothing."""
+    """Return why workers cannot be units here; None if they can. Asks systemd and polkit; changes nothing."""
     if layout.root != Path("/"):
         return "units belong to the instance at /, and this one is below another directory"
     if not BOOTED_PATH.is_dir():
@@ -193,7 +192,7 @@ def why_not(layout: Layout, systemd: Systemd) -> str | None:
     try:
         systemd.stop_unit(
             PROBE_UNIT
-        )  # it does not run, so nothing is stopped; but that takes the template and the right
+        )  # it does not run, so nothing is stopped; but the call needs the template and the permission
     except BusError as error:
         if error.name == dbus.NO_SUCH_UNIT:
             return "the unit honed-job@.service is not installed"

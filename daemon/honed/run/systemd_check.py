@@ -1,10 +1,10 @@
-"""The preflight helper as a unit, honed-check@UID.service: it has the rights of one submitter, and no others.
+"""The preflight helper as a unit, honed-check@UID.service: it has the permissions of one submitter, and no others.
 
     a socket of ours at run/honed/check/UID ──► StartUnit ──► systemd connects it, as the unit's stdin and stdout
 
-The directory is closed to everybody but us and root, who connects before the process becomes the submitter's: the other
-end is known to be the unit's by that, and nothing else of the submitter's can take its place. Nor can they reach into
-the unit, see honed-check@.service.
+Only we and root can enter the directory, and root connects before the process becomes the submitter's: so the other end
+is certainly the unit, and none of the submitter's processes can take its place. Nor can they reach into the unit, see
+honed-check@.service.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
-#: Seconds between questions to systemd whether a unit that has not come yet is still on its way.
+#: Seconds between questions to systemd about a unit that has not connected yet.
 ASK_INTERVAL_SEC = 1.0
 _UCRED = struct.Struct("3i")
 
 
 class CheckUnits:
-    """The units of one instance. What an earlier daemon has left is ended."""
+    """The check units of one instance. Units left by an earlier daemon are stopped."""
 
     def __init__(self, layout: Layout, systemd: Systemd, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._dir = layout.runtime_dir / "check"
@@ -40,7 +40,7 @@ class CheckUnits:
         self._end_left()
 
     def of(self, uid: int) -> Start:
-        """The helpers of one submitter."""
+        """Return a function that starts helpers of one submitter."""
         return lambda stage_fd, watch: UnitHelper(
             unit_name(uid), self._dir / str(uid), self._systemd, stage_fd, watch, clock=self._clock
         )
@@ -54,7 +54,7 @@ class CheckUnits:
 
 
 class UnitHelper(Helper):
-    """A unit that was asked for, and connects to a socket of its own."""
+    """A helper that runs as a unit and connects to its own socket."""
 
     def __init__(
         self, unit: str, path: Path, systemd: Systemd, stage_fd: int, watch: Watch, *, clock: Callable[[], float]
@@ -96,7 +96,7 @@ class UnitHelper(Helper):
         try:
             self._systemd.start_unit(self._unit)
         except BusError as error:
-            if error.name == DESTRUCTIVE:  # the one before is about to end: once more with the next read
+            if error.name == DESTRUCTIVE:  # the previous unit is about to end: retry at the next read
                 return
             if not (isinstance(error, BusAwayError) and error.was_heard):
                 raise OSError(f"systemd does not start {self._unit}: {error}") from error
@@ -104,7 +104,7 @@ class UnitHelper(Helper):
         self._look_at = self._clock() + ASK_INTERVAL_SEC
 
     def _wait_for_it(self) -> None:
-        """Raises OSError where it does not come any more."""
+        """Accept the unit's connection if it is there. Raises OSError if it will never come."""
         if not self._is_asked:
             self._ask()
         is_over = self._is_asked and self._clock() >= self._look_at and self._is_over()
@@ -137,7 +137,7 @@ def unit_name(uid: int) -> str:
 
 
 def stop(systemd: Systemd, unit: str) -> None:
-    """Have a unit killed, whatever it is at."""
+    """Stop a unit, whatever it is doing."""
     try:
         systemd.stop_unit(unit)
     except BusError as error:

@@ -1,4 +1,4 @@
-"""Fetches as units, honed-fetch@N.service: they have the network, which honed lacks, and go on while it is down."""
+"""Fetches as units, honed-fetch@N.service: they have network access, which honed lacks, and outlive the daemon."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class UnitFetchRunner:
-    """What a unit is started for lies in its request; how it is comes from systemd, and from its lock where that is
-    silent."""
+    """Fetches as units. A unit's request is in its file; its state comes from systemd, else from its lock."""
 
     def __init__(self, layout: Layout, systemd: Systemd) -> None:
         self._layout = layout
@@ -39,11 +38,11 @@ class UnitFetchRunner:
             else:
                 self._systemd.stop_unit(_unit_name(number))
         except BusError as error:
-            if error.name != NO_SUCH_UNIT:  # its deadline ends it, too
+            if error.name != NO_SUCH_UNIT:  # its deadline ends it anyway
                 log.warning("%s cannot be stopped: %s", _unit_name(number), error)
 
     def close(self) -> None:
-        """They go on."""
+        """Do nothing: the units outlive the daemon."""
 
 
 def _unit_name(number: int) -> str:

@@ -1,1 +1,1 @@
-"""honed-send: metrics, predictions, notices and wandb runs on their way out."""
+"""honed-send: delivery of metrics, predictions, notices and wandb runs."""

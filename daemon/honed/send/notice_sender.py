@@ -1,12 +1,12 @@
-"""honed-send's end of the notices: each is delivered by a webhook or by mail, and then removed.
+"""honed-send's delivery of notices: each is sent by webhook or mail, and then removed.
 
-    notices/<key>.json ── POST, or SMTP ── taken ──► removed
-                             ├── 400, 422, …, a mailbox that is none ──► refused/, with the answer
-                             └── all else: no answer, 5xx, 401 ──► the same again, ever later; after days, refused/
+    notices/<key>.json ── POST, or SMTP ── accepted ──► removed
+                             ├── 400, 422, …, an unknown mailbox ──► refused/, with the response
+                             └── all else: no response, 5xx, 401 ──► retried, ever later; after days, refused/
 
-One thread for each receiver that anything waits for: one that is down or slow holds up nobody else, and not the
-metrics. A notice is removed after the answer, so it arrives at least once; one that arrives twice has the same
-Idempotency-Key, or the same Message-ID.
+One thread per receiver with queued notices: a receiver that is down or slow delays neither the others nor the metrics.
+A notice is removed after the response, so it arrives at least once; a duplicate has the same Idempotency-Key or
+Message-ID.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from honed.system.message import NOTICE_REFUSED, NOTICE_TROUBLE
 
 log = logging.getLogger("honed.send.sender")
 
-#: Seconds between looks at the notices.
+#: Seconds between checks for notices.
 POLL_SEC = 0.5
-#: Receivers at a time.
+#: Receivers served at the same time.
 MAX_THREADS = 8
-#: Seconds between words about the same receiver.
+#: Seconds between log messages about the same receiver.
 COMPLAIN_EVERY_SEC = 3600.0
-#: Answers that say something of us or of the moment, not of the notice.
+#: Statuses that concern us or the moment, not the notice.
 NOT_ABOUT_THE_NOTICE = {401, 402, 403, 404, 405, 407, 408, 410, 421, 423, 425, 426, 429, 451}
 DAY_SEC = 86400.0
 
 
 class Verdict(Enum):
-    """What became of a try."""
+    """The result of one delivery attempt."""
 
     TAKEN = auto()
-    REFUSED = auto()  #: it will never be taken
+    REFUSED = auto()  #: it will never be accepted
     LATER = auto()
 
 
 @dataclass
 class _Line:
-    """What is known of a receiver."""
+    """The state of a receiver."""
 
     thread: threading.Thread | None = None
     not_before: float = 0.0
@@ -76,7 +76,7 @@ class _Line:
 
 
 class Messenger:
-    """Delivers until it is stopped. `clock` is monotonic seconds."""
+    """Delivers notices until it is stopped. `clock` is monotonic seconds."""
 
     def __init__(self, layout: Layout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
@@ -86,11 +86,14 @@ class Messenger:
         self._config = NotifyConfig()
         self._is_loaded = False
         self._lines: dict[str, _Line] = {}
-        self._receivers: dict[str, str] = {}  #: of each notice that waits, by its file's name
+        self._receivers: dict[str, str] = {}  #: of each queued notice, by its file name
         self._stop = threading.Event()
 
     def reload(self, config: NotifyConfig) -> None:
-        """What waits is tried at once, and what was refused once more: only a person knows what was mended."""
+        """Apply a configuration: retry queued notices at once, and after the first load also rejected ones once.
+
+        Only a person knows what was fixed.
+        """
         is_first, self._config, self._is_loaded = not self._is_loaded, config, True
         self._lines = {to: _Line(thread=line.thread) for to, line in self._lines.items()}
         if not is_first:
@@ -102,7 +105,7 @@ class Messenger:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Deliver beside whatever else is done."""
+        """Deliver in a background thread."""
         thread = threading.Thread(target=self._run, name="notices", daemon=True)
         thread.start()
         try:
@@ -112,7 +115,7 @@ class Messenger:
             thread.join(2 * POLL_SEC)
 
     def finish(self, is_over: Callable[[], bool]) -> None:
-        """Wait until no notice waits, or somebody says that it is over."""
+        """Wait until no notice is queued, or `is_over` returns true."""
         while notification.waiting(self._layout) and not is_over():
             self._stop.wait(POLL_SEC / 5)
 
@@ -125,12 +128,13 @@ class Messenger:
             self._stop.wait(POLL_SEC)
 
     def _look(self) -> None:
-        """Have a thread for each receiver that something waits for, and that may be tried again."""
+        """Start a thread for each receiver that has queued notices and may be retried."""
         with self._calendar_lock:
             self._calendar.look()
         by_receiver: dict[str, list[Path]] = {}
         waiting = notification.waiting(self._layout)
-        # Read once: a notice's key, and so its file's name, is made from its receiver, and thousands may wait for days.
+        # Read each notice once: its key, and so its file name, depends on its receiver, and thousands may be queued for
+        # days.
         known, self._receivers = self._receivers, {}
         for path in waiting:
             to = known.get(path.name)
@@ -159,7 +163,7 @@ class Messenger:
             return None
 
     def _deliver_all(self, line: _Line, paths: list[Path]) -> None:
-        """One receiver's notices in their order, until one has to wait."""
+        """Deliver one receiver's notices in order, until one must be retried later."""
         for path in paths:
             if self._stop.is_set() or (notice := self._read(path)) is None:
                 continue
@@ -209,7 +213,7 @@ class Messenger:
     # -- one notice ---------------------------------------------------------------------------------------------------
 
     def _deliver(self, notice: Notice) -> tuple[Verdict, str]:
-        """Try once; whatever comes of it is an answer."""
+        """Try to deliver once; errors are returned as results, too."""
         config = self._config
         try:
             match notice.to:
@@ -231,12 +235,12 @@ class Messenger:
                 f"{host} has a certificate that is not trusted here: {error.verify_message}. An authority of your own: "
                 "add it to the system's, or name its file as SSL_CERT_FILE in honed-send's environment"
             )
-        except Exception as error:  # noqa: BLE001 - what a stranger answers must not end the thread in silence
+        except Exception as error:  # noqa: BLE001 - a malformed response must not end the thread silently
             return Verdict.LATER, f"{type(error).__name__}: {error}"
 
 
 def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float) -> tuple[Verdict, str]:
-    """By webhook. No redirect is followed: it would lead where nobody has allowed it."""
+    """Deliver by webhook. Redirects are not followed: they could lead to an address that nobody has allowed."""
     parts = urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_sec)
@@ -266,7 +270,7 @@ def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float)
 
 
 def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
-    """By SMTP."""
+    """Deliver by SMTP."""
     assert config.smtp_host is not None
     assert config.mail_from is not None
     message = compose(notice, address, config.mail_from)
@@ -299,11 +303,11 @@ def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, s
 
 
 class _Server(smtplib.SMTP):
-    """On a connection that is there already: smtplib's own reads the greeting before there could be a deadline."""
+    """SMTP on an existing connection: smtplib itself would read the greeting before a deadline could be set."""
 
     def begin(self, connection: socket.socket, host: str) -> None:
         self._connection = connection
-        self._host = host  # whose certificate STARTTLS wants
+        self._host = host  # STARTTLS checks the certificate against it
         code, said = self.connect(host)
         if code != 220:
             raise smtplib.SMTPConnectError(code, said)
@@ -318,7 +322,7 @@ def _judge_mail(code: int, said: bytes | str) -> tuple[Verdict, str]:
 
 
 def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
-    """The mail. What stands in its headers came through `plain`: nothing in a job's name makes a header of its own."""
+    """Build the mail. Header values pass through `plain`, so that a job's name cannot inject a header."""
     told = notice.payload
     message = EmailMessage(policy=MAIL_POLICY)
     first, *rest = str(told["text"]).splitlines() or [""]
@@ -357,9 +361,9 @@ def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
 
 @contextlib.contextmanager
 def _deadline(connection: socket.socket, seconds: float) -> Iterator[None]:
-    """The whole exchange in that time: a socket's own timeout begins anew with every byte that drips in."""
+    """Limit the duration of the whole exchange: a socket's own timeout restarts with every received byte."""
     is_over = threading.Event()
-    descriptor = os.dup(connection.fileno())  # of its own: TLS takes the other one away
+    descriptor = os.dup(connection.fileno())  # a duplicate: TLS takes the other one away
 
     def end() -> None:
         is_over.set()
@@ -384,7 +388,7 @@ def _deadline(connection: socket.socket, seconds: float) -> Iterator[None]:
 
 
 def _shown(notice: Notice) -> str:
-    """A receiver for the log: of an address its host, since its path may be a secret."""
+    """Return a receiver for the log: of a URL only its host, since its path may be a secret."""
     if "mail" in notice.to:
         return notice.to["mail"]
     webhook = notice.to.get("webhook", "")

@@ -1,13 +1,13 @@
-"""Notifications of a job's end: their text, and the notices on their way to honed-send.
+"""Notifications of a job's end: their text, and the queue of notices for honed-send.
 
-    a job ends ── spool/ended/<id>: the end has yet to be told ── its entry moves ── a notice for each receiver
+    a job ends ── spool/ended/<id>: mark its end as pending ── its entry moves ── write a notice for each receiver
 
     var/lib/honed/outbox/notices/
-        <key>.json      one notice for one receiver; the daemon writes it, honed-send removes it once it is delivered
-        refused/        what its receiver will not take, or has not taken for days, with the answer
+        <key>.json      one notice for one receiver; the daemon writes it, honed-send removes it after delivery
+        refused/        notices that a receiver rejected, or did not accept for days, with its response
 
-The mark in ended/ is durable before the move and goes after the notices are: an end is told at least once, whoever is
-killed when, and a notice that is written again has the same key and so the same file.
+The mark in ended/ is durable before the move and removed after the notices are written: an end is reported at least
+once, whichever process is killed, and a notice that is written again has the same key and so the same file.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from honed.system.message import NOTICE_REFUSED
 
 log = logging.getLogger(__name__)
 
-#: Words about the machine that wait for a disk that takes them.
+#: Messages about the machine that are kept while the disk is full.
 MAX_WORDS = 100
-#: Characters of a message and of a hint in a notice's text.
+#: Maximum number of characters of a message and of a hint in a notice's text.
 MAX_TEXT = 2000
-#: How chats call all who read along: Mattermost's, Discord's and Matrix' words. Slack's are in angle brackets.
+#: Mentions of all participants: Mattermost's, Discord's and Matrix' words. Slack's are in angle brackets.
 _EVERYBODY = re.compile(r"@(?=(?:all|channel|everyone|here|room)\b)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What one receiver is told."""
+    """A notification for one receiver."""
 
     key: str
     to: dict[str, str]  #: webhook or mail
-    is_own: bool  #: the administrator's: no job has named the receiver
+    is_own: bool  #: sent to the administrator: no job has named the receiver
     payload: dict[str, Any]
     created_at: float
 
@@ -60,7 +60,7 @@ class Notice:
 
     @classmethod
     def from_json(cls, data: Any) -> Notice:
-        """Raises ValueError for what is none."""
+        """Parse a notice. Raises ValueError if it is invalid."""
         try:
             return cls(**data)
         except TypeError as error:
@@ -76,7 +76,7 @@ def refused_dir(layout: Layout) -> Path:
 
 
 def waiting(layout: Layout) -> list[Path]:
-    """The notices that wait, oldest first."""
+    """Return the files of the queued notices, oldest first."""
     found = []
     for path in notices_dir(layout).glob("*.json"):
         try:
@@ -87,13 +87,13 @@ def waiting(layout: Layout) -> list[Path]:
 
 
 def is_wanted(config: NotifyConfig) -> bool:
-    """Whether anything may have to be delivered."""
+    """Tell whether any notification may have to be delivered."""
     own = config.admin_webhook is not None or config.admin_mail
     return bool(own or config.allowed_webhooks or config.webhook_files or config.allowed_mail_domains)
 
 
 class Notices:
-    """The daemon's end."""
+    """The daemon's side of the notices."""
 
     def __init__(
         self, layout: Layout, config: NotifyConfig, spool: Spool, *, now: Callable[[], float] = time.time
@@ -115,13 +115,13 @@ class Notices:
         return is_wanted(self._config)
 
     def tell_of_machine(self, fault: str) -> None:
-        """honed cannot work, or with no fault, can again; for the administrator alone."""
+        """Queue a message to the administrator that honed cannot work or, if `fault` is empty, that it works again."""
         if self._config.admin_degraded and len(self._words) < MAX_WORDS:
             event = "degraded" if fault else "recovered"
             self._words.append((event, fault or "honed works again", self._now()))
 
     def tend(self) -> None:
-        """Write the notices that are due. Raises OSError where the disk takes none: they are due again."""
+        """Write the notices that are due. Raises OSError if the disk accepts none; they stay due."""
         while self._words:
             event, text, when = self._words[0]
             host = socket.gethostname()
@@ -148,7 +148,7 @@ class Notices:
             ]
             if receivers:
                 told = payload(job, query.show(self._spool, self._layout, str(job.id)))
-                told["report"] = str(self._layout.job(job.id).report_path)  # it is made a moment later
+                told["report"] = str(self._layout.job(job.id).report_path)  # it is written a moment later
                 for to, is_own in receivers:
                     key = _key(job.id, job.submitted_at, revision, to)
                     self._put(Notice(key, to, is_own, {**told, "idempotency_key": key}, self._now()))
@@ -172,20 +172,20 @@ class Notices:
         self._has_complained = False
         path = directory / f"{notice.key}.json"
         durable.write_json(path, notice.to_json(), mode=0o640)
-        # Its date is its place among those that wait: the clock ticks slowly, and may have been set back.
+        # Notices are ordered by modification time: the clock has a coarse resolution and may have been set back.
         self._dated_ns = max(int(self._now() * 1e9), self._dated_ns + 1)
-        with contextlib.suppress(FileNotFoundError):  # delivered already
+        with contextlib.suppress(FileNotFoundError):  # already delivered
             os.utime(path, ns=(self._dated_ns, self._dated_ns))
 
 
 def _own(config: NotifyConfig) -> list[dict[str, str]]:
-    """The administrator's receivers."""
+    """Return the administrator's receivers."""
     hooks = [{"webhook": config.admin_webhook}] if config.admin_webhook is not None else []
     return [*hooks, *({"mail": address} for address in config.admin_mail)]
 
 
 def _of_job(job: Job) -> list[dict[str, str]]:
-    """The receivers that a job has named, where its end is one of those that they are told of."""
+    """Return the receivers that a job names, if they asked to be notified of its final state."""
     notify = job.notify or {}
     if job.state.value not in notify.get("states", ()):
         return []
@@ -197,7 +197,7 @@ def _key(*what: Any) -> str:
 
 
 def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
-    """What a receiver gets to know of a job's end. `text` says it for people, as chat servers show it."""
+    """Return the payload about a job's end. Its `text` is for people, as chat servers show it."""
     host, error = socket.gethostname(), shown["error"]
     lines = [f"honed on {host}: job {job.id} ({plain(job.name)}) {'was ' * (job.state == 'cancelled')}{job.state}"]
     if job.remark:
@@ -223,7 +223,8 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
         "state": job.state.value,
         "outcome": job.outcome,
         "remark": job.remark,
-        # A receiver need not be one who may read the job: neither what the message quotes nor values of the job file.
+        # A receiver may not be allowed to read the job: neither the message's quotes nor values of the job file are
+        # sent.
         "error": {key: error[key] for key in ("code", "message", "hint")} if error else None,
         "metrics": shown["metrics"],
         "output_dir": shown["artifacts"]["output_dir"],
@@ -236,8 +237,9 @@ def payload(job: Job, shown: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """What a job file says, as it may stand in a chat or a mail: no markup, no link or picture behind other words, no
-    mention of everybody, no new header."""
+    """Return text from a job file made safe for a chat or a mail: without markup, hidden links or images, mentions of
+    everybody, or new headers.
+    """
     text = "".join(char if char.isprintable() else " " for char in str(text))
     text = _EVERYBODY.sub("\N{FULLWIDTH COMMERCIAL AT}", text).replace("](", "] (")
     return text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}").replace(

@@ -1,16 +1,16 @@
-"""The outbox: metrics and predictions on their way to an HTTP endpoint, until honed-send has delivered them.
+"""The outbox: metrics and predictions queued for an HTTP endpoint until honed-send has delivered them.
 
     var/lib/honed/outbox/
-        <number>.jsonl      rows, a line each; the daemon appends to the last, and removes those that are delivered
-        lost.json           how many rows found no room
-        sender/             honed-send's own; it writes nothing else
-            cursor.json     up to where everything is delivered or set aside
-            trouble.json    what keeps it from delivering
-            lock            one at a time delivers
-            refused/        rows that the other side will not take, with its answer
+        <number>.jsonl      rows, one per line; the daemon appends to the last file and removes delivered files
+        lost.json           the number of rows that were not stored
+        sender/             honed-send's own directory; it writes nothing else
+            cursor.json     the position up to which all rows are delivered or set aside
+            trouble.json    the problem that prevents delivery
+            lock            held by the one process that delivers
+            refused/        rows that the endpoint rejected, with its response
 
 Each file has one writer, so neither side waits for the other, and either can be killed at any time. A row is durable
-here before its event counts as read: a daemon that dies in between writes it once more, under the same key.
+here before its event counts as read: a daemon that dies in between writes it again, under the same key.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from honed.system.message import ROWS_LOST
 
 log = logging.getLogger(__name__)
 
-#: Bytes after which a new file is begun: what is delivered is removed by the file.
+#: Bytes after which a new file is started: delivered rows are removed file by file.
 SEGMENT_BYTES = 4 * 1024 * 1024
-#: Rows that find no room between two complaints.
+#: Lost rows between two log messages.
 COMPLAIN_EVERY_ROWS = 10_000
 
 
 class Position(NamedTuple):
-    """A place in the outbox. Bytes of a file that is gone count as delivered."""
+    """A position in the outbox. The bytes of a deleted file count as delivered."""
 
     segment: int
     offset: int
@@ -49,7 +49,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the outbox, and where it ends."""
+    """One line of the outbox, and the position of its end."""
 
     data: dict[str, Any]
     end: Position
@@ -61,11 +61,11 @@ class Row:
 
 
 def rows(job: Job, event: Event, environment: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
-    """What the other side gets to know of an event; nothing of most kinds.
+    """Return the rows to send for an event; empty for most kinds.
 
-    The key is the row's own: it depends on nothing but the event as the worker wrote it, so a row that is sent again
-    has the same one, and an evaluation that is made again at the same step another. JOB_ID and JOB_USER_ID are the
-    names that a platform which runs honed for one job has given it.
+    A row's key depends only on the event as the worker wrote it, so a row that is sent again has the same key, and an
+    evaluation that is repeated at the same step has another. JOB_ID and JOB_USER_ID are set by a platform that runs
+    honed for one job.
     """
     step, epoch = place(event)
     common = {
@@ -94,22 +94,22 @@ def rows(job: Job, event: Event, environment: Mapping[str, str] = os.environ) ->
 
 
 class Outbox:
-    """The daemon's end. `max_bytes` is the most that waits there; what comes after that is counted and dropped."""
+    """The daemon's side of the outbox. `max_bytes` limits the queued bytes; further rows are counted and not stored."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         self.path = path
         self.max_bytes = max_bytes
         self._current: Path | None = (
-            None  # begun with the first row: a file of an earlier daemon may end in half a line
+            None  # created with the first row: an earlier daemon's file may end in a partial line
         )
-        self._num_lost = 0  # since there was room
+        self._num_lost = 0  # since rows could last be stored
         self._num_complained = 0
         self._why_lost = ""
 
     def put(self, job: Job, reading: Reading) -> int:
-        """Store the rows of the latest attempt's events, durably. Returns how many found no room, or no disk.
+        """Store the rows of the latest attempt's events durably. Returns how many could not be stored (limit or disk).
 
-        It waits for the disk and for nothing else. What cannot be stored harms no job.
+        It waits for the disk only. A row that cannot be stored does not affect the job.
         """
         lines = [_line(row) for event in reading.events for row in rows(job, event)]
         if not lines:
@@ -129,11 +129,11 @@ class Outbox:
         return 0
 
     def lose(self, num_rows: int) -> None:
-        """Count rows that were not stored, once their events are counted and will not come again; and say so."""
+        """Count and log rows that were not stored, once their events are counted as read and will not come again."""
         if not num_rows:
             return
         self._num_lost += num_rows
-        with contextlib.suppress(OSError):  # a full disk: the log says it
+        with contextlib.suppress(OSError):  # the disk is full: the log has the number
             path = self.path / "lost.json"
             durable.write_json(path, {"num_rows": num_lost(self.path) + num_rows}, mode=0o640)
         if not self._num_complained or self._num_lost - self._num_complained >= COMPLAIN_EVERY_ROWS:
@@ -159,7 +159,7 @@ class Outbox:
                 view = view[os.write(fd, view) :]
             os.fdatasync(fd)
         except OSError:
-            # Half a line must not run into the next one; and honed-send reads whole lines only.
+            # A partial line must not run into the next one; and honed-send reads whole lines only.
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, before)
             self._current = None
@@ -176,7 +176,7 @@ class Outbox:
         self._current = path
 
     def _tidy(self) -> None:
-        """Remove what is delivered."""
+        """Remove delivered files."""
         done = read_cursor(self.path).segment
         for number, path in segments(self.path).items():
             if number < done and path != self._current:
@@ -205,13 +205,13 @@ def refused_dir(path: Path) -> Path:
 
 
 def segments(path: Path) -> dict[int, Path]:
-    """The files of rows by number, in order."""
+    """Return the files of rows by number, in order."""
     found = {int(each.stem): each for each in path.glob("*.jsonl") if each.stem.isdecimal()}
     return dict(sorted(found.items()))
 
 
 def num_waiting_bytes(path: Path) -> int:
-    """Bytes that are not delivered yet."""
+    """Return the number of bytes that are not delivered yet."""
     done = read_cursor(path)
     total = 0
     for number, each in segments(path).items():
@@ -222,12 +222,12 @@ def num_waiting_bytes(path: Path) -> int:
 
 
 def num_lost(path: Path) -> int:
-    """Rows that found no room, ever."""
+    """Return the number of rows that were ever lost."""
     return _count(_read_json(path / "lost.json").get("num_rows"))
 
 
 def read_cursor(path: Path) -> Position:
-    """Up to where all is delivered; the very beginning where nobody has said."""
+    """Return the position up to which all rows are delivered; the start if there is no cursor."""
     data = _read_json(sender_dir(path) / "cursor.json")
     return Position(_count(data.get("segment")), _count(data.get("offset")))
 
@@ -237,7 +237,7 @@ def write_cursor(path: Path, position: Position) -> None:
 
 
 def read_trouble(path: Path) -> str | None:
-    """What keeps honed-send from delivering, as it last knew."""
+    """Return the problem that last prevented honed-send from delivering."""
     trouble = _read_json(sender_dir(path) / "trouble.json").get("trouble")
     return None if trouble is None else str(trouble)
 
@@ -247,10 +247,10 @@ def write_trouble(path: Path, trouble: str | None) -> None:
 
 
 def read(path: Path, position: Position, *, max_rows: int, max_bytes: int) -> tuple[list[Row], Position, int]:
-    """The rows after a position, as many as fit; one that alone is larger comes alone.
+    """Read the rows after a position up to the limits; a row larger than `max_bytes` is returned alone.
 
-    Returns the rows, the position after them and what is passed over with them, and how many lines are no rows: a power
-    cut leaves half a line, or NULs.
+    Returns the rows, the position after them and all lines skipped with them, and the number of invalid lines: a power
+    cut leaves partial lines, or NULs.
     """
     found: list[Row] = []
     num_bytes = num_bad = 0
@@ -268,8 +268,8 @@ def read(path: Path, position: Position, *, max_rows: int, max_bytes: int) -> tu
 
 
 def _lines(path: Path, position: Position) -> Iterator[tuple[bytes, Position]]:
-    """Whole lines with where they end. Half a line counts once a later file shows that nobody will finish it."""
-    # The list first: what is at the end of a file that has a successor here is the end of it.
+    """Yield whole lines with the position of their end. A partial line counts once a later file shows it is final."""
+    # List the files first: the end of a file that has a successor in this list is final.
     numbers = [number for number in segments(path) if number >= position.segment]
     for number in numbers:
         offset = position.offset if number == position.segment else 0
@@ -295,7 +295,7 @@ def _parse(line: bytes, end: Position) -> Row | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What the other side has written; nothing where it has not, or a disk lost it."""
+    """Return the content of a file that the other side writes; empty if it does not exist or was lost by the disk."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -304,4 +304,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and 0 <= value < 2**63 else 0  # more no file has
+    return value if isinstance(value, int) and 0 <= value < 2**63 else 0  # no file has more

@@ -1,13 +1,13 @@
-"""honed-send: delivers the outbox to an HTTP endpoint. A program of its own, the only one of an instance that has
-network while jobs run; nothing waits for it.
+"""honed-send: delivers the outbox to an HTTP endpoint. It is a separate program, the only one of an instance that has
+network access while jobs run; nothing waits for it.
 
-    outbox ── the next rows ──► POST ── 2xx ──► cursor moves on
-                                 ├── 413 ──► the half of them; one row alone: refused
-                                 ├── 400, 422, … ──► the half of them, until the bad row is alone: refused
-                                 └── all else: no answer, 5xx, 401, a page for people ──► the same again, later
+    outbox ── the next rows ──► POST ── 2xx ──► cursor advances
+                                 ├── 413 ──► split in half; a single row: refused
+                                 ├── 400, 422, … ──► split in half, until the bad row is alone: refused
+                                 └── all else: no response, 5xx, 401, an HTML page ──► the same rows again, later
 
-The cursor moves after the answer. So a row arrives at least once, whoever is killed when, and a row that arrives twice
-has the same idempotency_key. The body, by POST, UTF-8, with `Authorization: Bearer …`:
+The cursor advances after the response. So a row arrives at least once, even after a crash, and a duplicate has the same
+idempotency_key. The body, by POST, UTF-8, with `Authorization: Bearer …`:
 
     {"metrics": [{idempotency_key, job_id, user_id, honed_job, attempt, step, epoch, name, value, created_at}],
      "predictions": [{idempotency_key, job_id, user_id, honed_job, attempt, step, epoch, sample_index, prompt,
@@ -56,51 +56,51 @@ from honed.system.notify import Notifier
 
 log = logging.getLogger("honed.send.sender")
 
-#: Rows and bytes of one request.
+#: Maximum rows and bytes of one request.
 BATCH_ROWS = 500
 BATCH_BYTES = 512 * 1024
-#: Seconds between looks at an empty outbox.
+#: Seconds between checks of an empty outbox.
 POLL_SEC = 1.0
-#: Seconds between looks at nothing, without an address.
+#: Seconds between checks if no address is configured.
 IDLE_SEC = 3600.0
-#: Seconds between words about the same trouble.
+#: Seconds between log messages about the same problem.
 COMPLAIN_EVERY_SEC = 600.0
-#: Bytes of an answer that are looked at.
+#: Bytes of a response that are read.
 MAX_ANSWER_BYTES = 1024 * 1024
-#: Answers that are about us or the moment, not about the rows: the same rows may go later. An address that is wrong and
-#: a token that ran out are the administrator's to mend, and must not cost a row.
+#: Statuses that concern us or the moment, not the rows: the same rows may be accepted later. A wrong address and an
+#: expired token are the administrator's to fix, and must not lose a row.
 NOT_ABOUT_THE_ROWS = {401, 402, 403, 404, 405, 407, 408, 410, 421, 423, 425, 426, 429, 451}
-#: The credentials that hold the token: the name that jobs had before honed, and the unit's own.
+#: The credentials that hold the token: the name that jobs used before honed, and the unit's own.
 CREDENTIALS = ("JOB_TOKEN", "honed.metrics-token")
-#: Seconds for which a `Retry-After` is obeyed.
+#: The longest `Retry-After` that is respected, in seconds.
 MAX_RETRY_AFTER_SEC = 3600.0
 
 
 class Verdict(Enum):
-    """What an answer means for the rows that were sent."""
+    """The meaning of a response for the rows that were sent."""
 
     DELIVERED = auto()
-    TOO_LARGE = auto()  #: fewer at a time
-    REFUSED = auto()  #: one of them at least is not wanted, now or ever
+    TOO_LARGE = auto()  #: send fewer at a time
+    REFUSED = auto()  #: at least one of them will never be accepted
     LATER = auto()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back; `status` 0 where nothing did. `retry_after_sec` where the other side named a time."""
+    """The response; `status` is 0 if there was none. `retry_after_sec` is set if the server sent Retry-After."""
 
     verdict: Verdict
     status: int
-    text: str  #: the other side's own words in it are marked as a quote
+    text: str  #: quotes of the server's words are marked
     retry_after_sec: float = 0.0
 
 
 class Sender:
-    """Empties an outbox, one request at a time, until it is stopped."""
+    """Delivers an outbox, one request at a time, until it is stopped."""
 
     def __init__(self, layout: Layout, *, stdin: IO[Any] | None = None, clock: Callable[[], float] = time.monotonic):
         self._layout = layout
-        self._stdin = stdin  #: its end is the end of the daemon that started us
+        self._stdin = stdin  #: its end means that the daemon that started us has ended
         self._clock = clock
         self._path = layout.outbox_dir
         self._config = ReportingConfig()
@@ -114,8 +114,8 @@ class Sender:
         self._noted: str | None = None
         self._noted_once = False
         self._is_again_asked = False
-        self._refused_at: dict[str, float] = {}  # when it was last said, by the answer
-        self._refused_bytes: int | None = None  # in all; looked up with the first
+        self._refused_at: dict[str, float] = {}  # when a response was last logged, by its text
+        self._refused_bytes: int | None = None  # the total; computed at the first refused row
         self._syncer = Syncer(self._path, reporting=lambda: self._config)
         self._counts = {"num_delivered": 0, "num_refused": 0}
         self._messenger = Messenger(layout)
@@ -135,7 +135,7 @@ class Sender:
                 try:
                     with self._messenger.running():
                         self._deliver_all()
-                        if self._ends_at is not None:  # the daemon has ended, and what it had to tell may wait
+                        if self._ends_at is not None:  # the daemon has ended; its notices may still be queued
                             self._messenger.finish(self._must_end)
                 finally:
                     self._syncer.finish(self._left_sec())
@@ -148,7 +148,7 @@ class Sender:
             self._obey_reload()
             if self._is_again_asked and self._config.address() is not None:
                 self._is_again_asked = False
-                self._send_refused()  # the other side may have been mended; only a person knows
+                self._send_refused()  # the server may have been fixed; only a person knows
             if self._config.address() is None:
                 if self._ends_at is not None:
                     return
@@ -173,7 +173,7 @@ class Sender:
                 self._wait(POLL_SEC)
 
     def _deliver(self, rows: Sequence[Row]) -> bool:
-        """Deliver rows or set them aside, in order; the cursor follows. False: told not to before all were."""
+        """Deliver rows or set them aside, in order, advancing the cursor. Returns False if told to stop early."""
         pieces = [list(rows)]
         while pieces:
             piece = pieces.pop(0)
@@ -188,7 +188,7 @@ class Sender:
                     pieces = [piece[:middle], piece[middle:], *pieces]
                     continue
                 case Verdict.REFUSED if answer.status == http.client.CONFLICT:
-                    log.info("%s is there already", piece[0].key)  # it was sent, and we died before the answer
+                    log.info("%s is there already", piece[0].key)  # it was sent, and we died before the response
                 case Verdict.TOO_LARGE | Verdict.REFUSED:
                     self._set_aside(piece[0], answer)
                 case Verdict.DELIVERED:
@@ -197,7 +197,7 @@ class Sender:
         return True
 
     def _send_until_answered(self, rows: Sequence[Row]) -> Answer:
-        """An answer that settles these rows; LATER only where we must end first, or there is no address any more."""
+        """Return a response that settles these rows; LATER only if we must stop, or no address is configured."""
         delay_sec = self._config.retry_delay_sec
         while True:
             answer = self.post(rows)
@@ -207,7 +207,7 @@ class Sender:
             if self._must_end():
                 return answer
             self._complain(answer)
-            # Chance, so that many machines do not come back in the same moment.
+            # Jitter, so that many machines do not retry at the same moment.
             pause_sec = max(answer.retry_after_sec, delay_sec * random.uniform(0.5, 1))
             self._wait(pause_sec, at_the_end_sec=POLL_SEC)
             if self._must_end():
@@ -217,10 +217,10 @@ class Sender:
                 return answer
 
     def _set_aside(self, row: Row, answer: Answer) -> None:
-        """Keep what the other side will never take, with its words; its name makes a second time the same file."""
+        """Store a rejected row with the response; its file name is its key, so that a repetition overwrites it."""
         directory = outbox.refused_dir(self._path)
         self._counts["num_refused"] += 1
-        # One word for many rows of one kind: an endpoint that takes nothing must not drown the journal.
+        # Log one message for many rows of one kind: an endpoint that rejects everything must not flood the journal.
         said = quote.hide(answer.text)
         is_new = self._clock() - self._refused_at.get(said, -COMPLAIN_EVERY_SEC) >= COMPLAIN_EVERY_SEC
         if is_new:
@@ -246,7 +246,7 @@ class Sender:
         durable.write_json(directory / f"{row.key}.json", record, mode=0o640)
 
     def send_again(self) -> int:
-        """Send what was set aside once more, each row alone. Returns 1 where any stays."""
+        """Send each rejected row once more, one per request. Returns 1 if any remains."""
         self._load()
         if self._config.address() is None:
             raise EnvironmentInvalidError(
@@ -255,7 +255,7 @@ class Sender:
         return 0 if self._send_refused() else 1
 
     def _send_refused(self) -> bool:
-        """Whether none stays. It stops where the other side is down, and then all stay."""
+        """Return True if no rejected row remains. Stops as soon as the server is down; the rest then remains."""
         self._refused_bytes = None
         num_sent, paths = 0, sorted(outbox.refused_dir(self._path).glob("*.json"))
         for path in paths:
@@ -276,7 +276,7 @@ class Sender:
     # -- one request --------------------------------------------------------------------------------------------------
 
     def post(self, rows: Sequence[Row]) -> Answer:
-        """Send rows once; whatever comes of it is an answer."""
+        """Send rows once; errors are returned as answers, too."""
         address = self._config.address() or ""
         self._notifier.watchdog()
         try:
@@ -285,7 +285,7 @@ class Sender:
         except EnvironmentInvalidError as error:
             return Answer(Verdict.LATER, 0, error.message)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # ValueError: an answer that is not HTTP in ways that http.client does not look for.
+            # ValueError: a malformed response that http.client does not check for.
             return Answer(Verdict.LATER, 0, f"{_shown(address)}: {type(error).__name__}: {error}")
 
     def _headers(self, rows: Sequence[Row]) -> dict[str, str]:
@@ -320,7 +320,7 @@ class Sender:
 
     @contextlib.contextmanager
     def _deadline(self, connection: socket.socket) -> Iterator[None]:
-        """The whole exchange in timeout_sec: a socket's own timeout begins anew with every byte that drips in."""
+        """Limit the whole exchange to timeout_sec: a socket's own timeout restarts with every received byte."""
         self._connection = connection
         is_over = threading.Event()
 
@@ -345,7 +345,7 @@ class Sender:
         def note(number: int, _frame: object) -> None:
             self._signals.add(number)
             if number != signal.SIGHUP and self._connection is not None:
-                _hang_up(self._connection)  # wakes us from a read; the rows were not answered, and go again
+                _hang_up(self._connection)  # interrupts a read; the rows got no response and are sent again
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, note)
@@ -358,11 +358,11 @@ class Sender:
         return self._ends_at is not None and self._clock() >= self._ends_at
 
     def _left_sec(self) -> float:
-        """For the last deliveries; none where we were told to stop."""
+        """Return the seconds left for the last deliveries; 0 if we were told to stop."""
         return max(0.0, self._ends_at - self._clock()) if self._ends_at is not None and not self._signals else 0.0
 
     def _wait(self, seconds: float, *, at_the_end_sec: float = 0.0) -> None:
-        """Sleep; a signal wakes us. Once the daemon has ended there is little time left, and so not for long."""
+        """Sleep; a signal wakes us. Once the daemon has ended, sleep at most `at_the_end_sec`."""
         began = self._clock()
         while not self._signals:
             patience = seconds if self._ends_at is None else min(seconds, at_the_end_sec)
@@ -372,7 +372,7 @@ class Sender:
             self._look(min(left, (self._notifier.watchdog_interval_sec or left) / 2))
 
     def _look(self, seconds: float) -> None:
-        """See whether the daemon has ended; return sooner than `seconds` for that and for a signal."""
+        """Check whether the daemon has ended; returns before `seconds` have passed for that and for a signal."""
         watched: list[Any] = [self._wake_read_fd]
         if self._stdin is not None and self._ends_at is None:
             watched.append(self._stdin)
@@ -411,7 +411,7 @@ class Sender:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Hold the lock: one at a time delivers. The one of an earlier daemon may still be at its last rows."""
+        """Hold the lock: one process delivers at a time. An earlier honed-send may be finishing."""
         fd = os.open(outbox.sender_dir(self._path) / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640)
         try:
             has_said = False
@@ -439,7 +439,7 @@ class Sender:
             self._failing_since = now
         if self._complained_at is None or now - self._complained_at >= COMPLAIN_EVERY_SEC:
             self._complained_at = now
-            # A wrong token or address is for the administrator to mend; the rest mends itself.
+            # A wrong token or address is for the administrator to fix; the rest recovers by itself.
             level = logging.ERROR if 400 <= answer.status < 500 and not answer.retry_after_sec else logging.WARNING
             log.log(level, "not delivered, and tried again: %s", answer.text, extra=about(message=SEND_TROUBLE))
         self._report(f"not delivered, and tried again: {answer.text}")
@@ -452,7 +452,7 @@ class Sender:
         self._note(None)
 
     def _note(self, trouble: str | None) -> None:
-        """Leave what keeps us from delivering where `honectl doctor` finds it; rarely, so not at each try."""
+        """Store the delivery problem where `honectl doctor` finds it; only when it starts or ends, not at each try."""
         if (trouble is None) == (self._noted is None) and self._noted_once:
             return
         self._noted, self._noted_once = trouble, True
@@ -465,7 +465,7 @@ class Sender:
 
 
 def judge(response: http.client.HTTPResponse, data: bytes) -> Answer:
-    """What an answer means for the rows that were sent."""
+    """Judge the meaning of a response for the rows that were sent."""
     status, text = response.status, f"{response.status} {response.reason}"
     said = " ".join(data[:500].decode(errors="replace").split())
     said = "".join(char if char.isprintable() else "\ufffd" for char in said)
@@ -484,7 +484,7 @@ def judge(response: http.client.HTTPResponse, data: bytes) -> Answer:
 
 
 def _is_no_receipt(response: http.client.HTTPResponse, data: bytes) -> str | None:
-    """Why a 2xx is no proof that anybody has the rows: a proxy's login page says 200, too."""
+    """Return why a 2xx does not prove delivery, or None: a proxy's login page has status 200, too."""
     kind = (response.getheader("Content-Type") or "").partition(";")[0].strip().lower()
     if kind == "text/html":
         return "the answer is a page for people"
@@ -497,23 +497,23 @@ def _is_no_receipt(response: http.client.HTTPResponse, data: bytes) -> str | Non
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds; the header's other form, a date, is not worth a parser: our own delay holds then."""
+    """Return the Retry-After in seconds; for its other form, a date, 0: our own delay applies then."""
     return min(float(value), MAX_RETRY_AFTER_SEC) if value is not None and value.strip().isdecimal() else 0.0
 
 
 def read_token(reporting: ReportingConfig) -> str | None:
-    """The bearer token. Raises EnvironmentInvalidError."""
+    """Return the bearer token. Raises EnvironmentInvalidError."""
     path = token_path(reporting)
     return secret.read(path, "token") if path is not None else None
 
 
 def token_path(reporting: ReportingConfig) -> Path | None:
-    """The credential that systemd has given us, or the file that the configuration names."""
+    """Return the path of systemd's credential, or of the file that the configuration names."""
     return secret.credential(*CREDENTIALS) or (Path(reporting.token_file) if reporting.token_file else None)
 
 
 def _warn_of(reporting: ReportingConfig, address: str) -> None:
-    """Say what is unwise about a configuration that works."""
+    """Log warnings about a configuration that works but is unwise."""
     path, parts = token_path(reporting), urlsplit(address)
     if path is None:
         log.info("no token is configured: rows are sent without one")
@@ -541,18 +541,18 @@ def _body(rows: Sequence[Row]) -> bytes:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    # socket's own, not ssl's, which would take the session away from the thread that reads.
+    # socket's method, not ssl's, which would take the session away from the reading thread.
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _shown(address: str) -> str:
-    """An address without its query, which may hold secrets."""
+    """Return an address without its query, which may contain secrets."""
     return address.partition("?")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `honed-send` command."""
+    """Run the `honed-send` command."""
     parser = argparse.ArgumentParser(
         prog="honed-send", description="Deliver metrics and predictions to the endpoint that honed.toml names."
     )

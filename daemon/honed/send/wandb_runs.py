@@ -1,13 +1,13 @@
-"""wandb's offline runs on their way out: what a worker has written without network, honed-send synchronises.
+"""wandb's offline runs: workers write them without network access, and honed-send synchronises them.
 
-    jobs/<id>/wandb/offline-run-…/run-….wandb     the worker's
-    outbox/wandb/<id>.offline-run-…/run-….wandb   a copy of the daemon's, until it is synchronised
-    outbox/sender/wandb/<id>.offline-run-….json   honed-send's word that it is; it stays, so that none is sent twice
+    jobs/<id>/wandb/offline-run-…/run-….wandb     written by the worker
+    outbox/wandb/<id>.offline-run-…/run-….wandb   the daemon's copy, kept until it is synchronised
+    outbox/sender/wandb/<id>.offline-run-….json   honed-send's mark that it is; kept, so that no run is sent twice
 
-A copy, since honed-send sees no job's directory, and what a worker can still change is not sent. Of a run wandb's own
-log is taken and nothing else: the figures, the configuration and the summary are in it. `wandb sync` does what such a
-log says, and uploads files that it names: one that names any but a run's own stays where it is, or whoever writes a log
-could have honed-send give away what it can read.
+Runs are copied because honed-send cannot see any job's directory, and because a worker could still change the original.
+Only wandb's own log is copied: it contains the metrics, the configuration and the summary. `wandb sync` follows the
+log, and uploads files that it names: a log that names files outside the run is not sent, or its author could have
+honed-send upload anything that it can read.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a run's log; a step takes some hundred. What is larger stays where it is.
+#: Bytes of a run's log; a step takes some hundred. Larger logs are not sent.
 MAX_BYTES = 64 * 1024 * 1024
 _RUN = re.compile(r"offline-run-[0-9]{8}_[0-9]{6}-([a-z0-9]{1,64})")
 
 
 class Collector:
-    """The daemon's end: copies the runs of jobs that do not run, and removes the copies that are synchronised."""
+    """The daemon's side: copies the runs of jobs that are not running, and removes copies that are synchronised."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._due: set[int] | None = None  #: until the disk has taken their runs; None: all jobs that there are
+        self._due: set[int] | None = None  #: jobs whose runs are still to be copied; None: all jobs
 
     def tend(self, *, moved: set[int], job_of: Callable[[int], Job | None], is_wanted: bool) -> None:
-        """Take over the runs of jobs whose state has changed; of all jobs at first, and when it is wanted anew.
+        """Copy the runs of jobs whose state changed; of all jobs at first, and when synchronising is switched on again.
 
-        Raises OSError where the disk takes none: they are due again.
+        Raises OSError if the disk accepts none; they stay due.
         """
         if not is_wanted:
             self._due = None
@@ -102,18 +102,18 @@ class Collector:
 
 # -- wandb's log ------------------------------------------------------------------------------------------------------
 
-#: Bytes of the file's head, of a block, and of a record's head: checksum, length, and which part of a record it is.
+#: Bytes of the file's header, of a block, and of a record's header: checksum, length, and part type.
 _HEAD, _BLOCK, _RECORD_HEAD = 7, 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-#: Fields of wandb's Record that are figures, settings or marks: num, history, summary, output, config, files, stats,
-#: telemetry, metric, output_raw, control, run, exit, uuid, final, header, footer, preempting, environment, _info. Not
-#: artifacts, TensorBoard's directories and requests, which name files to be read.
+#: Fields of wandb's Record that hold metrics, settings or marks: num, history, summary, output, config, files, stats,
+#: telemetry, metric, output_raw, control, run, exit, uuid, final, header, footer, preempting, environment, _info.
+#: Excluded are artifacts, TensorBoard's directories and requests, which name files to be read.
 _FIGURES = {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 18, 19, 20, 21, 22, 23, 26, 200}
 _FILES = 6
 
 
 def check(data: bytes) -> None:
-    """Raises ValueError for a log that is none, or has more in it than a run's figures."""
+    """Raise ValueError if this is not a wandb log, or if it contains more than a run's metrics."""
     if data[:4] != b":W&B":
         raise ValueError("it is no log of wandb's")
     for record in _records(data):
@@ -125,7 +125,7 @@ def check(data: bytes) -> None:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format. Half a record at the end is what a death leaves."""
+    """Yield the records of a log in LevelDB's format. A crash leaves a partial record at the end."""
     place, parts = _HEAD, list[bytes]()
     while place + _RECORD_HEAD.size <= len(data):
         left = _BLOCK - place % _BLOCK
@@ -144,7 +144,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def _fields(record: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, value) of the fields of a protobuf message; the value of those alone that have a length."""
+    """Yield (number, value) of the fields of a protobuf message; the value only for length-delimited fields."""
     place = 0
     try:
         while place < len(record):
@@ -170,7 +170,7 @@ def _fields(record: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _number(record: bytes, place: int) -> tuple[int, int]:
-    """A number in base 128, the least significant seven bits first; and where it ends."""
+    """Decode a base-128 varint, least significant bits first; return it and the position after it."""
     value = shift = 0
     while True:
         byte = record[place]
@@ -186,7 +186,7 @@ def _number(record: bytes, place: int) -> tuple[int, int]:
 
 
 def runs_dir(path: Path) -> Path:
-    """In the outbox, what the daemon has copied."""
+    """Return the directory of the daemon's copies in the outbox."""
     return path / "wandb"
 
 
@@ -195,7 +195,7 @@ def synced_dir(path: Path) -> Path:
 
 
 def waiting(path: Path) -> Iterator[Path]:
-    """The runs that are not synchronised yet, oldest job first."""
+    """Yield the runs that are not synchronised yet, oldest job first."""
     with contextlib.suppress(FileNotFoundError):
         names = [each.name for each in runs_dir(path).iterdir() if not each.name.startswith(".")]
         for name in sorted(names, key=lambda name: (int(name.partition(".")[0]), name)):
@@ -214,5 +214,5 @@ def mark_synced(path: Path, name: str, *, when: float) -> None:
 
 
 def is_marked(run: Path) -> bool:
-    """Whether wandb says that all of a run's log is sent. Its exit status is 0 for a key that is refused, too."""
+    """Tell whether wandb marked all of a run's log as sent. Its exit status is 0 even if the key is rejected."""
     return any(log_path.with_name(f"{log_path.name}.synced").exists() for log_path in run.glob("run-*.wandb"))

@@ -1,9 +1,9 @@
-"""honed-send's other work: wandb's offline runs, each handed to `wandb sync` until wandb says that it has all of it.
+"""honed-send's synchronisation of wandb's offline runs: each is passed to `wandb sync` until wandb reports it complete.
 
-In a thread beside the deliveries, so that neither waits for the other's endpoint. The key is a credential or a file,
-and goes to that one child in its environment, nowhere else. The child's exit status is no proof: 0.31 ends with 0 for a
-key that is refused, and tries for ever where the other side answers 500. What counts is the file that it leaves beside
-a log of which all is sent.
+It runs in its own thread, so that neither it nor the deliveries wait for the other's endpoint. The key is a credential
+or a file, and goes only to that child, in its environment. The child's exit status proves nothing: version 0.31 exits
+with 0 if the key is rejected, and retries forever if the server answers 500. Proof is the file that it writes beside a
+completely sent log.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from honed.system.message import SEND_TROUBLE
 
 log = logging.getLogger("honed.send.sender")
 
-#: Seconds between looks for runs, and that one may take to be sent.
+#: Seconds between checks for runs, and the timeout of one run.
 POLL_SEC = 2.0
 TIMEOUT_SEC = 600.0
-#: Seconds before what could not be sent is tried again: doubled each time, between these.
+#: Seconds before a failed run is retried: doubled each time, between these.
 RETRY_SEC = (30.0, 3600.0)
 #: The unit's credential that holds wandb's key.
 CREDENTIAL = "honed.wandb-key"
-#: What the child prints, beside its copy of the run, and in no log of ours: nobody knows all that it may repeat.
+#: The child's output, stored beside its copy of the run and in no log of ours, since it may repeat anything.
 LOG_NAME = "honed.log"
 
 
 class Syncer:
-    """`reporting` is asked each time, so that a reload counts."""
+    """Background synchronisation of runs. `reporting` is called each time, so that a reload takes effect."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Syncer:
         self._timeout_sec = timeout_sec
         self._must_end = threading.Event()
         self._is_last = threading.Event()
-        self._wake = threading.Event()  #: for one of the two
+        self._wake = threading.Event()  #: set by either of the two events
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._said: str | None = None
 
@@ -65,14 +65,14 @@ class Syncer:
         self._thread.start()
 
     def finish(self, timeout_sec: float) -> None:
-        """Let it send what waits, each once more, for that long, and end."""
+        """Let it try all queued runs once more, for at most that long, and end."""
         self._is_last.set()
         self._wake.set()
         self._thread.join(timeout_sec)
         self.stop()
 
     def stop(self) -> None:
-        """End it now, and the child with it; what waits goes another time."""
+        """Stop it and its child now; queued runs are sent later."""
         self._must_end.set()
         self._wake.set()
         self._thread.join()
@@ -95,7 +95,7 @@ class Syncer:
             self._wake.wait(POLL_SEC)
 
     def _send_all(self) -> str | None:
-        """Send what waits. Returns what keeps the first that could not be sent from it; the others are tried, too."""
+        """Send all queued runs. Returns the problem of the first that failed; the others are tried, too."""
         if not self._reporting().sync_wandb:
             return None
         first: str | None = None
@@ -108,7 +108,7 @@ class Syncer:
         return first
 
     def _send(self, run: Path) -> str | None:
-        """Send one run. The child works on a copy of our own, which stays for the next try: it notes how far it is."""
+        """Send one run. The child works on a second copy, kept for the next try: wandb stores its progress there."""
         key = read_key(self._reporting())
         if installed.version("wandb") is None:
             return "wandb is not installed beside honed-send"
@@ -129,14 +129,14 @@ class Syncer:
         return None
 
     def _sync(self, work_dir: Path, key: str) -> int | None:
-        """The exit status; None where it was ended."""
+        """Run `wandb sync` and return its exit status; None if it was stopped."""
         home = wandb_runs.synced_dir(self._path) / "home"
         environment = {
             **{name: value for name, value in os.environ.items() if name not in _HIDDEN and name[:6] != "WANDB_"},
             "HOME": str(home),
             **{f"WANDB_{name}_DIR": str(home) for name in ("CACHE", "CONFIG", "DATA")},
             "WANDB_API_KEY": key,
-            "WANDB_ERROR_REPORTING": "false",  # to its maker
+            "WANDB_ERROR_REPORTING": "false",  # would go to wandb's makers
         }
         if (address := self._reporting().wandb_base_url) is not None:
             environment["WANDB_BASE_URL"] = address
@@ -158,7 +158,7 @@ class Syncer:
                 pass
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # wandb has a server of its own beside it
+                os.killpg(child.pid, signal.SIGKILL)  # wandb starts a server process beside it
             child.wait()
         return status
 
@@ -170,12 +170,12 @@ class Syncer:
         self._said = trouble
 
 
-#: What the child has no use for: the other secrets, and our word to systemd.
+#: Variables that the child does not need: other secrets, and systemd's notification socket.
 _HIDDEN = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "HF_TOKEN")
 
 
 def read_key(reporting: ReportingConfig) -> str:
-    """wandb's key. Raises EnvironmentInvalidError."""
+    """Return wandb's key. Raises EnvironmentInvalidError."""
     path = secret.credential(CREDENTIAL) or (Path(reporting.wandb_key_file) if reporting.wandb_key_file else None)
     if path is None:
         raise EnvironmentInvalidError(
@@ -185,5 +185,5 @@ def read_key(reporting: ReportingConfig) -> str:
 
 
 def _run_name(work_dir: Path) -> str:
-    """wandb passes over a directory that is not called offline-run-…."""
+    """Return the run's directory name: wandb skips a directory that is not called offline-run-…."""
     return work_dir.name.partition(".")[2]

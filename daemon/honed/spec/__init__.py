@@ -1,1 +1,1 @@
-"""Job files and honed.toml: read with their lines and checked, with a remedy for each fault."""
+"""Job files and honed.toml: parsing with line numbers, validation, and a suggested fix for each problem."""

@@ -1,10 +1,11 @@
-"""Advice for keys of other tools, by their values: in words, and as an edit of the job file.
+"""Advice for keys of other tools, depending on their values: a hint for people and a fix of the job file.
 
-    take     ours has another name: write the value under it, converted where they differ
-    switch   theirs is on or off, and ours says the same with a value of its own
-    drop     nothing is lost without it
-    never    honed does not do it: no edit keeps what was asked for
-A value that is null, and one that switches off what never was on, is always left out.
+    take     our key has another name: write the value under it, converted where they differ
+    switch   their key is on or off, and a value of our key means the same
+    drop     the key can be left out without any loss
+    never    honed does not support it: no fix keeps the meaning
+
+A null value, and a value that switches off what is off by default, is always left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from honed.spec.problem import rewritten, shown
 from honed.system import quote
 
-#: Characters of a value that a hint repeats.
+#: Maximum number of characters of a value in a hint.
 MAX_WRITTEN = 60
 
 _ON, _OFF = ("true", "yes", "on", "1", "all"), ("false", "no", "off", "0", "none", "null", "disabled", "never", "")
@@ -26,18 +27,18 @@ _DATA_FILE = re.compile(r"(?:~?\.{0,2}/|[A-Za-z]:\\)|.*\.(?:jsonl?|csv|tsv|parqu
 
 @dataclass(frozen=True)
 class Asked:
-    """A key that honed does not know, and where it stands."""
+    """An unknown key of a job file, with its value and position."""
 
-    key: str  #: in small letters, with underscores
+    key: str  #: lower case, with underscores
     value: Any
-    section: str = ""  #: dotted, the top level is empty
+    section: str = ""  #: dotted; empty for the top level
     data: Mapping[str, Any] = field(default_factory=dict)  #: the whole file
-    path: str = ""  #: dotted, as the file has it
+    path: str = ""  #: dotted, as in the file
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do in words, and as edits beside the key's own removal; no edit keeps the meaning where `fix` is None."""
+    """A hint, and the edits to make besides removing the key; `fix` is None if no edit keeps the meaning."""
 
     hint: str
     fix: Mapping[str, Any] | None = None
@@ -45,12 +46,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class Synonym:
-    key: str  #: ours, dotted; empty where there is none
+    key: str  #: our key, dotted; empty if there is none
     advise: Callable[[Asked], Advice]
 
 
-class Unsaid(Exception):  # noqa: N818 - a conversion's way to say that ours has no such value
-    """Raised with the hint by a conversion for a value that ours does not have."""
+class Unsaid(Exception):  # noqa: N818 - signals that our key has no such value
+    """Raised by a conversion, with the hint, for a value that our key does not have."""
 
 
 def is_on(value: Any) -> bool:
@@ -62,12 +63,12 @@ def is_off(value: Any) -> bool:
 
 
 def is_data_file(value: Any) -> bool:
-    """Whether a text names a file or a directory, and no data set by name."""
+    """Tell whether a text names a file or a directory, not a data set by name."""
     return isinstance(value, str) and _DATA_FILE.match(value) is not None
 
 
 def trains_adapter(data: Mapping[str, Any]) -> bool:
-    """Whether a file asks for LoRA, in honed's words or another's."""
+    """Tell whether a file asks for LoRA, with honed's keys or another tool's."""
     if data.get("adapter") or isinstance(data.get("lora"), dict) or is_on(data.get("use_peft")):
         return True
     words = ("finetuning_type", "training_type", "train_type", "tuner_type")
@@ -77,7 +78,7 @@ def trains_adapter(data: Mapping[str, Any]) -> bool:
 
 
 def settings(data: Mapping[str, Any], *names: str) -> Any:
-    """The first of several keys that is there, at the top level or under `training`."""
+    """Return the first of several keys that is set, at the top level or under `training`."""
     training = data.get("training")
     for name in names:
         for place in (data, training if isinstance(training, dict) else {}):
@@ -102,7 +103,7 @@ def _words(key: str, value: Any, asked: Asked) -> str:
 
 
 def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note: str = "") -> Synonym:
-    """Ours has another name. `convert` returns the value under it, or raises Unsaid."""
+    """Advise to use our key. `convert` returns the value for it, or raises Unsaid."""
 
     def advise(asked: Asked) -> Advice:
         if asked.value is None:
@@ -123,7 +124,7 @@ def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note:
 
 
 def _target(key: str, asked: Asked) -> str:
-    """A key of data sets is that of the one in which the other stands."""
+    """Return the key to write; a key of a data set refers to the data set that contains the foreign key."""
     home, _, name = key.rpartition(".")
     return f"{asked.path.rpartition('.')[0]}.{name}" if home == asked.section and home else key
 
@@ -131,7 +132,7 @@ def _target(key: str, asked: Asked) -> str:
 def switch(
     on: Mapping[str, Any], off: Mapping[str, Any] | None = None, *, note: str = "", off_note: str = "", key: str = ""
 ) -> Synonym:
-    """On and off in ours; `off` is None where off is what honed does anyway."""
+    """Advise to write `on` or `off`; `off` is None if honed's default is off."""
 
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value):
@@ -157,7 +158,7 @@ def drop(why: str) -> Synonym:
 
 
 def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda _value: False) -> Synonym:
-    """What honed does not do. Where it is off, or `unless` says that nothing else is asked for, it is left out."""
+    """Advise that a feature is not supported. The key is left out if it is off, or if `unless` accepts its value."""
 
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value) or asked.value in ([], {}):
@@ -170,17 +171,17 @@ def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda
 
 
 def told(key: str, hint: str) -> Synonym:
-    """Words alone: what to write depends on more than the value."""
+    """Advise with a hint only: the right value depends on more than this value."""
     return Synonym(key, lambda asked: Advice("leave it out", {}) if asked.value is None else Advice(hint))
 
 
 def by(advise: Callable[[Asked], Advice], key: str = "") -> Synonym:
-    """A way of its own; null is left out in any case."""
+    """Advise through a function; null is always left out."""
     return Synonym(key, lambda asked: Advice("leave it out", {}) if asked.value is None else advise(asked))
 
 
 def one_of(values: Mapping[Any, Any], key: str = "") -> Callable[[Any], Any]:
-    """A conversion by a table, in any case of letters. The other values are named as not supported."""
+    """Return a conversion by a table, ignoring case. Other values are reported as not supported."""
 
     def convert(value: Any) -> Any:
         word = value.lower() if isinstance(value, str) else value

@@ -1,7 +1,7 @@
 """The administrator's configuration: `honed.toml`, then `honed.toml.d/*.toml` by name; later files win.
 
-Parsed once, at start and at reload, into a `Config`; an unknown key or a wrong type is a `SpecError` that names file
-and key, and the configuration in force stays.
+It is parsed into a `Config` at start and at reload. An unknown key or a wrong type raises a `SpecError` that names file
+and key; on a reload the current configuration then stays.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _web_address(value: str) -> str:
     return value
 
 
-#: A webhook of honed.toml by its name.
+#: The name of a webhook in honed.toml.
 WEBHOOK_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-#: One mailbox, without what could make two of it, a header, or an option of a mail program.
+#: One mailbox, without characters that could add a second recipient, a header, or an option of a mail program.
 MAIL_ADDRESS = re.compile(
     r"[A-Za-z0-9_+][A-Za-z0-9._%+=~-]{0,63}@[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*"
 )
@@ -63,7 +63,7 @@ def _webhook_or_name(value: str) -> str:
     return value if WEBHOOK_NAME.fullmatch(value) else _web_address(value)
 
 
-#: A directory on this machine, from / on.
+#: An absolute path of a directory.
 Directory = Annotated[str, AfterValidator(_absolute)]
 
 
@@ -125,7 +125,7 @@ class DeviceConfig(_Section):
 
 
 class PolicyConfig(_Section):
-    """[policy]: what a job may ask for."""
+    """[policy]: what jobs may request."""
 
     hub: bool = False
     """Whether a job may name a hub id, of a model or a data set, that must be fetched: honed fetches it before it
@@ -154,7 +154,7 @@ class PolicyConfig(_Section):
 
 
 class ReportingConfig(_Section):
-    """[reporting]: an HTTP endpoint that gets every metric and every prediction."""
+    """[reporting]: an HTTP endpoint that receives every metric and every prediction."""
 
     metrics_api_url: Annotated[str, AfterValidator(_web_address)] | None = None
     """Where metrics and predictions are sent, as JSON by POST; nowhere by default. $METRICS_API_URL goes before it."""
@@ -182,7 +182,7 @@ class ReportingConfig(_Section):
     """A wandb server of one's own; by default wandb's."""
 
     def address(self, environment: Mapping[str, str] = os.environ) -> str | None:
-        """The address that rows are sent to, if any. Raises SpecError for a METRICS_API_URL that is none."""
+        """Return the URL that rows are sent to, or None. Raises SpecError if METRICS_API_URL is invalid."""
         if not (url := environment.get("METRICS_API_URL")):
             return self.metrics_api_url
         try:
@@ -192,7 +192,7 @@ class ReportingConfig(_Section):
 
 
 class HubConfig(_Section):
-    """[hub]: how models and data sets are fetched, where policy.hub allows it."""
+    """[hub]: fetching of models and data sets, if policy.hub allows it."""
 
     fetch_timeout_sec: Annotated[float, Field(gt=0)] = 86400.0
     """Seconds that fetching one model or data set may take, all interruptions and retries together; then its jobs are
@@ -202,9 +202,10 @@ class HubConfig(_Section):
 
 
 class RetentionConfig(_Section):
-    """[retention]: what honed removes by itself. Finished jobs stay for ever by default; refused files do not. Whatever
-    a job that is not over needs, and what is pinned (`honectl pin`), stays in any case. What lies in an output_dir
-    outside of a job's own directory is never touched."""
+    """[retention]: automatic removal. By default finished jobs are kept forever; rejected files are not. Pinned jobs
+    (`honectl pin`) and everything that an unfinished job needs are always kept. An output_dir outside of the job's own
+    directory is never touched.
+    """
 
     max_job_age_days: Annotated[float, Field(ge=0)] | None = None
     """Days after which a finished job is removed, with all that lies in its directory and its rows in honed.db."""
@@ -234,7 +235,7 @@ class RetentionConfig(_Section):
 
 
 class NotifyConfig(_Section):
-    """[notify]: who may be told of a job's end (a job's own `notify:`), and whom the administrator has told."""
+    """[notify]: allowed recipients in a job's own `notify:`, and the administrator's notifications."""
 
     allowed_webhooks: list[Annotated[str, AfterValidator(_web_address)]] = []
     """Addresses that a job may have called, each with all that lies below its path: https://ntfy.example.org/honed.
@@ -278,7 +279,7 @@ class NotifyConfig(_Section):
 
 
 class WebConfig(_Section):
-    """[web]: honed-web, pages and an API for a browser; it runs only where honed-web.socket is enabled."""
+    """[web]: honed-web, pages and an API for browsers; it runs only if honed-web.socket is enabled."""
 
     listen: str = "127.0.0.1:8470"
     """Where it listens when it is started by hand: an address with a port, or the path of a socket. Where systemd
@@ -307,7 +308,7 @@ class Config(_Section):
 
 
 def load(layout: Layout) -> Config:
-    """The configuration in force; the defaults where there is no file. Raises SpecError, which names file and key."""
+    """Load the current configuration, with defaults for missing files. Raises SpecError, which names file and key."""
     merged: dict[str, Any] = {}
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
         merged = _merge(merged, _read(path))
@@ -330,7 +331,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         found = setting.problems(error, Config, setting.lines_of(text))
         told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
-        # The administrator's own file: what it says is no secret from the administrator's log.
+        # The administrator's own file: its content is no secret in the administrator's log.
         raise SpecError(quote.show("; ".join(told)), hint="`man honed.toml` has every key") from error
     return data
 

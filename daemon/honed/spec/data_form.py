@@ -1,4 +1,4 @@
-"""The form of a data file, by its name."""
+"""The format of a data file, by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUFFIXES_HINT = f"data files end in {' '.join(SUFFIXES)}, the text ones also wit
 
 
 def form_of(path: Path) -> str | None:
-    """The form that a file's name says, as one of SUFFIXES; None where it names no data file."""
+    """Return the format of a data file as one of SUFFIXES; None if the name is not that of a data file."""
     name = path.name.lower()
     packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
     suffix = Path(name.removesuffix(packed)).suffix

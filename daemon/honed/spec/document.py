@@ -1,8 +1,8 @@
-"""Job files as text: YAML, JSON and TOML, read into plain data with the line of every key.
+"""Job files as text: YAML, JSON and TOML, parsed into plain data with the line of every key.
 
-One meaning in all three formats, and nothing clever in any: no tags, no second document, no duplicate keys, no dates,
-no infinities, no number that one reader takes for another. YAML's anchors, aliases and merge keys are written out,
-within the limits below. What is refused is refused with its line, in a time that these limits bound, whatever the text.
+All three formats have the same semantics, without surprises: no tags, no second document, no duplicate keys, no dates,
+no infinities, no numbers that parsers read differently. YAML's anchors, aliases and merge keys are expanded, within the
+limits below. Each rejection names a line, and the limits bound the time for any input.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 50
 #: Keys and list items in one file. A spec has some hundred.
 MAX_VALUES = 20_000
-#: Characters that aliases and merge keys of a file stand for, in all.
+#: Characters that all aliases and merge keys of a file expand to.
 MAX_EXPANDED = 1024 * 1024
-MAX_INTEGER = 2**63 - 1  #: what SQLite, JSON readers and torch can all hold
+MAX_INTEGER = 2**63 - 1  #: the largest that SQLite, JSON parsers and torch all support
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A job file's content: dict, list, str, int, float, bool, None, and where each of it stands."""
+    """A job file's content: dict, list, str, int, float, bool, None, with the position of each."""
 
     data: dict[str, Any]
     lines: Mapping[KeyPath, int]  #: path of a key or list item -> 1-based line
-    problems: Mapping[KeyPath, Problem] = field(default_factory=dict)  #: values that nobody can read; null in `data`
+    problems: Mapping[KeyPath, Problem] = field(default_factory=dict)  #: unreadable values; null in `data`
     text: str = ""
-    spans: Mapping[KeyPath, tuple[int, int]] = field(default_factory=dict)  #: where in `text` each text value stands
+    spans: Mapping[KeyPath, tuple[int, int]] = field(default_factory=dict)  #: position of each text value in `text`
 
 
 def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: bool = False) -> Document:
-    """Read a job file. Raises SpecError, which names the line, what stands there and what to do.
+    """Parse a job file. Raises SpecError, which names the line, its content and the fix.
 
-    Where `is_lenient`, single values that cannot be read are among the document's `problems`, so that they are told
-    together with what else is wrong.
+    If `is_lenient`, single unreadable values are collected in the document's `problems`, so that they are reported
+    together with other problems.
     """
     if suffix.lower() not in SUFFIXES:
         raise fault(f"{shown(suffix)} is not a job file's suffix", hint=f"one of {' '.join(SUFFIXES)}")
@@ -78,15 +78,15 @@ def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: b
 
 @dataclass
 class _Record:
-    """What the readers keep in common: where keys stand, and the limits."""
+    """State shared by the parsers: the positions of keys, and the limits."""
 
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    order: list[KeyPath] = field(default_factory=list)  #: of `lines`, so that what stands below a key is found
+    order: list[KeyPath] = field(default_factory=list)  #: the paths of `lines` in order, to find those below a key
     spans: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     problems: dict[KeyPath, Problem] = field(default_factory=dict)
 
     def note(self, path: KeyPath, line: int, *, once: bool = True) -> None:
-        """Note where a key or list item stands. With `once`, a key that is there already is refused."""
+        """Record the line of a key or list item. With `once`, a duplicate key is rejected."""
         if len(path) > MAX_DEPTH:
             raise fault(f"nested more than {MAX_DEPTH} levels deep", line=line)
         if path[-1] == "":
@@ -115,7 +115,7 @@ def _decode(data: bytes) -> str:
 
 
 def _text(value: str, line: int) -> str:
-    """A string as it may stand in a spec. Escapes can bring in what `_decode` keeps out."""
+    """Return a string if its characters are allowed. Escapes can produce characters that `_decode` rejects."""
     if control := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", value):
         raise fault(f"text with the character U+{ord(control[0]):04X}, which nothing here can use", line=line)
     return value
@@ -137,8 +137,8 @@ def _float(text: str, line: int) -> float:
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
-#: A plain scalar's meaning, as in YAML 1.2. What YAML 1.1 readers take for something else is refused, not guessed:
-#: 010 (octal 8), 1:30 (ninety), 1_000, 0b11, dates. `yes`, `no`, `on` and `off` stay words.
+#: The meaning of a plain scalar in YAML 1.2. Scalars that YAML 1.1 parsers read differently are rejected, not guessed:
+#: 010 (octal 8), 1:30 (ninety), 1_000, 0b11, dates. `yes`, `no`, `on` and `off` are text.
 _YAML_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _YAML_BASED = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
 _YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -147,14 +147,14 @@ _YAML_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
 _YAML_DOUBTFUL = re.compile(
     r"[-+]?0[0-9_]+|[-+]?0b[01_]+|[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
 )
-#: Characters. The pattern takes quadratic time, and no number that is meant as one is longer.
+#: Characters. The pattern takes quadratic time, and no sensible number is longer.
 MAX_DOUBTFUL = 64
 _YAML_WORDS = {
     **dict.fromkeys(("null", "Null", "NULL", "~"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-#: libyaml's words, and what they mostly mean.
+#: libyaml's messages, and their usual causes.
 _YAML_HINTS = {
     "mapping values are not allowed": "a text with a colon in it stands in quotes; or the indentation is off",
     "did not find expected key": "check the indentation and the quotes here and on the line above",
@@ -166,13 +166,13 @@ _YAML_HINTS = {
     "unknown escape character": "in double quotes a backslash is an escape; use single quotes",
 }
 _YAML_ANCHOR = re.compile(r"&\S+\s+")
-#: Thousands of %TAG lines take libyaml seconds (it compares each with all before it); no job file needs one.
+#: Thousands of %TAG lines take libyaml seconds (it compares each with all earlier ones); no job file needs one.
 _YAML_DIRECTIVE = re.compile(r"^%[A-Z]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class _Anchored:
-    """What an anchor stands for, with where its parts stand, from itself on."""
+    """The value of an anchor, with the relative positions of its parts."""
 
     value: Any
     line: int
@@ -181,22 +181,22 @@ class _Anchored:
     num_chars: int
 
 
-#: What the keys at the top begin with that hold anchors and are no part of the job, as in other tools' files.
+#: Prefixes of top-level keys that hold anchors and are not part of the job, as in other tools' files.
 HOLDERS = ("x-", "_", ".")
 
 
-#: Keys that a job cannot leave out, or whose default may not be what was meant.
+#: Keys that a job must have, or whose default may not be what was meant.
 _MUST: tuple[KeyPath, ...] = (("base_model",), ("datasets",), ("path",), ("lora",), ("adapter",))
 
 
 class _Yaml:
-    """Built from the parser's events, so that each refusal comes before anything is made of what is refused."""
+    """A YAML parser on libyaml's events, so that limits are checked before any value is built."""
 
     def __init__(self, text: str, record: _Record) -> None:
         self._text, self._record = text, record
-        self._anchors: dict[str, _Anchored | None] = {}  #: None: not closed yet
+        self._anchors: dict[str, _Anchored | None] = {}  #: None while the anchor is still open
         self._used: set[str] = set()
-        self._holders: dict[str, str] = {}  #: keys at the top -> the anchor of their values
+        self._holders: dict[str, str] = {}  #: top-level keys -> the anchor of their values
         self._num_chars = self._num_expanded = 0
         self._loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
 
@@ -254,7 +254,7 @@ class _Yaml:
         return copy.deepcopy(anchored.value)
 
     def _meant(self, event: Any) -> _Anchored:
-        """What an alias stands for; the limit on all of them together comes before it is made."""
+        """Return the value of an alias; the limit on all expansions is checked first."""
         name, line = event.anchor, _line(event)
         anchored = self._anchors.get(name)
         if anchored is None:
@@ -270,7 +270,7 @@ class _Yaml:
         return anchored
 
     def _lay(self, path: KeyPath, anchored: _Anchored, via: Line, keys: Collection[str] | None = None) -> None:
-        """Note what an alias brings, or those `keys` of it that a merge key does."""
+        """Record the positions that an alias adds, or only those of `keys` for a merge key."""
         for below, line in anchored.lines.items():
             if keys is None or below[0] in keys:
                 self._record.note((*path, *below), Line(line, via), once=False)
@@ -311,7 +311,7 @@ class _Yaml:
             line = _line(event)
             if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent | yaml.AliasEvent):
                 raise fault("a key is a word, not a list, mapping or alias", line=line)
-            if event.value == "<<" and event.implicit[0]:  # in quotes it is a name
+            if event.value == "<<" and event.implicit[0]:  # in quotes it is an ordinary key
                 self._record.note((*path, "<<"), line)
                 merged += self._merged((*path, "<<"), self._next(), line)
                 continue
@@ -320,7 +320,7 @@ class _Yaml:
             key = self._key(event)
             self._record.note((*path, key), line)
             mapping[key] = self._value((*path, key), self._next())
-        for anchored, via in merged:  # the mapping's own keys win, wherever they stand, then the first that is merged
+        for anchored, via in merged:  # the mapping's own keys win, wherever they are, then the first merged mapping
             new = {key: value for key, value in anchored.value.items() if key not in mapping}
             self._lay(path, anchored, via, new.keys())
             mapping |= copy.deepcopy(new)
@@ -343,7 +343,7 @@ class _Yaml:
         return key
 
     def _merged(self, path: KeyPath, event: Any, line: int, *, is_item: bool = False) -> list[tuple[_Anchored, Line]]:
-        """What a merge key names: a mapping, or a list of them."""
+        """Return the mappings that a merge key names: one, or a list of them."""
         if isinstance(event, yaml.SequenceStartEvent) and event.anchor is None and not is_item:
             found: list[tuple[_Anchored, Line]] = []
             while not isinstance(item := self._next(), yaml.SequenceEndEvent):
@@ -384,7 +384,7 @@ class _Yaml:
 
 
 def _told(sign: str, name: str) -> str:
-    """An anchor or alias in a sentence: a quote, since a text that begins with its sign looks like one."""
+    """Return an anchor or alias for a message, marked as a quote: ordinary text may look like one."""
     return quote.mark(sign + (name if len(name) <= quote.MAX_NAME else f"{name[: quote.MAX_NAME - 1]}…"))
 
 
@@ -428,7 +428,7 @@ _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?(?![0-9A-Za-z_.])")
 _JSON_WORD = re.compile(r"[-+.\w]+")
 _JSON_WORDS = {"null": None, "true": True, "false": False}
-#: Python's words, and others'.
+#: Python's words, and those of others.
 _JSON_FOREIGN = {
     "true": "write true",
     "false": "write false",
@@ -448,7 +448,7 @@ _JSON_HINTS = {
 
 
 class _Json:
-    """A reader of our own, for the line of every key; strings are read by the library's."""
+    """A JSON parser that records the line of every key; strings are parsed by the json module."""
 
     def __init__(self, text: str, record: _Record) -> None:
         self._text, self._record, self._at = text, record, 0
@@ -465,7 +465,7 @@ class _Json:
         return bisect.bisect_left(self._newlines, self._at) + 1
 
     def _peek(self) -> str:
-        """The next character that is not white space, or nothing at the end."""
+        """Return the next non-space character, or an empty string at the end."""
         self._at = _JSON_SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
         return self._text[self._at : self._at + 1]
 
@@ -561,7 +561,7 @@ _TOML_HINTS = {
 
 
 def _toml(text: str, record: _Record) -> Any:
-    # The map comes first: it keeps the limits, which tomllib does not (a key of 100,000 dots takes it minutes).
+    # Scan first: the scan enforces the limits, which tomllib does not (a key of 100,000 dots takes it minutes).
     latest: dict[int, KeyPath] = {}
 
     def note(path: KeyPath, line: int) -> None:
@@ -577,7 +577,7 @@ def _toml(text: str, record: _Record) -> Any:
         data = tomllib.loads(known)
     except tomllib.TOMLDecodeError as error:
         _refuse_toml(str(error), known, latest, record)
-    except (ValueError, RecursionError):  # Python reads no number of more than 4300 digits
+    except (ValueError, RecursionError):  # Python parses no number of more than 4300 digits
         raise fault("this is not TOML: a number too large, or nested too deeply") from None
     if end is not None:
         raise fault("this is not TOML", line=text.count("\n", 0, end) + 1)
@@ -600,7 +600,7 @@ def _refuse_toml(said: str, text: str, latest: Mapping[int, KeyPath], record: _R
 
 
 def _plain(value: Any, path: KeyPath, lines: Mapping[KeyPath, int]) -> Any:
-    """TOML's values without those that the other formats lack."""
+    """Return a TOML value as plain data, rejecting types that the other formats lack."""
     line = lines.get(path, 1)
     match value:
         case dict():

@@ -1,7 +1,7 @@
-"""The kinds of value that a spec's keys take, each with its words: refusals and the reference say the same.
+"""The types of values in a spec, each with a description: error messages and the reference use the same words.
 
-A kind is an annotation. `describe` puts any of them into words; where bounds and unions would read badly, an
-`Expected` among the metadata has the words instead, and a validator that calls `refuse` has its own sentence.
+A type is an annotation. `describe` converts any of them to text. If bounds or unions would read badly, an `Expected` in
+the metadata has the text instead; a validator that calls `refuse` has its own message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pydantic_core import PydanticCustomError
 
 from honed.system import quote
 
-#: Choices that are named in one sentence; the reference has the rest.
+#: Up to this many choices are listed in a message; the reference has them all.
 MANY = 8
-#: The type of the errors that `refuse` raises; their message is told as it is.
+#: The type of errors raised by `refuse`; their message is reported unchanged.
 REFUSED = "refused"
-#: What the tag of a union's member begins with. It turns up in the place of an error, and no key begins so.
+#: Prefix of the tags of a union's members. Such a tag appears in an error's location, and no key begins with it.
 MEMBER = "\0"
 
 
@@ -37,30 +37,31 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a key takes, as it stands after "expected"."""
+    """Description of the values that a key takes, to follow "expected"."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class Place:
-    """Among a key's metadata: its value names a file or a directory, or may."""
+    """Marker in a key's metadata: its value names a file or a directory, or may."""
 
 
 def names_place(annotation: Any) -> bool:
-    """Whether a key's value names a file or a directory."""
+    """Tell whether a key's value names a file or a directory."""
     return isinstance(annotation, Place) or any(names_place(each) for each in get_args(annotation))
 
 
 def refuse(message: str, hint: str = "", *, write: Any = None, fix: Mapping[str, Any] | None = None) -> NoReturn:
-    """Refuse a value from within a validator, in a sentence of its own. `write` is the value that is meant, where it is
-    known; `fix` what is to be changed in the job file where that is more than this key."""
-    # Braces would be taken for places in a template.
+    """Reject a value from within a validator with its own message. `write` is the intended value, if known; `fix` lists
+    the edits of the job file, if more than this key must change.
+    """
+    # Braces in the message would be parsed as placeholders.
     raise PydanticCustomError(REFUSED, "{message}", {"message": message, "hint": hint, "write": write, "fix": fix})
 
 
 def describe(annotation: Any) -> str:
-    """An annotation in words: `Annotated[int, Ge(1)] | None` is "a whole number, at least 1, or null"."""
+    """Describe an annotation: `Annotated[int, Ge(1)] | None` is "a whole number, at least 1, or null"."""
     base, metadata = _apart(annotation)
     if expected := next((item for item in metadata if isinstance(item, Expected)), None):
         return expected.words
@@ -69,7 +70,7 @@ def describe(annotation: Any) -> str:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The types that a value may have: a union's members, without null and metadata, or the one type there is."""
+    """Return the types that a value may have: the members of a union without null and metadata, or the single type."""
     base, _ = _apart(annotation)
     if get_origin(base) not in (typing.Union, types.UnionType):
         return (base,)
@@ -77,12 +78,12 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """The words of an enumeration; empty for any other kind."""
+    """Return the words of an enumeration; empty for any other type."""
     return tuple(word for member in members(annotation) if get_origin(member) is Literal for word in get_args(member))
 
 
 def kinds(section: type[BaseModel]) -> Mapping[str, Any]:
-    """A section's keys and the whole annotation of each."""
+    """Return a section's keys with their full annotations."""
     hints = typing.get_type_hints(section, include_extras=True)
     return {name: hints[name] for name in section.model_fields}
 
@@ -132,7 +133,7 @@ def _bound_words(bound: Any) -> str:
 
 # --- Kinds ------------------------------------------------------------------------------------------------------------
 
-#: YAML 1.1 took these for booleans, and people still write them.
+#: YAML 1.1 read these as booleans, and people still write them.
 _FLAG_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 
 
@@ -141,7 +142,7 @@ def _flag(value: Any) -> Any:
 
 
 def any_of(is_right: Callable[[Any], bool], *kinds: type) -> PlainValidator:
-    """The validator of a key that takes values of several types; its `Expected` says what is right."""
+    """Return the validator of a key that takes values of several types; its `Expected` describes them."""
 
     def validate(value: Any) -> Any:
         if type(value) not in kinds or not is_right(value):
@@ -159,14 +160,14 @@ def _is_steps(value: float) -> bool:
     return 0 < value < 1 or (value >= 1 and value == int(value))
 
 
-#: A variable of a shell.
+#: A shell variable.
 VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
-#: What to do about a relative path in a file that has lost its place.
+#: The hint for a relative path in a file whose original directory is unknown.
 RELATIVE = "begin with /; honectl submit takes one from the job file's place"
 
 
 def absolute(value: str) -> str:
-    """A path as it is kept. Refuses one that is relative."""
+    """Return a normalised absolute path; rejects a relative one."""
     if value.startswith("~"):
         refuse(
             f"paths are absolute, {_shown(value)} begins with ~",
@@ -184,8 +185,8 @@ def absolute(value: str) -> str:
     return str(PurePosixPath(value))
 
 
-#: What no path needs, and what would end a line of a unit file, a log or a list of files. U+0080 to U+009F begin
-#: escape sequences, too.
+#: Characters that no path needs and that would end a line of a unit file, a log or a list of files. U+0080 to U+009F
+#: begin escape sequences, too.
 _BREAK = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -196,12 +197,12 @@ def _shown(value: str) -> str:
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Gt(0), Lt(1)]
-#: 0 is kept as null: no share at all.
+#: 0 is stored as null: no held-out share.
 ShareOrZero = Annotated[float, Ge(0), Lt(1), AfterValidator(lambda value: value or None)]
 Seconds = Annotated[float, Gt(0), Expected("a number of seconds, more than 0")]
 Texts = Annotated[list[str], any_of(is_texts, list), Expected("a list of texts")]
 AbsolutePath = Annotated[str, AfterValidator(absolute), Expected("an absolute path"), Place()]
-#: TRL's and transformers' way with steps: a number of them, or below 1 a share of the run.
+#: Steps as in TRL and transformers: a number of steps, or below 1 a share of the run.
 Steps = Annotated[
     float, any_of(_is_steps, int, float), Expected("a whole number of steps, or a share of the run below 1")
 ]
@@ -213,7 +214,7 @@ StepsOrZero = Annotated[
 
 
 def form(pattern: str) -> AfterValidator:
-    """The validator of a text that has a form; its `Expected` says which."""
+    """Return the validator of a text with a fixed pattern; its `Expected` describes it."""
     compiled = re.compile(pattern)
 
     def validate(value: str) -> str:

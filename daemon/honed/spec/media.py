@@ -1,4 +1,4 @@
-"""The kinds of media in a row, and the limits that a job sets to their size."""
+"""The kinds of media in a row, and a job's limits on their size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Limits to the size of media before the model's processor sees them; None leaves them as they are."""
+    """Limits on the size of media before the model's processor sees them; None means no limit."""
 
-    max_pixels: int | None = None  #: of an image or frame; larger ones are made smaller, in proportion
+    max_pixels: int | None = None  #: of an image or frame; larger ones are scaled down proportionally
     min_pixels: int | None = None  #: smaller ones are enlarged
     max_image_size: int | None = None  #: pixels of the longer side
-    num_frames: int | None = None  #: of a video; None takes NUM_FRAMES, and the whole of a list of frames
+    num_frames: int | None = None  #: of a video; None means NUM_FRAMES, or all of a list of frames
 
 
-#: What a module is part of. A projector leads from eyes or ears into the language model.
+#: The part that a module belongs to. A projector connects the vision or audio encoder to the language model.
 Part = Literal["language", "vision", "audio", "projector"]

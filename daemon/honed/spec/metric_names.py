@@ -7,24 +7,24 @@ from difflib import get_close_matches
 
 from honed.system.error import SpecError
 
-#: What a figure's name begins with where figures of every kind stand together.
+#: Prefix of these metrics where metrics of all kinds are listed together.
 PREFIX = "predictions/"
 
 
 GROUP = "honed.metrics"
 
 
-#: The metrics that honed has.
+#: honed's built-in metrics.
 BUILT_IN = ("exact_match", "token_f1", "rouge_l", "valid_json", "field_match", "box_iou", "numeric_match")
 
 
 def known() -> list[str]:
-    """The names that a spec may use here, the administrator's among them."""
+    """Return the metric names that a spec may use here, including the administrator's."""
     return sorted({*BUILT_IN, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
 
 
 def check(name: str, key: str) -> None:
-    """Raises SpecError for a metric that there is not."""
+    """Raise SpecError if there is no such metric."""
     if name in (names := known()):
         return
     near = get_close_matches(name, names, n=1)
@@ -33,6 +33,6 @@ def check(name: str, key: str) -> None:
 
 
 def chooser(metric_for_best_model: str | None) -> str | None:
-    """The metric on predictions that tells the best checkpoint, where it is one."""
+    """Return the metric on predictions that selects the best checkpoint; None if another metric does."""
     name = (metric_for_best_model or "").removeprefix("eval_")
     return name.removeprefix(PREFIX).removesuffix("_parsable") if name.startswith(PREFIX) else None

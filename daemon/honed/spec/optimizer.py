@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from honed.spec.spec import JobSpec
 
 
-#: What steps a job that names no optimizer, and what takes a quarter of its memory.
+#: The default optimizer, and the one that needs a quarter of its memory.
 ADAMW, ADAMW_8BIT = "adamw_torch_fused", "adamw_8bit"
 
 
-#: AdamW by its names in `training.optim`, which remainders can be kept beside.
+#: The names of AdamW in `training.optim` that support remainders (master_weights: compensated).
 COMPENSATED = frozenset({"adamw_torch", ADAMW, ADAMW_8BIT, "adamw_bnb_8bit"})
 
 
@@ -20,5 +20,5 @@ EIGHT_BIT = frozenset({ADAMW_8BIT, "adamw_bnb_8bit"})
 
 
 def asked_optim(spec: JobSpec) -> str | None:
-    """The optimizer that the job names."""
+    """Return the optimizer that the job names; None if it names none."""
     return spec.training.optim if "optim" in spec.training.model_fields_set else None

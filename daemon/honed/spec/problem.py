@@ -1,6 +1,6 @@
-"""Problems of a job file: each with its key and line, all of them as one `SpecError`.
+"""Problems of a job file: each with its key and line, all of them combined into one `SpecError`.
 
-Where a check of something that the file names says no, `locate` finds the key and the line that named it.
+For an error about something that the file names, `locate` finds the key and line that name it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, Self
 from honed.system import quote
 from honed.system.error import HonedError, ModelError, SpecError, plain
 
-#: Where a value stands: keys, and numbers of list items.
+#: The path of a value: keys, and indices of list items.
 KeyPath = tuple[str | int, ...]
 
-#: Problems that are told; a file with more is not a job file with mistakes.
+#: Maximum number of reported problems; a file with more is probably not a job file.
 MAX_PROBLEMS = 50
-#: Characters of a key or a value that are shown: what stands in a job file is another person's text.
+#: Maximum number of characters shown of a key or value: a job file is another person's text.
 MAX_SHOWN = 60
-#: What `dotted` puts around a key that is no plain word.
+#: The quotes that `dotted` puts around a key that is not a plain word.
 _QUOTED = re.compile("['\"]")
 
 
 class Line(int):
-    """A line of a job file, from 1. `via` is that of the alias or merge key that brings what stands there."""
+    """A line of a job file, from 1. `via` is the line of the alias or merge key that brought in the value."""
 
     via: int | None
 
@@ -40,13 +40,13 @@ class Line(int):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong. `str()` is one line for a person."""
+    """One problem. `str()` is one line for people."""
 
-    key: str  #: dotted, list items by number: `datasets.0.path`; empty where the text itself is at fault
+    key: str  #: dotted, list items by index: `datasets.0.path`; empty if the text itself is wrong
     line: int | None  #: 1-based
     message: str
-    hint: str = ""  #: what to do, a few words
-    fix: Mapping[str, Any] = field(default_factory=dict)  #: the same as data, where it is an edit: see HonedError.fix
+    hint: str = ""  #: the fix in a few words
+    fix: Mapping[str, Any] = field(default_factory=dict)  #: the same as data, if it is an edit: see HonedError.fix
 
     def __str__(self) -> str:
         via = f" (brought in on line {self.line.via})" if isinstance(self.line, Line) and self.line.via else ""
@@ -56,7 +56,7 @@ class Problem:
 
 
 class InvalidSpecError(SpecError):
-    """A job file with problems; the message has one a line."""
+    """A job file with problems; the message has one per line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         told = [str(problem) for problem in problems[:MAX_PROBLEMS]]
@@ -67,7 +67,7 @@ class InvalidSpecError(SpecError):
 
 
 def _together(problems: Sequence[Problem]) -> dict[str, Any]:
-    """The fixes of several problems as one; of two that set the same key, the first counts."""
+    """Combine the fixes of several problems; if two set the same key, the first wins."""
     fix: dict[str, Any] = {}
     for problem in problems:
         for key, value in problem.fix.items():
@@ -78,7 +78,7 @@ def _together(problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def faults(error: HonedError) -> list[dict[str, Any]]:
-    """What is wrong with a job file, one by one, as `honectl check --json` has it."""
+    """List the problems of a job file one by one, as in `honectl check --json`."""
     if isinstance(error, InvalidSpecError):
         return [
             _fault(
@@ -105,7 +105,7 @@ def _fault(
 
 
 def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
-    """A job file's content with a fix applied. What is taken out goes first; sections that hold nothing then stay."""
+    """Apply a fix to a job file's content. Removals come first; sections that become empty stay."""
     content: dict[str, Any] = copy.deepcopy(dict(data))
     removed = sorted((as_path(key) for key, value in fix.items() if value is None), key=_last_first)
     for path in removed:
@@ -121,23 +121,22 @@ def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told_fix(fix: Mapping[str, Any]) -> list[str]:
-    """A fix in words, one change a line."""
+    """Return a fix as text, one change per line."""
     return [f"{key}: taken out" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
 
 
 def key_words(key: str) -> str:
-    """A dotted key in a sentence. In a file that is no job, such as one of rows, one may be a sentence itself, and is a
-    quote."""
+    """Return a dotted key for a message; marked as a quote if it may be a sentence, as in a file of rows."""
     return quote.mark(key) if _QUOTED.search(key) else key
 
 
 def rewritten(value: Any) -> str:
-    """A value as it is written in a job file, in a sentence: a quote."""
+    """Return a value as written in a job file, marked as a quote."""
     return quote.mark(written(value))
 
 
 def written(value: Any) -> str:
-    """A value as it is written in a job file, on one line."""
+    """Return a value as it is written in a job file, on one line."""
     match value:
         case str():
             return value if _NO_QUOTES.fullmatch(value) else json.dumps(value, ensure_ascii=False)
@@ -151,22 +150,22 @@ def written(value: Any) -> str:
             return json.dumps(value)
 
 
-#: Texts that YAML takes for nothing else, such as a number, a date or true.
+#: Texts that YAML cannot read as anything else, such as a number, a date or true.
 _NO_QUOTES = re.compile(r"(?!(?i:true|false|null)$|[\d.]+e?[\d.+-]*$|0[xob]|\d{4}-\d)[A-Za-z0-9/][\w./:-]*(?<!:)")
 
 
 def as_path(key: str) -> KeyPath:
-    """The path that a dotted key says."""
+    """Convert a dotted key to a path."""
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
 
 def _last_first(path: KeyPath) -> tuple[Any, ...]:
-    """Later list items first, so that earlier numbers stay true; a list's items before the list."""
+    """Sort key: later list items first, so that earlier indices stay valid; a list's items before the list."""
     return (-len(path), *(-part if isinstance(part, int) else 0 for part in path))
 
 
 def at(value: Any, path: KeyPath) -> Any:
-    """What stands at a path, None where nothing does."""
+    """Return the value at a path; None if there is none."""
     for part in path:
         if isinstance(value, list):
             value = value[part] if isinstance(part, int) and part < len(value) else None
@@ -188,18 +187,19 @@ def _set(content: dict[str, Any], path: KeyPath, value: Any) -> None:
 def fault(
     message: str, *, line: int | None = None, key: str = "", hint: str = "", fix: Mapping[str, Any] | None = None
 ) -> InvalidSpecError:
-    """The error for one problem."""
+    """Return the error for one problem."""
     return InvalidSpecError([Problem(key=key, line=line, message=message, hint=hint, fix=fix or {})])
 
 
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    """The line of a key, or of what it would stand in."""
+    """Return the line of a key, or of the nearest section that would contain it."""
     return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
 
 
 def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, int]) -> None:
-    """Put the line before a refusal's message that begins with a key, and both before one that begins with the path
-    that a key names. One that is about the job as a whole, such as its need of memory, is left as it is."""
+    """Add the line to an error whose message begins with a key, and key and line to one whose message begins with a
+    path that a key names. An error about the whole job, such as its memory, is left unchanged.
+    """
     if isinstance(error, InvalidSpecError):
         return
     named = re.match(r"([a-z_]+(?:\.\w+)*): ", error.message)
@@ -211,14 +211,14 @@ def locate(error: HonedError, data: Mapping[str, Any], lines: Mapping[KeyPath, i
     about = [(text, path) for path, text in texts(data) if _is_about(error.message, text)]
     path = max(about, key=lambda each: len(each[0]))[1] if about else ()
     if not path and isinstance(error, ModelError) and "adapter" not in data:
-        path = ("base_model",)  # a hub id's files lie in the cache
+        path = ("base_model",)  # a hub model's files are in the cache
     if (line := line_of(path, lines)) is not None:
         error.key, error.line = dotted(path), line
         error.surround(f"line {line}: {error.key}: ")
 
 
 def texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Every text in plain data, and where it stands."""
+    """Yield every text in plain data with its path."""
     match value:
         case str():
             yield path, value
@@ -235,12 +235,12 @@ def _is_about(message: str, text: str) -> bool:
 
 
 def dotted(path: KeyPath) -> str:
-    """`("datasets", 0, "path")` as `datasets.0.path`; a key that is no plain word is quoted and cut."""
+    """Convert `("datasets", 0, "path")` to `datasets.0.path`; keys that are not plain words are quoted."""
     return ".".join(str(part) if isinstance(part, int) or _is_plain(part) else _cut(part) for part in path)
 
 
 def shown(value: Any) -> str:
-    """A value as people write it, cut, and without anything that a terminal would act on; marked as a quote."""
+    """Return a value as people write it, truncated, without terminal control characters, and marked as a quote."""
     match value:
         case None | True | False:
             return {None: "null", True: "true", False: "false"}[value]

@@ -1,4 +1,4 @@
-"""From what pydantic finds to what a person reads: the key, its line, what was expected, and the right name."""
+"""Conversion of pydantic's errors into messages for people: key, line, what was expected, and the right name."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from honed.system import quote
 
 @dataclass(frozen=True)
 class Refusal:
-    """One value, or one key, that is refused."""
+    """One rejected value or key."""
 
     path: KeyPath
     message: str
     hint: str = ""
-    meant: KeyPath | None = None  #: the key that an unknown one was probably meant for
+    meant: KeyPath | None = None  #: the key that was probably meant by an unknown one
     fix: Mapping[str, Any] = field(default_factory=dict)
-    is_unknown: bool = False  #: the key, not its value, is refused
+    is_unknown: bool = False  #: the key, not its value, is rejected
 
     @property
     def touched(self) -> tuple[KeyPath, ...]:
-        """The paths of which nothing more can be said."""
+        """The paths about which no further error is reported."""
         return (self.path, self.meant) if self.meant else (self.path,)
 
     def problem(self, lines: Mapping[KeyPath, int]) -> Problem:
@@ -55,33 +55,33 @@ class Refusal:
 
 
 def refusals(error: ValidationError, data: Any, model: type[BaseModel]) -> list[Refusal]:
-    """Everything that a validation found, in words, without what says the same key twice."""
+    """Convert all errors of a validation, at most one per key."""
     found: dict[KeyPath, Refusal] = {}
     for index, details in enumerate(error.errors(include_url=False)):
-        # A file with thousands of unknown keys gets no thousands of searches for the nearest.
+        # In a file with thousands of unknown keys, only the first ones get a search for the nearest name.
         path = _real_path(details["loc"], data)
         found.setdefault(path, _refusal(path, details, model, data, is_told=index < MAX_PROBLEMS))
     meant = {refusal.meant for refusal in found.values()} | {
         as_path(key) for refusal in found.values() for key, value in refusal.fix.items() if value is not None
     }
-    # A key that must be there is not missing where another name for it is.
+    # A required key is not missing if it is present under another name.
     return [each for path, each in found.items() if path not in meant or not each.message.startswith(_MISSING)]
 
 
 def places(error: ValidationError, data: Any) -> list[Refusal]:
-    """Places where a validation found something, without words."""
+    """Return the paths of all errors of a validation, without messages."""
     return [Refusal(_real_path(details["loc"], data), "") for details in error.errors(include_url=False)]
 
 
 _MISSING = "missing: "
 
 
-#: Values for the keys that must be there, where theirs was refused; no rule reads them.
+#: Values for required keys whose own value was rejected; no rule reads them.
 _STAND_INS: Mapping[str | int, str] = {"base_model": "/", "path": "/", "metric": "exact_match"}
 
 
 def without(data: Any, found: Sequence[Refusal]) -> Any:
-    """A copy of the data without what was refused, for the rules; its other values are as they were."""
+    """Return a copy of the data without the rejected values, so that the rules can check the rest."""
     rest = copy.deepcopy(data)
     for path in sorted((item.path for item in found), key=_index_last_first):
         _drop(rest, path)
@@ -89,12 +89,12 @@ def without(data: Any, found: Sequence[Refusal]) -> Any:
 
 
 def _index_last_first(path: KeyPath) -> tuple[Any, ...]:
-    """Later list items first, so that earlier numbers stay true."""
+    """Sort key: later list items first, so that earlier indices stay valid."""
     return tuple((0, -part) if isinstance(part, int) else (1, part) for part in path)
 
 
 def _drop(rest: Any, path: KeyPath) -> None:
-    """Take what stands at a path out; a key that must be there gets another value."""
+    """Remove the value at a path; a required key gets a stand-in instead."""
     for part in path[:-1]:
         if not _holds(rest, part):
             return
@@ -112,7 +112,7 @@ def _holds(value: Any, part: str | int) -> bool:
 
 
 def _real_path(location: Sequence[int | str], data: Any) -> KeyPath:
-    """Pydantic's location without the parts that are no keys, such as a union's member."""
+    """Return pydantic's location without the parts that are not keys, such as a union's member."""
     path: list[str | int] = []
     for part in location:
         if isinstance(part, str) and part.startswith(MEMBER):
@@ -147,7 +147,7 @@ def _refusal(path: KeyPath, details: ErrorDetails, model: type[BaseModel], data:
 
 
 def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
-    """A refusal without its fix, where that would be refused in turn, or overrule what the file says elsewhere."""
+    """Drop a rejection's fix if it would itself be rejected, or override a value set elsewhere in the file."""
     own = dotted(refusal.path)
     new = {key: value for key, value in refusal.fix.items() if value is not None and key != own}
     if (kept := _overruled(new, data)) is not None:
@@ -191,14 +191,14 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
 
 
 def _concerns(details: ErrorDetails, refusal: Refusal) -> bool:
-    """Whether what pydantic found is about a value that the fix writes. Foreign keys below it come in their turn."""
+    """Tell whether an error concerns a value that the fix writes. Unknown keys below it are reported separately."""
     place = tuple(part for part in details["loc"] if not (isinstance(part, str) and part.startswith(MEMBER)))
     paths = [as_path(key) for key, value in refusal.fix.items() if value is not None]
     return details["type"] != "extra_forbidden" and any(place[: len(path)] == path for path in paths)
 
 
 def _overruled(new: Mapping[str, Any], data: Any) -> str | None:
-    """The first key of a fix that the file sets to something else."""
+    """Return the first key of a fix that the file sets to another value."""
     for key, value in new.items():
         there = at(data, as_path(key))
         if there is not None and there != value and not (isinstance(there, dict) and isinstance(value, dict)):
@@ -207,12 +207,12 @@ def _overruled(new: Mapping[str, Any], data: Any) -> str | None:
 
 
 def _is_plain(path: KeyPath) -> bool:
-    """Whether a dotted key says the path."""
+    """Tell whether a path survives conversion to a dotted key and back."""
     return as_path(dotted(path)) == path
 
 
 def annotation(path: KeyPath, annotation: Any) -> Any:
-    """The annotation of the value at a path."""
+    """Return the annotation of the value at a path."""
     for part in path:
         for member in members(annotation):
             if isinstance(member, type) and issubclass(member, BaseModel):
@@ -223,7 +223,7 @@ def annotation(path: KeyPath, annotation: Any) -> Any:
 
 
 def _difference(before: Any, after: Any, home: str = "") -> dict[str, Any]:
-    """What turns one content into the other, as a fix."""
+    """Return the fix that turns one content into the other."""
     found: dict[str, Any] = {}
     for key in [*before, *(key for key in after if key not in before)]:
         name, old, new = _join(home, key), before.get(key), after.get(key)
@@ -241,7 +241,7 @@ def _difference(before: Any, after: Any, home: str = "") -> dict[str, Any]:
 
 
 def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
-    """What to write for a value, in words and as the value, where that is known."""
+    """Return the hint for a value and the value to write, if known."""
     words, taken = choices(annotation), members(annotation)
     if isinstance(value, str):
         if "sft" in words and (said := not_supported(value)):
@@ -252,7 +252,7 @@ def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
             return f"did you mean {near[0]}?", near[0]
         if bool in taken and (is_on(value) or is_off(value)) and value:
             return f"write {written(is_on(value))}", is_on(value)
-        if bool in taken and value.lower() in ("unsloth", "offload", "offload_disk"):  # ways of gradient checkpointing
+        if bool in taken and value.lower() in ("unsloth", "offload", "offload_disk"):  # kinds of gradient checkpointing
             return "write true", True
         found = _number_hint(taken, value.strip(), key)
         return found if any(found) else _list_hint(annotation, value)
@@ -275,7 +275,7 @@ def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
 
 
 def _list_hint(annotation: Any, value: Any) -> tuple[str, Any]:
-    """A list of data sets that is one, or their paths alone."""
+    """Suggest a list for a single data set or path, or a mapping for a path."""
     if isinstance(value, str) and any(
         isinstance(each, type) and issubclass(each, BaseModel) and "path" in each.model_fields
         for each in members(annotation)
@@ -328,7 +328,7 @@ def _unknown(path: KeyPath, model: type[BaseModel], data: Any) -> Refusal:
     if what != "unknown key":
         return Refusal(path, what, OWNED[key])
     known = _known(model)
-    if key in known.get(section, ()):  # written in another way: learning-rate, learningRate
+    if key in known.get(section, ()):  # written in another style: learning-rate, learningRate
         return _suggest(path, section, key, section, data)
     homes = [name for name, keys in known.items() if key in keys]
     if homes:
@@ -338,12 +338,12 @@ def _unknown(path: KeyPath, model: type[BaseModel], data: Any) -> Refusal:
     return _nearest(path, key, section, known, data)
 
 
-#: Keys and depth of another tool's section that is taken apart.
+#: Maximum number of keys and levels of another tool's section that is converted.
 _MAX_UNNESTED, _MAX_DEPTH = 60, 3
 
 
 def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: Any) -> Refusal | None:
-    """Another tool's section, by its keys, each as if it stood where it belongs; None for what is none."""
+    """Convert another tool's section key by key, as if each were in its own place; None for anything else."""
     value = at(data, path)
     if key not in SECTIONS or not isinstance(value, dict) or not _is_plain(path) or len(value) > _MAX_UNNESTED:
         return None
@@ -406,13 +406,13 @@ def _belongs(path: KeyPath, homes: list[str], key: str, section: str, data: Any)
     home = homes[0]
     where = " or ".join(f"under {name}:" for name in homes if name) if home else "at the top level"
     target = _join(home, key)
-    is_clear = len(homes) == 1 or (home == "training" and not section)  # as in TRL's and axolotl's flat files
+    is_clear = len(homes) == 1 or (home == "training" and not section)  # as in the flat files of TRL and axolotl
     fix = {} if home.startswith("datasets") or not is_clear else _moved(path, target, data)
     return Refusal(path, "unknown key here", f"belongs {where}", meant=_meant(path, target, section), fix=fix)
 
 
 def _moved(path: KeyPath, target: str, data: Any) -> dict[str, Any]:
-    """The fix that puts a key's value where it belongs; null there is what is left out."""
+    """Return the fix that moves a key's value to its place; a null value is only removed."""
     value = at(data, path)
     if not _is_plain(path):
         return {}
@@ -449,7 +449,7 @@ def _suggest(path: KeyPath, home: str, key: str, section: str, data: Any) -> Ref
 
 
 def _meant(path: KeyPath, key: str, section: str) -> KeyPath | None:
-    """The path of one of our keys; in the section at hand, it keeps the list's number."""
+    """Return the path of one of our keys; in the current section it keeps the list index."""
     home, _, name = key.rpartition(".")
     if not key:
         return None
@@ -457,13 +457,13 @@ def _meant(path: KeyPath, key: str, section: str) -> KeyPath | None:
 
 
 def _section(path: KeyPath) -> str:
-    """The section that a path lies in, as its name in NAMES: data sets have one, whatever their number."""
+    """Return the section of a path as named in NAMES: all data sets share one, whatever their index."""
     name = ".".join(part for part in path if isinstance(part, str))
     return re.sub(r"^eval_datasets(?=\.|$)", "datasets", name)
 
 
 def _normal(key: str) -> str:
-    """`learningRate`, `Learning-Rate`, `--learning_rate` as `learning_rate`."""
+    """Normalise `learningRate`, `Learning-Rate`, `--learning_rate` to `learning_rate`."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key[:200])
     return re.sub(r"[-\s]+", "_", snake).lower().strip("_")
 
@@ -474,7 +474,7 @@ def _join(section: str, key: str) -> str:
 
 @functools.cache
 def _known(model: type[BaseModel]) -> dict[str, tuple[str, ...]]:
-    """Every section and its keys; the top level is the empty name."""
+    """Return every section with its keys; the top level has an empty name."""
     return dict(_sections(model, ""))
 
 

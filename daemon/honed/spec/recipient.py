@@ -1,8 +1,8 @@
-"""Whom a job may have told of its end: what the administrator allows in [notify], and nobody else.
+"""Check of a job's notification recipients: only those that the administrator allows in [notify].
 
-honed-send has network and honed's rights. So a job file names no address of its own choice: a webhook is below an
-allowed one or a name that honed.toml gives, a mail address is in an allowed domain. It is asked twice: before a job is
-accepted, and again by honed-send, since the configuration may have changed.
+honed-send has network access and honed's permissions, so a job file cannot name arbitrary addresses: a webhook must be
+below an allowed URL or be a name from honed.toml, and a mail address must be in an allowed domain. Recipients are
+checked twice: before a job is accepted, and again by honed-send, since the configuration may have changed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from honed.spec.spec import NotifySpec
 from honed.system.error import EnvironmentInvalidError, SpecError
 
 _PORTS = {"http": 80, "https": 443}
-#: In a path, what some servers take for a step upwards or a separator.
+#: Parts of a path that some servers treat as a step upwards or a separator.
 _ODD = re.compile(r"%2e|%2f|%5c|%25|%00|\\|(^|/)\.{1,2}(;|/|$)", re.IGNORECASE)
 
 
 def check(notify: NotifySpec | None, config: NotifyConfig) -> None:
-    """Raises SpecError where a job would have somebody told whom the administrator has not allowed."""
+    """Raise SpecError if a job names a recipient that the administrator has not allowed."""
     if notify is None:
         return
     for key, why in (
@@ -43,7 +43,7 @@ _KEYS = {
 
 
 def why_not_webhook(webhook: str, config: NotifyConfig) -> str | None:
-    """The reason why a job may not have this address called; None where it may."""
+    """Return the reason why a job may not use this webhook; None if it may."""
     if WEBHOOK_NAME.fullmatch(webhook):
         names = ", ".join(sorted(config.webhook_files)) or "none at all"
         return None if webhook in config.webhook_files else f"no webhook is named {webhook!r} here; there is {names}"
@@ -53,7 +53,7 @@ def why_not_webhook(webhook: str, config: NotifyConfig) -> str | None:
 
 
 def is_below(address: str, prefixes: list[str]) -> bool:
-    """Whether an address has scheme, host and port of an allowed one, and lies at or below its path."""
+    """Tell whether a URL has the scheme, host and port of an allowed one, and is at or below its path."""
     try:
         wanted = urlsplit(address)
         where = _place(wanted)
@@ -63,11 +63,11 @@ def is_below(address: str, prefixes: list[str]) -> bool:
         for prefix in map(urlsplit, prefixes):
             path = prefix.path or "/"
             below = path if path.endswith("/") else f"{path}/"
-            if prefix.query and prefix.query != wanted.query:  # it may well be a key
+            if prefix.query and prefix.query != wanted.query:  # the query may be a key
                 continue
             if _place(prefix) == where and (wanted.path == prefix.path or (wanted.path or "/").startswith(below)):
                 return _ODD.search(wanted.path) is None
-    except ValueError:  # a port that is none, half an IPv6 address
+    except ValueError:  # an invalid port or IPv6 address
         return False
     return False
 
@@ -77,7 +77,7 @@ def _place(parts: SplitResult) -> tuple[str, str, int | None]:
 
 
 def why_not_mail(address: str, config: NotifyConfig) -> str | None:
-    """The reason why a job may not have mail sent there; None where it may."""
+    """Return the reason why a job may not send mail to this address; None if it may."""
     if config.smtp_host is None or config.mail_from is None:
         return "no mail is sent from here"
     if not MAIL_ADDRESS.fullmatch(address):
@@ -88,9 +88,9 @@ def why_not_mail(address: str, config: NotifyConfig) -> str | None:
 
 
 def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
-    """Address and bearer token of a webhook; of one with a name, what its file has on its first two lines.
+    """Return the URL and the bearer token of a webhook; for a named one, the first two lines of its file.
 
-    Raises EnvironmentInvalidError, which never shows them.
+    Raises EnvironmentInvalidError, whose message never contains them.
     """
     if not WEBHOOK_NAME.fullmatch(webhook):
         return webhook, None
@@ -105,7 +105,7 @@ def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
 
 
 def password(config: NotifyConfig) -> str:
-    """The password of the mail server. Raises EnvironmentInvalidError."""
+    """Return the password of the mail server. Raises EnvironmentInvalidError."""
     if config.smtp_password_file is None:
         raise EnvironmentInvalidError("notify.smtp_user needs a password", hint="notify.smtp_password_file")
     return _lines(Path(config.smtp_password_file), "the password of the mail server")[0]

@@ -1,7 +1,7 @@
-"""Relative paths in a job file, made absolute from the file's own place, before honectl checks or drops it.
+"""Conversion of relative paths in a job file to absolute ones, before honectl checks or submits it.
 
-The text stays as it is but for these values, so that comments and lines are where they were. What is dropped into
-incoming/ by hand has lost its place, and its paths are absolute.
+Only those values change, so that comments and lines stay in place. A file that is dropped into incoming/ by hand has
+lost its original directory, so its paths must be absolute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from honed.spec.spec import JobSpec
 from honed.system.error import HonedError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-#: Our keys that other tools' names for paths stand for.
+#: Our keys that other tools' names for paths correspond to.
 _PLACES = {"base_model", "adapter", "output_dir", "chat_template", "datasets", "eval_datasets", "datasets.path"}
 
 
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job file without relative paths: itself, or a copy for as long as the context lasts."""
+    """A job file without relative paths: the file itself, or a copy that exists as long as the context."""
 
     path: Path
     changes: tuple[Change, ...] = ()
@@ -49,7 +49,7 @@ class Resolved:
 
 @contextlib.contextmanager
 def resolved(path: Path) -> Iterator[Resolved]:
-    """A job file with its paths absolute. One that cannot be read is handed on as it is, for the check to refuse."""
+    """Provide a job file with absolute paths. An unreadable file is passed on unchanged, for the check to reject."""
     try:
         text, changes = absolute(path.read_bytes(), path.suffix, path.absolute().parent)
     except (OSError, HonedError):
@@ -64,7 +64,7 @@ def resolved(path: Path) -> Iterator[Resolved]:
 
 
 def absolute(data: bytes, suffix: str, place: Path) -> tuple[bytes, tuple[Change, ...]]:
-    """A job file's text with its paths absolute, and what was changed. Raises SpecError for no text to read."""
+    """Return a job file's text with absolute paths, and the changes. Raises SpecError if it cannot be parsed."""
     parsed = document.parse(data, suffix, is_lenient=True)
     edits: dict[tuple[int, int], str] = {}
     changes = []
@@ -82,7 +82,7 @@ def absolute(data: bytes, suffix: str, place: Path) -> tuple[bytes, tuple[Change
 
 
 def _theirs(path: KeyPath) -> str | None:
-    """Our key that another tool's name for a place stands for."""
+    """Return our key that another tool's name for a path corresponds to."""
     name, section = str(path[-1]), ".".join(str(part) for part in path[:-1] if isinstance(part, str))
     if len(path) > 1 and path[-2] in synonym.SECTIONS:
         section, renamed = synonym.SECTIONS[str(path[-2])]
@@ -94,18 +94,18 @@ def _theirs(path: KeyPath) -> str | None:
 
 
 def _is_place(path: KeyPath, given: str) -> bool:
-    """Whether a value that a shell would have expanded names a place."""
+    """Tell whether a value that a shell would have expanded is a path."""
     return names_place(pydantic_errors.annotation(path, JobSpec)) or (_theirs(path) is not None and "," not in given)
 
 
 def _made(path: KeyPath, value: str, place: Path) -> str | None:
-    """The absolute path that a value means; None where it is one, or no path."""
+    """Return the absolute path of a value; None if it is already absolute, or not a path."""
     if not value or value.startswith("job:") or "://" in value or "\x00" in value:
         return None
-    if not os.path.lexists(place / value):  # else it is a name with such signs in it
+    if not os.path.lexists(place / value):  # otherwise it is a name that contains such characters
         value, given = os.path.expanduser(os.path.expandvars(value)), value  # noqa: PTH111  (~user, too)
         if VARIABLE.search(value) or value.startswith("~"):
-            return None  # not set, or nobody's home: for the check to refuse
+            return None  # unset variable or unknown user: for the check to reject
         if value != given and value.startswith("/"):
             return os.path.normpath(value) if _is_place(path, given) else None
     if value.startswith("/"):
@@ -117,7 +117,7 @@ def _made(path: KeyPath, value: str, place: Path) -> str | None:
         if not (is_marked or (theirs == "output_dir") or (is_data_file(value) and "," not in value)):
             return None
     if path[-1] == "training_chat_template" and "/" not in value and not Path(value).suffix:
-        return None  # a word: `trl`, or what the check refuses
+        return None  # a word: `trl`, or something that the check rejects
     made = os.path.normpath(place / value)
     if is_marked or os.path.exists(made):  # noqa: PTH110
         return made

@@ -1,5 +1,4 @@
-"""Rules for values of a spec that must fit together. A rule names the keys it reads, and is silent where one is
-broken."""
+"""Rules about combinations of a spec's values. A rule lists the keys that it reads; it is skipped if one is invalid."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from honed.system import quote
 if TYPE_CHECKING:
     from honed.spec.spec import DatasetSpec, JobSpec
 
-#: Path of the key that is told, what is wrong, what to do; and the same as data, where it is an edit (HonedError.fix).
+#: Path of the reported key, the problem, the hint; and the fix as data, if it is an edit (HonedError.fix).
 Finding = tuple[KeyPath, str, str] | tuple[KeyPath, str, str, Mapping[str, Any]]
 
 
@@ -28,10 +27,10 @@ class Rule:
 
 
 def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence[KeyPath]) -> list[Problem]:
-    """What does not fit together, but for the rules that read one of the paths `except_of`."""
+    """Return the conflicts in a spec, skipping the rules that read one of the paths in `except_of`."""
     rules = MERGE_RULES if spec.kind == "merge" else RULES
     heads = {read[0] for rule in rules for read in rule.reads}
-    except_of = [path for path in except_of if not path or path[0] in heads]  # thousands of unknown keys concern none
+    except_of = [path for path in except_of if not path or path[0] in heads]  # unknown keys concern no rule
     kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
     found = [finding for rule in kept for finding in rule.find(spec)]
     return [Problem(dotted(path), line_of(path, lines), *words) for path, *words in found]
@@ -145,7 +144,7 @@ def _train_parts(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _kept_weights(spec: JobSpec) -> Iterator[Finding]:
-    """What full fine-tuning keeps and saves its weights in."""
+    """Check how full fine-tuning stores its weights in memory and in checkpoints."""
     if spec.lora is not None or spec.adapter is not None:
         for key, value in (("master_weights", spec.master_weights), ("save_dtype", spec.save_dtype)):
             if value != "auto":
@@ -194,7 +193,7 @@ def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _evaluating(spec: JobSpec) -> dict[str, Any]:
-    """All that a job has to say to be evaluated while it trains, so that no second refusal follows the first."""
+    """Return all edits that make a job evaluate while it trains, so that no second rejection follows the first."""
     fix: dict[str, Any] = {} if _has_eval(spec) else {"eval_split": 0.05}
     training, given = spec.training, spec.training.model_fields_set
     if training.load_best_model_at_end and training.save_strategy == "no":
@@ -205,7 +204,8 @@ def _evaluating(spec: JobSpec) -> dict[str, Any]:
     return fix | ({"training.eval_strategy": "epoch"} if "eval_strategy" in given or not fix else {})
 
 
-#: What says when checkpoints are written. Where neither is given and the best one is wanted, each evaluation has one.
+#: Keys that control when checkpoints are written. If neither is set and the best one is wanted, each evaluation writes
+#: one.
 _SAVES = {"save_strategy", "save_steps"}
 
 
@@ -215,7 +215,7 @@ def _guard(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
-    """A metric on predictions can choose the best checkpoint where each evaluation makes them."""
+    """Check that each evaluation makes predictions if a metric on them selects the best checkpoint."""
     name = (spec.training.metric_for_best_model or "").removeprefix("eval_")
     if not name.startswith(PREFIX):
         return
@@ -236,12 +236,12 @@ def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
-#: What TRL's trainer counts in evaluations; Unsloth's does not.
+#: A metric that TRL's trainer computes in evaluations; Unsloth's does not.
 _ACCURACY = "mean_token_accuracy"
 
 
 def _best_metric(spec: JobSpec) -> Iterator[Finding]:
-    """An evaluation without the metric that tells the best one ends the run with a KeyError."""
+    """Check the metric that selects the best checkpoint: if evaluations lack it, the run ends with a KeyError."""
     if spec.eval_strategy == "no":
         return
     training = spec.training
@@ -305,7 +305,7 @@ def _best(spec: JobSpec) -> Iterator[Finding]:
     if not training.load_best_model_at_end or spec.eval_strategy == "no" or training.save_strategy == "best":
         return
     if not training.model_fields_set & _SAVES:
-        return  # a checkpoint goes with each evaluation
+        return  # each evaluation writes a checkpoint
     path: KeyPath = ("training", "load_best_model_at_end")
     if training.save_strategy != spec.eval_strategy:
         is_asked = "eval_strategy" in training.model_fields_set or training.save_strategy == "no"
@@ -391,7 +391,7 @@ def _smoothing(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _schedule(spec: JobSpec) -> Iterator[Finding]:
-    """transformers builds the schedule once the model is loaded; for some it drops in silence what it does not take."""
+    """Check the schedule's arguments: transformers builds it late, and silently ignores some of them."""
     name, given = spec.training.lr_scheduler_type, spec.training.lr_scheduler_kwargs or {}
     path: KeyPath = ("training", "lr_scheduler_kwargs")
     takes = SCHEDULE_KWARGS[name]
@@ -501,7 +501,7 @@ def _training(*names: str) -> tuple[KeyPath, ...]:
     return tuple(("training", name) for name in names)
 
 
-#: What each schedule takes in `lr_scheduler_kwargs`; a test holds the list against transformers.
+#: The keys that each schedule takes in `lr_scheduler_kwargs`; a test compares the list with transformers.
 SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
     "linear": frozenset(),
     "cosine": frozenset({"num_cycles"}),
@@ -524,7 +524,7 @@ SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
     }),
 }  # fmt: skip
 
-#: In what a rule reads: every item of a list.
+#: In the paths that a rule reads: every item of a list.
 ANY = "*"
 _EVAL_KEYS: tuple[KeyPath, ...] = (("eval_split",), ("eval_datasets",))
 RULES = (
@@ -572,7 +572,7 @@ RULES = (
     Rule((("notify",),), _notify),
 )  # fmt: skip
 
-#: What a merge takes; every other key speaks of training.
+#: The keys that a merge takes; all others concern training.
 MERGE_KEYS = frozenset(
     {
         "name",

@@ -1,4 +1,4 @@
-"""Problems of honed.toml, told as job files are told: the key and its line, what was expected, and the right name."""
+"""Problems of honed.toml, reported like those of job files: key, line, what was expected, and the right name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
-    """The line of each key, as far as the text is TOML."""
+    """Return the line of each key, as far as the text is valid TOML."""
     lines: dict[KeyPath, int] = {}
 
     def note(path: KeyPath, line: int) -> None:
@@ -26,12 +26,12 @@ def lines_of(text: str) -> dict[KeyPath, int]:
 
 
 def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyPath, int]) -> list[Problem]:
-    """Everything that a validation found, in the order of the lines."""
+    """Return all problems that a validation found, in line order."""
     found: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False)[: MAX_PROBLEMS + 1]:
         path = details["loc"]
         line = next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
-        # Of a union each member complains; the key is told once.
+        # Each member of a union reports an error; report the key once.
         key = path[:2]
         found.setdefault(key, _problem(key, line, details, model))
     return sorted(found.values(), key=lambda problem: problem.line or 0)
@@ -50,7 +50,7 @@ def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type
 
 
 def _hint(path: KeyPath, model: type[BaseModel]) -> str:
-    """The name that was probably meant; empty where there is none near."""
+    """Return a hint with the name that was probably meant; empty if none is similar."""
     key = str(path[-1])[:64].replace("-", "_").lower()
     section, known = str(path[0]) if len(path) > 1 else "", dict(_sections(model))
     if len(path) == 1 and (near := difflib.get_close_matches(key, known, n=1)):

@@ -1,6 +1,6 @@
-"""The job spec: what a user drops, as types. `load` reads a file into a `JobSpec`, or says all that is wrong with it.
+"""The job spec as types. `load` reads a job file into a `JobSpec`, or raises an error that lists all its problems.
 
-Keys keep the spelling of the library that owns them (transformers, trl, peft). docs/job-spec.md is made from here.
+Keys keep the spelling of the library that owns them (transformers, trl, peft). docs/job-spec.md is generated from here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _name(value: str) -> str:
     return value
 
 
-#: A model's page on the hub, as people copy it in place of its id.
+#: The URL of a model's page on the hub, which people copy in place of its id.
 _HUB_PAGE = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)"
     r"(?:/tree/main)?/?"
@@ -106,7 +106,7 @@ def _base_model(value: str) -> str:
             write=found["id"],
         )
     if value.startswith("/"):
-        absolute(value)  # which refuses line breaks
+        absolute(value)  # rejects line breaks
     elif not (_HUB_ID.fullmatch(value) or _JOB.fullmatch(value)):
         raise ValueError
     return value
@@ -119,7 +119,7 @@ def _adapter(value: Any) -> Any:
     return value
 
 
-#: A data set's address on the hub, as people copy it in place of its id.
+#: The URL of a data set on the hub, which people copy in place of its id.
 _HUB_DATASET = re.compile(
     r"(?:hf://datasets/|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/)"
     r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?P<rest>[/@].*)?"
@@ -127,7 +127,7 @@ _HUB_DATASET = re.compile(
 
 
 def is_hub_dataset(value: str) -> bool:
-    """Whether a data set's path is an id of the hub's, and not a path, as those of files are."""
+    """Tell whether a data set's path is a hub id rather than a file's path."""
     return _HUB_ID.fullmatch(value) is not None and ".." not in value and form_of(Path(value)) is None
 
 
@@ -223,12 +223,12 @@ def _one_gpu(value: int) -> int:
 
 
 def _none_as_empty(value: Any) -> Any:
-    """null for an empty list."""
+    """Replace null by an empty list."""
     return [] if value is None else value
 
 
 def _listed(value: Any) -> Any:
-    """`tensorboard` for `[tensorboard]`, and `none` and null for nothing, as in SFTConfig."""
+    """Accept `tensorboard` for `[tensorboard]`, and `none` and null for an empty list, as in SFTConfig."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -237,12 +237,12 @@ def _listed(value: Any) -> Any:
 
 
 def _metric_names(value: Any) -> Any:
-    """A metric's name for a list of one; auto stays alone."""
+    """Accept a metric's name for a list of one; auto stays as it is."""
     return [value] if isinstance(value, str) and value != "auto" else value
 
 
 def _job_ids(value: Any) -> Any:
-    """Job numbers may be written as numbers; null is none."""
+    """Convert job numbers to text; null is an empty list."""
     if value is None:
         return []
     if isinstance(value, list):
@@ -276,7 +276,7 @@ Text = Annotated[str, form(r"[\s\S]*\S[\s\S]*"), Expected("text")]
 
 
 class LoraSpec(Section):
-    """`lora:`, in peft's own names. Left out, and without `adapter`, the job is full fine-tuning."""
+    """`lora:` section, with peft's own names. Without it and without `adapter`, the job is full fine-tuning."""
 
     r: Annotated[int, Ge(1), Le(4096)] = 16
     """Rank of the adapter's matrices."""
@@ -344,7 +344,8 @@ Pattern = Annotated[Text, AfterValidator(_pattern)]
 
 class PartsSpec(Section):
     """`parts:` of a model whose module names honed does not know: for each part a regular expression, searched for in
-    the names of modules as the checkpoint stores them. Modules below a match belong to its part."""
+    the names of modules as the checkpoint stores them. Modules below a match belong to its part.
+    """
 
     vision: Pattern | None = None
     """Modules of the vision encoder."""
@@ -362,7 +363,7 @@ class PartsSpec(Section):
 
 
 class MediaDirSpec(Section):
-    """`media_dir:` with a directory for each kind; null takes the data file's."""
+    """`media_dir:` with a directory for each kind; null means the data file's directory."""
 
     image: AbsolutePath | None = None
     """Of images."""
@@ -374,14 +375,14 @@ class MediaDirSpec(Section):
 
 MediaDir = Annotated[
     Annotated[AbsolutePath, Tag(f"{MEMBER}path")] | Annotated[MediaDirSpec, Tag(f"{MEMBER}kinds")],
-    # What is refused is then told of the one that was meant.
+    # So that an error is reported for the member that was meant.
     Discriminator(lambda value: f"{MEMBER}{'kinds' if isinstance(value, dict | MediaDirSpec) else 'path'}"),
     Expected("an absolute path, or a section of image, video, audio"),
 ]
 
 
 class MediaSpec(Section):
-    """`media:` how images, videos and sound become tokens, and what happens to rows where they cannot."""
+    """`media:` conversion of images, videos and sound to tokens, and handling of rows where it fails."""
 
     max_pixels: Pixels | None = None
     """Pixels (width × height) above which an image or frame is made smaller, in proportion; null leaves that to the
@@ -405,7 +406,7 @@ class MediaSpec(Section):
 
 
 class DatasetSpec(Section):
-    """One of `datasets:` or `eval_datasets:`."""
+    """One entry of `datasets:` or `eval_datasets:`."""
 
     path: Annotated[str, AfterValidator(_dataset_path), Place(), Expected("an absolute path, or a hub id (org/name)")]
     """A .jsonl, .json, .csv, .parquet or .arrow file, the first three also packed (.gz, .zst, .bz2, .xz), or a
@@ -430,7 +431,7 @@ class DatasetSpec(Section):
     has one for each kind."""
     columns: dict[str, Text] | None = None
     """Columns with other names, as `our name: their column`."""
-    _place: Path | None = PrivateAttr(None)  # the snapshot of a hub id, and the files in it
+    _place: Path | None = PrivateAttr(None)  # the snapshot of a hub data set, and its files
     _files: tuple[str, ...] = PrivateAttr(())
 
     @property
@@ -439,28 +440,28 @@ class DatasetSpec(Section):
 
     @property
     def is_missing(self) -> bool:
-        """Whether it is of the hub, and was not found in the cache."""
+        """True for a hub data set that was not found in the cache."""
         return self.is_of_hub and self._place is None
 
     @property
     def place(self) -> Path:
-        """The file or directory; of one that is missing there is none."""
+        """The file or directory; undefined while a hub data set is missing."""
         assert not self.is_missing
         return self._place or Path(self.path)
 
     @property
     def hub_files(self) -> list[Path]:
-        """The data files of a data set of the hub, once it has a place."""
+        """The data files of a hub data set that was found in the cache."""
         return [self.place / name for name in self._files]
 
     def placed(self, place: Path, files: Sequence[str]) -> DatasetSpec:
-        """One of the hub, found in the cache."""
+        """Return a hub data set with its location in the cache."""
         made = self.model_copy()
         made._place, made._files = place, tuple(files)
         return made
 
     def media_dirs(self, data_dir: Path) -> dict[Kind, Path]:
-        """Where the paths of each kind start from, in a data file that lies in `data_dir`."""
+        """Return the directories that relative paths of each kind refer to, for a data file in `data_dir`."""
         match self.media_dir:
             case None:
                 given: dict[str, str | None] = {}
@@ -472,7 +473,7 @@ class DatasetSpec(Section):
 
 
 class SampleSpec(Section):
-    """`predictions.sample:` answers that are drawn, where greedy ones are not wanted."""
+    """`predictions.sample:` settings for predictions that are sampled instead of greedy."""
 
     temperature: Annotated[float, Gt(0), Le(100)] = 1.0
     """Above 1 answers vary more, below 1 less."""
@@ -529,14 +530,14 @@ class PredictionSpec(Section):
 
 
 class ResourceSpec(Section):
-    """`resources:` of the machine."""
+    """`resources:` that the job needs."""
 
     gpus: Annotated[int, Ge(0), AfterValidator(_one_gpu), Expected("0 or 1")] = 1
     """GPUs of the job; 0 trains on the CPU."""
 
 
 class RetrySpec(Section):
-    """`retry:` after a death or a lack of memory."""
+    """`retry:` after a crash or an out-of-memory error."""
 
     max_attempts: Annotated[int, Ge(1), Le(100)] = 3
     """Attempts in all, each from the last checkpoint. A clean stop uses up none, nor does a step of `adjust`."""
@@ -550,7 +551,7 @@ class RetrySpec(Section):
 
 
 class DivergenceSpec(Section):
-    """`divergence:` when a run is past saving. A loss that is not a number, twice in a row, always is."""
+    """`divergence:` detection of runs that cannot recover. Two losses in a row that are not numbers always count."""
 
     grad_norm_factor: Annotated[float, Gt(1)] | None = 20.0
     """The gradient's norm explodes where it is so many times its median over the last steps, and the loss has more
@@ -561,7 +562,7 @@ class DivergenceSpec(Section):
 
 
 class GuardSpec(Section):
-    """`guard:` a model that ends worse than it began is not called a success."""
+    """`guard:` lets a job fail if its model ends worse than it began."""
 
     metric: Metric
     """The metric on predictions that is watched, such as exact_match."""
@@ -575,7 +576,7 @@ class GuardSpec(Section):
 
 
 class NotifySpec(Section):
-    """`notify:` who is told of the job's end."""
+    """`notify:` recipients of a notification when the job ends."""
 
     webhook: (
         Annotated[str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")] | None
@@ -588,7 +589,7 @@ class NotifySpec(Section):
 
 
 class JobSpec(Section):
-    """A job. Only `base_model` and `datasets` must be there; of a merge, `base_model` and `adapter`."""
+    """A job. Only `base_model` and `datasets` are required; for a merge, `base_model` and `adapter`."""
 
     name: (
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
@@ -720,14 +721,14 @@ class JobSpec(Section):
 
     @property
     def eval_strategy(self) -> str:
-        """When held-out rows are evaluated: as the job says, else by its eval_steps, else each epoch."""
+        """The strategy for evaluating held-out rows: as the job says, else by its eval_steps, else each epoch."""
         if "eval_strategy" in self.training.model_fields_set or not (self.eval_datasets or self.eval_split is not None):
             return self.training.eval_strategy
         return "steps" if self.training.eval_steps is not None else "epoch"
 
 
 def references(spec: JobSpec) -> dict[str, str]:
-    """The keys that name what another job makes, and the name or number of that job."""
+    """Return {key: job name or number} for the keys that refer to another job's output."""
     values = {"base_model": spec.base_model, "adapter": spec.adapter or ""}
     return {key: value.removeprefix("job:") for key, value in values.items() if _JOB.fullmatch(value)}
 
@@ -738,19 +739,18 @@ def load(path: Path, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
 
 
 def read(path: Path, data: bytes | None = None, *, max_bytes: int = document.MAX_BYTES) -> document.Document:
-    """What a job file says and where, whether or not that is a job; `data` is its content, where it was read before.
-    Raises SpecError where it is no text to read."""
+    """Parse a job file whether or not it is a valid job; `data` is its content if already read. May raise SpecError."""
     content = _read(path, max_bytes) if data is None else data
     return document.parse(content, path.suffix, max_bytes=max_bytes, is_lenient=True)
 
 
 def loads(data: bytes, suffix: str, *, max_bytes: int = document.MAX_BYTES) -> JobSpec:
-    """Read a job file's content; the suffix says its format. Raises SpecError, as `load`."""
+    """Load a job file from its content; the suffix determines the format. Raises SpecError, as `load` does."""
     return of(document.parse(data, suffix, max_bytes=max_bytes, is_lenient=True))
 
 
 def of(parsed: document.Document) -> JobSpec:
-    """What `read` has read, as a JobSpec. Raises SpecError, as `load`."""
+    """Validate the result of `read` as a JobSpec. Raises SpecError, as `load` does."""
     return validate(parsed.data, parsed.lines, parsed.problems)
 
 
@@ -759,23 +759,24 @@ def validate(
     lines: Mapping[KeyPath, int] | None = None,
     unread: Mapping[KeyPath, Problem] | None = None,
 ) -> JobSpec:
-    """Plain data as a JobSpec. Raises SpecError with every problem: of single values, and of values together. `unread`
-    are those of values that could not be read, which stand in the data as null."""
+    """Validate plain data as a JobSpec. Raises SpecError with every problem of single values and of combinations.
+    `unread` has the problems of unreadable values, which are null in the data.
+    """
     lines = lines or {}
     if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
-        raise InvalidSpecError(secrets)  # before anything repeats a value
+        raise InvalidSpecError(secrets)  # before any message repeats a value
     spec, found = None, []
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         found = pydantic_errors.refusals(error, data, JobSpec)
-    # A key that honed does not know is told as such, whatever stands there.
+    # An unknown key is reported as unknown, whatever its value.
     unknown = {each.path for each in found if each.is_unknown}
     unread = {path: each for path, each in (unread or {}).items() if path not in unknown}
     found = [each for each in found if each.path not in unread]
     problems = [item.problem(lines) for item in found] + [*unread.values()]
     found += [pydantic_errors.Refusal(path, "") for path in unread]
-    # What is right may still not fit together; a rule that reads a refused key keeps quiet.
+    # Valid values may still conflict; a rule that reads a rejected key is skipped.
     if (mended := _mended(data, found) if found or spec is None else spec) is not None:
         touched = [path for item in found for path in item.touched]
         problems += rule.problems(mended, lines, except_of=touched)
@@ -784,7 +785,7 @@ def validate(
         raise InvalidSpecError(sorted(problems, key=lambda each: each.line or 0))
     assert spec is not None
     if spec.kind == "merge" and "resources" not in spec.model_fields_set:
-        return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not wait for a GPU
+        return spec.model_copy(update={"resources": ResourceSpec(gpus=0)})  # a merge does not need a GPU
     return spec
 
 
@@ -792,15 +793,14 @@ _SECRET = ("looks like a token or a key", "secrets never stand in a spec: take i
 
 
 def _secrets(data: dict[str, Any]) -> Iterator[KeyPath]:
-    """Paths of values that are secrets. A key that says so itself is refused without its value anyway."""
+    """Yield the paths of values that look like secrets. Keys named like secrets are rejected anyway."""
     for path, text in texts(data):
         if synonym.SECRET_VALUES.search(text) and not synonym.SECRETS.fullmatch(str(path[-1]).lower()):
             yield path
 
 
 def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyPath, int]) -> list[Problem]:
-    """The problems, with what their fixes taken together would be refused for in a second round: it is mended at once,
-    where its own fix is known."""
+    """Extend the problems by fixable ones that would only appear once the problems' fixes are applied."""
     fix = InvalidSpecError(problems).fix
     if not fix:
         return problems
@@ -823,7 +823,7 @@ def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyP
             found = problems[cause]
             problems[cause] = replace(found, hint=f"{found.hint}; {each.hint}", fix={**found.fix, **each.fix})
         elif each.key not in told and each.line is not None:
-            problems.append(each)  # a rule was silent, since a key that it reads was refused
+            problems.append(each)  # the rule was skipped, because a key that it reads was rejected
     return problems
 
 
@@ -835,7 +835,7 @@ def _mended(data: dict[str, Any], found: list[pydantic_errors.Refusal]) -> JobSp
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
-    """A regular file's content. Neither follows a link nor waits for a FIFO's other end."""
+    """Read a regular file's content, without following a link or waiting for a FIFO's other end."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Other tools' names for our keys: names that are gone from transformers and trl, and those of axolotl, LLaMA-Factory,
-Unsloth, ms-swift, torchtune, AutoTrain, TRL's command line and OpenAI. One table, used at every level of a spec; each
-name has its advice by the value that it has (advice.py).
+"""Other tools' names for our keys: former names in transformers and trl, and those of axolotl, LLaMA-Factory, Unsloth,
+ms-swift, torchtune, AutoTrain, TRL's command line and OpenAI. One table serves every level of a spec; the advice for a
+name depends on its value (advice.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _all(synonym: Synonym, *names: str) -> dict[str, Synonym]:
     return dict.fromkeys(names, synonym)
 
 
-#: Optimizers that others name otherwise.
+#: Optimizers that other tools name differently.
 OPTIMIZERS = {
     "adamw_hf": "adamw_torch",
     "adamw": "adamw_torch",
@@ -74,7 +74,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _half(dtype: str) -> Synonym:
-    """`bf16: true`: for adapters the dtype; full fine-tuning keeps float32 weights beside it, as transformers does."""
+    """Advise for `bf16: true`: set dtype for adapters; full fine-tuning keeps float32 weights, as transformers does."""
 
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value) or str(asked.value).lower() in ("auto", "full"):
@@ -129,7 +129,7 @@ def _attention(value: Any) -> Any:
 
 
 def _modules(value: Any) -> Any:
-    """LLaMA-Factory's `all`, and lists that are written with commas."""
+    """Convert LLaMA-Factory's `all`, and comma-separated lists."""
     if value in ("all", "all-linear", ["all"], ["all-linear"]):
         return "all-linear"
     if isinstance(value, str) and "," in value:
@@ -150,7 +150,7 @@ def _list(value: Any) -> Any:
 
 
 def _slurm_seconds(value: Any) -> Any:
-    """Slurm's [days-][[hours:]minutes:]seconds; a number alone is minutes there."""
+    """Convert Slurm's [days-][[hours:]minutes:]seconds to seconds; a single number means minutes."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
     if found is None:
         raise Unsaid("write time_limit_sec, in seconds")
@@ -171,7 +171,7 @@ def _gres(value: Any) -> Any:
 
 
 def _dependencies(value: Any) -> Any:
-    """Slurm's `afterok:12:13` for a list; after any other end a job does not wait here."""
+    """Convert Slurm's `afterok:12:13` to a list; waiting for any other end is not supported."""
     if isinstance(value, str) and (found := re.fullmatch(r"(after\w*):([\w:]+)", value)):
         if found[1] != "afterok":
             raise Unsaid(f"{found[1]} is not supported yet: depends_on waits for jobs that succeed")
@@ -180,7 +180,7 @@ def _dependencies(value: Any) -> Any:
 
 
 def _automatic(value: Any) -> Any:
-    """OpenAI's `auto` is what honed's defaults are."""
+    """Convert OpenAI's `auto` to honed's default."""
     return None if value == "auto" else value
 
 
@@ -231,7 +231,7 @@ _SFT_ALONE = "honed does supervised fine-tuning (kind: sft)"
 
 
 def not_supported(value: str) -> str | None:
-    """What a word for a kind of training means that honed does not do; None for any other word."""
+    """Return why a training method is not supported; None if the word is not such a method."""
     word = value.lower().removeprefix("llm-").removesuffix("trainer").replace(" ", "_")
     return f"{_METHODS[word]} is not supported yet: {_SFT_ALONE}" if word in _METHODS else None
 
@@ -252,7 +252,7 @@ def _kind(asked: Asked) -> Advice:
 
 
 def _method(asked: Asked) -> Advice:
-    """OpenAI's `method: {type: supervised, supervised: {hyperparameters: …}}`."""
+    """Advise for OpenAI's `method: {type: supervised, supervised: {hyperparameters: …}}`."""
     kind = str(asked.value.get("type"))
     if kind != "supervised":
         return Advice(not_supported(kind) or f"honed has no {shown(kind)}: {_SFT_ALONE}")
@@ -262,12 +262,12 @@ def _method(asked: Asked) -> Advice:
 
 
 def _hyperparameters(asked: Asked) -> Advice:
-    """OpenAI's three, where auto is a default."""
+    """Advise for OpenAI's hyperparameters; auto means the default."""
     if not isinstance(asked.value, dict):
         return Advice("its keys stand under training:")
     fix: dict[str, Any] = {}
     hints: list[str] = []
-    lost: list[str] = []  # what is asked for and given up
+    lost: list[str] = []  # settings that are given up
     for key, value in asked.value.items():
         synonym = NAMES.get(str(key))
         advice = synonym.advise(Asked(str(key), value, "training", asked.data, f"training.{key}")) if synonym else None
@@ -308,7 +308,7 @@ def _is_quantized(data: Any) -> bool:
 
 
 def adapter_word(value: str) -> Advice | None:
-    """Axolotl's `adapter: qlora`, in honed's words; None for a value that is a place."""
+    """Advise for axolotl's `adapter: qlora`; None for a value that is a path."""
     word = value.lower()
     if word not in ("lora", "qlora", "peft", "dora", "ia3", "llama-adapter", "oft", "none", "no", "full"):
         return None
@@ -316,7 +316,7 @@ def adapter_word(value: str) -> Advice | None:
 
 
 def lora_value(value: Any) -> Advice | None:
-    """What to write for a `lora:` that is no mapping; None where that is not known."""
+    """Advise for a `lora:` that is not a mapping; None if the intention is unknown."""
     if isinstance(value, str) and "/" in value:
         return Advice(f"write adapter: {rewritten(value)} to go on from it", {"lora": None, "adapter": value})
     if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "on", "off"):
@@ -336,7 +336,7 @@ def lora_value(value: Any) -> Advice | None:
 
 
 def quantization_value(value: Any) -> Advice | None:
-    """What to write for a `quantization:` that is true, or another tool's section."""
+    """Advise for a `quantization:` that is true or another tool's section."""
     if value is True:
         return Advice("write quantization: 4bit, or 8bit")
     if not isinstance(value, dict):
@@ -376,7 +376,7 @@ def _lora_config(asked: Asked) -> Advice:
 
 
 def _share(value: Any) -> Any:
-    """Axolotl's and LLaMA-Factory's held-out part: a share, or a number of rows."""
+    """Convert axolotl's and LLaMA-Factory's held-out part, a share or a number of rows."""
     number = float(value)
     if number == 0:
         return None
@@ -392,7 +392,7 @@ _TRAIN, _HELD_OUT = ("train", "training"), ("eval", "validation", "valid", "val"
 
 
 def named_splits(value: Any) -> Advice | None:
-    """What to write for data sets by the names of their splits, as in `{train: a.jsonl, validation: b.jsonl}`."""
+    """Advise for data sets keyed by split names, as in `{train: a.jsonl, validation: b.jsonl}`."""
     if not isinstance(value, dict) or not value:
         return None
     fix: dict[str, Any] = {}
@@ -415,7 +415,7 @@ def _holds_out(data: Any) -> bool:
 
 
 def _per_epoch(what: str) -> Synonym:
-    """Axolotl's `evals_per_epoch` and `saves_per_epoch`: a share of the run, which its epochs turn into one."""
+    """Advise for axolotl's `evals_per_epoch` and `saves_per_epoch`: converted to a share of the run by its epochs."""
 
     def advise(asked: Asked) -> Advice:
         number = asked.value
@@ -457,7 +457,7 @@ def _rows_per_data_set(asked: Asked) -> Advice:
 
 
 def _data_sets(key: str) -> Synonym:
-    """Data sets that are named outside of the list."""
+    """Advise for data sets that are named outside the list."""
 
     def advise(asked: Asked) -> Advice:
         value = asked.value
@@ -497,7 +497,7 @@ def _template(asked: Asked) -> Advice:
 
 
 def template_word(value: str) -> Advice | None:
-    """What to write in place of a template's name, or of its text; None for a file."""
+    """Advise for a template's name or text in place of a file; None for a file."""
     if is_template_file(value) and "{%" not in value and "{{" not in value:
         return None
     return _template(Asked("chat_template", value))
@@ -507,7 +507,7 @@ _CLASS = re.compile(r"(Auto|TF|Flax)?[A-Z]\w*(Model|For[A-Z]\w+|LMHeadModel)")
 
 
 def model_class(value: str) -> Advice | None:
-    """Axolotl's `model_type: LlamaForCausalLM`; None for a type of model."""
+    """Advise for axolotl's `model_type: LlamaForCausalLM`; None for a model type."""
     if not _CLASS.fullmatch(value):
         return None
     if "Classification" in value or "Reward" in value or "Embedding" in value:
@@ -516,7 +516,7 @@ def model_class(value: str) -> Advice | None:
 
 
 def is_template_file(value: str) -> bool:
-    """Whether a text names a file, and no template by its name."""
+    """Tell whether a text names a template's file rather than a template by name."""
     return "/" in value or value.endswith((".jinja", ".jinja2", ".j2", ".json", ".txt"))
 
 
@@ -607,7 +607,7 @@ def _column(ours: str, *usual: str) -> Synonym:
 
 
 def _sibling(data: Any, place: str, key: str) -> Any:
-    """The value of a key beside the one that is asked about; None where there is none."""
+    """Return the value of a key beside the given one; None if there is none."""
     for part in [*filter(None, place.split(".")), key]:
         if isinstance(data, list):
             data = data[int(part)] if part.isdecimal() and int(part) < len(data) else None
@@ -714,7 +714,7 @@ def _special_tokens(asked: Asked) -> Advice:
 
 
 def _stages(_: Asked) -> Advice:
-    """DeepSpeed, FSDP and other ways to spread a job over devices."""
+    """Advise for DeepSpeed, FSDP and other ways to spread a job over devices."""
     return Advice(
         "leave it out: a job has one device, so nothing is spread; a model that does not fit takes quantization: 4bit "
         "with lora:",
@@ -754,9 +754,9 @@ _HUB = drop("honed sends nothing to the hub")
 _TRACKED = drop("report_to says which trackers get the figures, and honed where they write")
 _KIND = by(_kind, "kind")
 
-#: Another's name -> ours, by its value. `section.name` stands for a name in one section alone.
+#: Another tool's name -> advice by its value. `section.name` is a name in one section only.
 NAMES: dict[str, Synonym] = {
-    # Gone from transformers and trl
+    # Removed from transformers and trl
     **_all(take("training.warmup_steps", note="below 1 it is a share of the run"), "warmup_ratio", "lr_warmup_ratio"),
     **_all(take("training.warmup_steps"), "warmup", "num_warmup_steps", "lr_warmup_steps"),
     **_all(take("training.max_length"), "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len",
@@ -1126,8 +1126,8 @@ NAMES: dict[str, Synonym] = {
 }  # fmt: skip
 
 _MODEL_NAMES = dict.fromkeys(("name", "path", "id", "base", "name_or_path", "model"), "base_model")
-#: Sections of other tools: where ours have their keys (dotted; empty for the top level), and keys that mean something
-#: else there than elsewhere.
+#: Sections of other tools: the section of our keys (dotted; empty for the top level), and keys that mean something else
+#: there.
 SECTIONS: dict[str, tuple[str, Mapping[str, str]]] = {
     **dict.fromkeys(
         (
@@ -1166,7 +1166,7 @@ SECTIONS: dict[str, tuple[str, Mapping[str, str]]] = {
     **dict.fromkeys(("peft", "peft_config", "lora_config", "lora_args", "adapter_config", "peft_args"), ("lora", {})),
 }
 
-#: Families of names: those of other tools' plugins, trackers and kernels.
+#: Families of names: other tools' plugins, trackers and kernels.
 FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
     (re.compile(r"(wandb|mlflow|comet|swanlab|trackio|neptune|lark|otel)_\w+|use_otel_metrics"), _TRACKED),
     (re.compile(r"(ddp|deepspeed|fsdp|nccl)_\w+"), _STAGES),
@@ -1186,7 +1186,7 @@ FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
     (re.compile(r"(oft|loftq|ia3|vera|boft)_\w+"), never("this kind of adapter", "lora: makes LoRA, DoRA and rsLoRA")),
 )
 
-#: Values that others write, and ours: the first that the key takes is named.
+#: Values of other tools -> ours: the first one that the key accepts is suggested.
 VALUES: dict[str, tuple[str, ...]] = {
     **{word: (ours,) for word, ours in _DTYPES.items() if word not in ("auto", "no")},
     "full": ("float32",),
@@ -1211,7 +1211,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 SECRETS = re.compile(
     r"(.*_)?(api_key|apikey|secret|secret_key|password|passwd|access_key|credentials?|(hf|hub|auth|access|api|job|bearer|wandb)_token|token)"
 )
-#: What tokens look like: of Hugging Face, GitHub, OpenAI and the like, Slack, AWS, and signed ones (JWT).
+#: Patterns of tokens: Hugging Face, GitHub, OpenAI and similar, Slack, AWS, and signed ones (JWT).
 SECRET_VALUES = re.compile(
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
     r"|AKIA[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.)"
@@ -1219,7 +1219,7 @@ SECRET_VALUES = re.compile(
 
 
 def find(name: str, section: str) -> Synonym | None:
-    """The advice for a name, in a section or anywhere."""
+    """Return the advice for a name, in a section or anywhere."""
     if found := NAMES.get(f"{section}.{name}") or NAMES.get(name):
         return found
     return next((synonym for pattern, synonym in FAMILIES if pattern.fullmatch(name)), None)

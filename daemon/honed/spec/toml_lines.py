@@ -1,4 +1,4 @@
-"""The line of each key of a TOML text; tomllib, which reads the values, does not say."""
+"""The line of each key in a TOML text; tomllib, which parses the values, does not report lines."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 from honed.spec.problem import KeyPath
 
-#: Told of each key and list item with its line; may raise, which ends the scan.
+#: Called with each key and list item and its line; may raise to end the scan.
 Note = Callable[[KeyPath, int], None]
-#: Told of each plain value with where it begins and ends in the text.
+#: Called with each plain value and its start and end in the text.
 Place = Callable[[KeyPath, int, int], None]
-#: Parts of a dotted key that are read; more is deeper than any limit on depth.
+#: Maximum number of parts of a dotted key that are read; more would exceed any limit on depth.
 MAX_DOTS = 200
 
 _BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
 _SPACE = re.compile(r"[ \t]*")
 _KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'""")
-#: A string of any of the four kinds, or a plain value up to what ends it. The long kinds may end in two more quotes.
+#: A string of any of the four kinds, or a plain value up to its delimiter. A long string may end in two more quotes.
 _VALUE = re.compile(
     r'"""(?:[^\\]|\\[\s\S])*?"""(?:"{0,2})'
     r"|'''[\s\S]*?'''(?:'{0,2})"
@@ -30,8 +30,7 @@ _VALUE = re.compile(
 
 
 def scan(text: str, note: Note, place: Place = lambda _path, _begin, _end: None) -> int | None:
-    """Tell `note` of every key, and `place` of every value. Returns None, or the offset of what it could not
-    read, where it stopped."""
+    """Call `note` for every key, and `place` for every value. Returns None, or the offset of invalid text."""
     scanner = _Scanner(text, note, place)
     try:
         scanner.statements()
@@ -41,7 +40,7 @@ def scan(text: str, note: Note, place: Place = lambda _path, _begin, _end: None)
 
 
 class _StuckError(Exception):
-    """What stands here is no TOML."""
+    """Raised where the text is not TOML."""
 
 
 class _Scanner:
@@ -49,7 +48,7 @@ class _Scanner:
         self.at = 0
         self._text, self._note, self._place = text, note, place
         self._line, self._line_at = 1, 0
-        self._num_tables: dict[KeyPath, int] = {}  #: [[path]] -> how many so far
+        self._num_tables: dict[KeyPath, int] = {}  #: [[path]] -> number of tables so far
 
     def statements(self) -> None:
         table: KeyPath = ()
@@ -102,7 +101,7 @@ class _Scanner:
         self._expect("}")
 
     def _keys(self) -> KeyPath:
-        """A dotted key."""
+        """Parse a dotted key."""
         self._match(_SPACE)
         keys = [_unquoted(self._match(_KEY))]
         self._match(_SPACE)
@@ -110,12 +109,12 @@ class _Scanner:
             self._match(_SPACE)
             keys.append(_unquoted(self._match(_KEY)))
             self._match(_SPACE)
-            if len(keys) > MAX_DOTS:  # far too deep, which `note` will say
+            if len(keys) > MAX_DOTS:  # too deep, which `note` will report
                 break
         return tuple(keys)
 
     def _resolve(self, keys: KeyPath) -> KeyPath:
-        """A header's path, with the number of the last [[table]] wherever it goes through one."""
+        """Return a header's path, with the index of the last table wherever it passes through a [[table]]."""
         path: KeyPath = ()
         for key in keys:
             path = (*path, key)
@@ -169,7 +168,7 @@ def _unquoted(key: str) -> str:
         return key[1:-1]
     try:
         return str(json.loads(key)) if key[0] == '"' else key
-    except ValueError:  # \\U0001F600, which JSON lacks, or no TOML at all, which tomllib says of the whole
+    except ValueError:  # \\U0001F600, which JSON lacks, or invalid TOML, which tomllib reports for the whole text
         return _of_toml(key)
 
 

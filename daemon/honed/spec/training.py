@@ -1,8 +1,10 @@
-"""The `training` section: SFTConfig's own fields (TRL 1.14.2, transformers 5.17), written down to need no torch.
+"""The `training` section: SFTConfig's own fields (TRL 1.14.2, transformers 5.17), listed here so that no torch is
+needed.
 
     TrainingSpec   the fields that a spec may set, with SFTConfig's own defaults
     OWNED          the fields that honed sets itself, each with the key or the reason
-A test compares both with the installed SFTConfig: each of its fields stands in one of them, and no other.
+
+A test compares both with the installed SFTConfig: each of its fields is in exactly one of them.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ Schedule = Literal[
     "greedy",
 ]
 Interval = Literal["no", "steps", "epoch"]
-#: transformers' -1 stands for "no limit".
+#: In transformers, -1 means "no limit".
 MaxSteps = Annotated[
     int, any_of(lambda value: value == -1 or value >= 1, int), Expected("a whole number of steps, at least 1, or -1")
 ]
@@ -245,12 +247,12 @@ class TrainingSpec(Section):
 
     @property
     def cut_at(self) -> int | None:
-        """Tokens at which a row is cut; None where it never is: packing that splits long rows cuts none."""
+        """The token count at which rows are truncated; None if never: packing may split long rows instead."""
         splits = self.packing and self.packing_strategy != "bfd"
         return None if splits else self.max_length
 
     def as_kwargs(self) -> dict[str, Any]:
-        """What the user set, and nothing else."""
+        """Return only the fields that the user set."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @model_serializer(mode="wrap")
@@ -269,7 +271,7 @@ _MODEL = "the model's keys stand at the top level: base_model, dtype, attn_imple
 _TOKENIZED = "honed renders and tokenizes the rows itself"
 _MASK = "honed trains on the assistant's turns, whatever the format; rows of plain text train whole"
 
-#: SFTConfig's fields that are not the user's to set here: name -> the key that sets it, or why there is none.
+#: SFTConfig's fields that a user cannot set here: name -> the key that sets it, or the reason why there is none.
 OWNED: dict[str, str] = {
     "output_dir": "write output_dir at the top level",
     "report_to": "write report_to at the top level",

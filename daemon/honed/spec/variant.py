@@ -1,9 +1,9 @@
 """The training variants of chat templates that the installed TRL ships.
 
-    trl/chat_templates/qwen3.jinja            as models come with it
-                       qwen3_training.jinja   its variant: shows earlier turns' reasoning, marks what is generated
+    trl/chat_templates/qwen3.jinja            the template as shipped with models
+                       qwen3_training.jinja   its variant: shows earlier turns' reasoning, marks the generated text
 
-TRL tells a template by its whole text, and so does this, from the files alone: nothing of TRL is imported.
+Like TRL, this module identifies a template by its whole text; it reads TRL's files without importing TRL.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from honed.system.error import SpecError, said
 
 _ENDING = "_training"
-#: A tokenizer's: its text, or several by name.
+#: A tokenizer's chat template: one text, or several by name.
 Template = str | Mapping[str, str] | None
-#: How the key `training_chat_template` asks for TRL's variant.
+#: The value of `training_chat_template` that asks for TRL's variant.
 ASKED = "trl"
 
 
 def read(asked: str | None, template: Template) -> str | None:
-    """The text that the key asks for beside the base's template; None where it asks for nothing. Raises SpecError."""
+    """Return the text that the key asks for; None if it is not set. Raises SpecError."""
     if asked is None:
         return None
     path = locate(asked, template)
@@ -34,7 +34,7 @@ def read(asked: str | None, template: Template) -> str | None:
 
 
 def locate(asked: str, template: Template) -> Path:
-    """The file that the key asks for. Raises SpecError where TRL ships none for the base's template."""
+    """Return the file that the key asks for. Raises SpecError if TRL ships none for the base model's template."""
     if asked != ASKED:
         return Path(asked)
     if (path := find(template)) is None:
@@ -47,13 +47,13 @@ def locate(asked: str, template: Template) -> Path:
 
 
 def find(template: Template) -> Path | None:
-    """The file with the training variant of a template; None where TRL ships none, or is not installed."""
+    """Return the file with a template's training variant; None if TRL ships none, or is not installed."""
     text = template.get("default") if isinstance(template, Mapping) else template
     return _variants().get(text or "")
 
 
 def names() -> list[str]:
-    """The templates with a variant, by TRL's names."""
+    """Return the names of the templates that have a variant."""
     return sorted(path.stem.removesuffix(_ENDING) for path in _variants().values())
 
 

@@ -1,1 +1,1 @@
-"""The machine: durable files, rights, clocks, systemd, the journal, the control socket, errors and GPUs."""
+"""The machine: durable files, permissions, clocks, systemd, the journal, the control socket, errors and GPUs."""

@@ -1,7 +1,7 @@
-"""Access rights: POSIX ACLs, and whether another user than ours reaches a path, or what stops them.
+"""Access permissions: POSIX ACLs, and whether another user can reach a path, or what stops them.
 
-An ACL is the value of an extended attribute (linux/posix_acl_xattr.h): a version, then (tag, permissions, id) each,
-in the order of the tags. It replaces the group's bits of the mode by a mask, so that `ls -l` shows the mask there.
+An ACL is stored in an extended attribute (linux/posix_acl_xattr.h): a version, then (tag, permissions, id) entries
+sorted by tag. Its mask replaces the group's bits of the mode, so that `ls -l` shows the mask there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x
 _NOBODY = 0xFFFFFFFF
 
 READ, WRITE, ENTER = 4, 2, 1
-#: The users and the group of the system's own instance; on a machine without them honed is one user's affair.
+#: The users and the group of the system's own instance; without them, honed serves a single user.
 DAEMON_USER, WORKERS_USER, DROPPERS_GROUP = "honed", "honed-job", "honed-submit"
-#: The first uid of people (login.defs' UID_MIN), and those after it that stand for nobody or for a service (systemd's
+#: The first uid of people (login.defs' UID_MIN), and later uids that belong to nobody or to a service (systemd's
 #: dynamic users, the kernel's overflow user).
 FIRST_PERSON, NO_PERSONS = 1000, frozenset([*range(61184, 65520), 65534, 65535])
 #: Hidden from the services (ProtectHome=), whatever their modes.
@@ -39,14 +39,14 @@ MAX_LINKS = 40
 
 @dataclass(frozen=True)
 class Acl:
-    """Permissions, 0 to 7, by whom."""
+    """The permissions in an ACL, 0 to 7 each."""
 
     owner: int
     group: int
     other: int
     users: Mapping[int, int]
     groups: Mapping[int, int]
-    mask: int | None = None  #: None: as wide as what it masks
+    mask: int | None = None  #: None: covers all that it masks
 
     def encode(self) -> bytes:
         named = [*self.users.values(), *self.groups.values(), self.group]
@@ -63,7 +63,7 @@ class Acl:
 
     @classmethod
     def decode(cls, data: bytes) -> Acl:
-        """Raises ValueError where it is none."""
+        """Decode an ACL. Raises ValueError if the data is not one."""
         if len(data) % 8 != 4 or struct.unpack_from("<I", data)[0] != _VERSION:
             raise ValueError("not a POSIX ACL")
         single, users, groups = {_GROUP_OBJ: 0, _USER_OBJ: 0, _OTHER: 0}, {}, {}
@@ -86,7 +86,7 @@ def _union(permissions: list[int]) -> int:
 
 
 def acl_of(path: Path | int) -> Acl | None:
-    """A path's ACL, or an open file's; None where it has none beyond its mode."""
+    """Return the ACL of a path or an open file; None if it has only a mode."""
     try:
         return Acl.decode(os.getxattr(path, ACCESS_XATTR))
     except (OSError, ValueError):
@@ -94,9 +94,9 @@ def acl_of(path: Path | int) -> Acl | None:
 
 
 def set_acl(path: Path, acl: Acl, *, inherited: bool = False) -> bool:
-    """Give a path that ACL, and with `inherited` all that is made in the directory from now on.
+    """Set a path's ACL; with `inherited` also the default ACL for everything created in the directory later.
 
-    Returns False, with one word in the log, where the file system knows no ACLs.
+    Returns False, and logs that once, if the file system does not support ACLs.
     """
     try:
         os.setxattr(path, ACCESS_XATTR, acl.encode())
@@ -135,7 +135,7 @@ class Person:
 
 
 def person(who: str | int) -> Person | None:
-    """A user by name or number; a number that no user has is one without groups. None for a name that is nobody's."""
+    """Look up a user by name or number; None for an unknown name. An unknown number gives a user without groups."""
     try:
         found = pwd.getpwnam(who) if isinstance(who, str) else pwd.getpwuid(who)
     except KeyError:
@@ -162,25 +162,26 @@ def group_name(gid: int) -> str:
 
 
 def has_workers_user(root: Path) -> bool:
-    """Tell whether workers of the instance below `root` are other users than the daemon."""
+    """Tell whether workers of the instance below `root` run as other users than the daemon."""
     return root == Path("/") and person(WORKERS_USER) is not None
 
 
 def worker_of(root: Path, uid: int, jobs_dir: Path) -> Person | None:
-    """The user that a submitter's jobs run as: themselves, and honed-job for root and system accounts, and on a file
-    system without ACLs. None where workers are the daemon's own user."""
+    """Return the user that a submitter's jobs run as: the submitter, but honed-job for root and system accounts and on
+    a file system without ACLs. None if workers run as the daemon's own user.
+    """
     if not has_workers_user(root):
         return None
     return person(uid if is_person(uid) and has_acls(jobs_dir) else WORKERS_USER)
 
 
 def is_person(uid: int) -> bool:
-    """Tell whether jobs may run as this user: root and system accounts have rights that no job should have."""
+    """Tell whether jobs may run as this user: root and system accounts have permissions that no job should have."""
     return uid >= FIRST_PERSON and uid not in NO_PERSONS
 
 
 def is_known(uid: int) -> bool:
-    """Tell whether the system's databases have this user."""
+    """Tell whether the system's user databases contain this user."""
     try:
         pwd.getpwuid(uid)
     except KeyError:
@@ -189,7 +190,7 @@ def is_known(uid: int) -> bool:
 
 
 def has_acls(directory: Path) -> bool:
-    """Tell whether the file system of a directory has POSIX ACLs."""
+    """Tell whether the file system of a directory supports POSIX ACLs."""
     try:
         os.getxattr(directory, ACCESS_XATTR)
     except OSError as error:
@@ -198,14 +199,14 @@ def has_acls(directory: Path) -> bool:
 
 
 def job_user(job_dir: Path) -> int | None:
-    """The user who may write a job's directory by its ACL: its worker's. None: honed-job's group may."""
+    """Return the user whom a job's directory lets write by its ACL: its worker's. None if honed-job runs it."""
     acl = acl_of(job_dir)
     found = [] if acl is None else [uid for uid, permissions in acl.users.items() if permissions & WRITE]
     return found[0] if len(found) == 1 and is_person(found[0]) else None
 
 
 def submitter_of(job_dir: Path) -> int | None:
-    """The user whom a job's directory is opened to by its ACL; None where there is none."""
+    """Return the user whom a job's directory grants access by its ACL; None if there is none."""
     acl = acl_of(job_dir)
     return next(iter(acl.users), None) if acl is not None and len(acl.users) == 1 else None
 
@@ -215,7 +216,7 @@ def submitter_of(job_dir: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The first directory, or the file, that keeps somebody from a path."""
+    """The first directory, or the file, that prevents a user from reaching a path."""
 
     path: Path
     info: os.stat_result
@@ -229,12 +230,13 @@ class Obstacle:
 
 
 def obstacle(path: Path, who: Person, wanted: int = READ) -> Obstacle | None:
-    """What keeps `who` from a path, by modes and ACLs, links followed; None where nothing does, or we cannot see it.
+    """Return what prevents `who` from reaching a path, by modes and ACLs, following links; None if nothing does, or if
+    we cannot see it.
 
-    What is missing is nobody's obstacle. A read-only mount, a security module or a server's own view are not seen.
+    A missing path is no obstacle. Read-only mounts, security modules and a file server's own view are not detected.
     """
     try:
-        # One by one: what lies behind a closed directory is closed to us, too.
+        # One by one: a directory behind one that is closed to us cannot be examined.
         for step, is_last in _steps(path):
             enter = ENTER if step.is_dir() else 0
             if not is_last and not may(step, who, ENTER):
@@ -249,7 +251,7 @@ def obstacle(path: Path, who: Person, wanted: int = READ) -> Obstacle | None:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Every directory that is gone through on the way to a path, links followed; last the path as it really is."""
+    """Yield every directory on the way to a path, following links, with whether it is the last: the real path."""
     here, ahead, num_links = Path("/"), list(path.parts[1:]), 0
     yield here, not ahead
     while ahead:
@@ -273,7 +275,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def may(path: Path, who: Person, wanted: int) -> bool:
-    """Whether a path's own mode and ACL give somebody all that is wanted. Raises OSError where it cannot be seen."""
+    """Tell whether a path's own mode and ACL give a user all wanted permissions. May raise OSError."""
     info = path.stat()
     if who.uid == 0:
         return True
@@ -294,10 +296,10 @@ def may(path: Path, who: Person, wanted: int) -> bool:
 
 
 def other_writers(file: int) -> str:
-    """Who can write an open file besides its owner, root and us, in words; empty where nobody can.
+    """Describe who can write an open file besides its owner, root and us; empty if nobody can.
 
-    A group counts where it has another member by the system's databases; a group's primary members are those that
-    getpwent lists, which a directory service may keep to itself.
+    A group counts if the system's databases list another member; its primary members are those that getpwent lists,
+    which a directory service may hide.
     """
     info = os.fstat(file)
     return _writers(info, acl_of(file), {0, info.st_uid, os.geteuid()})
@@ -306,7 +308,7 @@ def other_writers(file: int) -> str:
 def _writers(info: os.stat_result, acl: Acl | None, but: set[int]) -> str:
     if (info.st_mode if acl is None else acl.other) & WRITE:
         return "everybody"
-    # An ACL's mask stands in the place of the group's bits.
+    # With an ACL, the group's bits hold the mask.
     if not info.st_mode & stat.S_IWGRP:
         return ""
     for uid, permissions in {} if acl is None else acl.users.items():
@@ -329,10 +331,10 @@ def _has_members_besides(gid: int, uids: set[int]) -> bool:
 
 
 def replacer(path: Path) -> str:
-    """Who besides root can put something else at a path's name, in words; empty where nobody can.
+    """Describe who besides root can replace the file at a path; empty if nobody can.
 
-    The owner of what is there cannot, but whoever owns or writes a directory that is gone through on the way to it,
-    links followed. Raises OSError where that cannot be seen.
+    The owner of the file cannot, but whoever owns or can write a directory on the way to it, following links. Raises
+    OSError if that cannot be seen.
     """
     found, sticky = "", Path()
     for step, is_last in _steps(path):
@@ -340,7 +342,7 @@ def replacer(path: Path) -> str:
             info = step.lstat()
         except FileNotFoundError:
             return found
-        # In a sticky directory the owner of what is there renames it, and where nothing is, anybody makes it.
+        # In a sticky directory only the owner of an existing file can rename it, but anybody can create a missing one.
         if found and (step.parent != sticky or info.st_uid):
             return found
         if is_last:
@@ -356,7 +358,7 @@ def replacer(path: Path) -> str:
 
 
 def home_above(path: Path) -> Path | None:
-    """The place of homes that a path really lies below, if any."""
+    """Return the directory of homes that a path is really below, if any."""
     real = Path(os.path.realpath(path))
     return next((home for home in HOMES if real.is_relative_to(home)), None)
 
@@ -365,11 +367,12 @@ def home_above(path: Path) -> Path | None:
 
 
 def open_job_dir(path: Path, owner_uid: int, *, is_shared: bool, administrators: int | None = None) -> None:
-    """Let a new job's directory (mode 0770) be written by the submitter, whose worker it is, and read by the
-    administrators' group, beside the daemon and the group honed-job. A submitter who is no person only reads.
+    """Set the ACL of a new job's directory (mode 0770): besides the daemon and the group honed-job, the submitter, as
+    whom the worker runs, may write, and the administrators' group may read. A submitter that is not a person may only
+    read.
 
-    Whatever is made in it inherits that. The group comes with the setgid bit of the directory above, since a sandboxed
-    daemon may not set that bit (RestrictSUIDSGID=).
+    Everything created in it inherits that. The group comes from the setgid bit of the parent directory, since a
+    sandboxed daemon may not set that bit (RestrictSUIDSGID=).
     """
     gid = group_id(WORKERS_USER)
     if gid is not None and path.stat().st_gid != gid:

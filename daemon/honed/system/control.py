@@ -1,12 +1,12 @@
-"""The control socket: honectl's way in. One JSON object a line, answered by one; no request can hold the loop.
+"""The control socket, which honectl uses. Requests and replies are JSON objects, one per line; none can block the loop.
 
     {"verb": "hold", "id": "7"}   →   {"ok": true, "result": …}   or   {"ok": false, "error": {code, message, hint, …}}
     {"verb": "submit", "name": "a.yaml", "data": "<base64>", "hold": false}   →   {"id": 8, "name": "a.yaml"}
 
-A request takes 64 KiB, and what the largest job file takes in base64; a longer one is read to its end and refused. A
-long list is made as it is read, some rows at a time, in between the loop's other work.
+A request is limited to 64 KiB plus the largest job file in base64; a longer one is read to its end and rejected. A long
+list is built while it is read, some rows at a time, between the loop's other tasks.
 
-Who asks is known from the socket (SO_PEERCRED), never from the text.
+The client's user is known from the socket (SO_PEERCRED), never from the text.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from honed.system.error import EnvironmentInvalidError, HonedError, InternalErro
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a request besides the job file in it, and that are read at a time.
+#: Bytes of a request besides its job file; also the bytes read at a time.
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_CONNECTIONS = 64
-#: Of one user, so that nobody keeps the others out. Root and we are no such users.
+#: Per user, so that nobody locks the others out; does not apply to root and our own user.
 MAX_CONNECTIONS_PER_USER = 16
-#: Linux' asm-generic/socket.h; Python 3.11 has no name for it.
+#: From Linux' asm-generic/socket.h; Python 3.11 does not define it.
 SO_PEERGROUPS = 59
 MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
-#: Seconds that honectl waits for an answer.
+#: Seconds that honectl waits for a reply.
 TIMEOUT_SEC = 30.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One question, and who asks."""
+    """One request, and the user who sent it."""
 
     verb: str
     arguments: dict[str, Any]
     uid: int
-    gids: frozenset[int] = frozenset()  #: all groups of the asking process
+    gids: frozenset[int] = frozenset()  #: all groups of the client's process
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An answer that is a list of any length."""
+    """A reply that is a list of any length."""
 
     rows: Iterator[dict[str, Any]]
 
 
-#: Bytes of a long answer that are made at a time.
+#: Bytes of a long reply that are built at a time.
 CHUNK_BYTES = 64 * 1024
 
 
 def _chunks(rows: Rows) -> Iterator[bytes]:
-    """The answer's line, in pieces."""
+    """Yield the reply's line in pieces."""
     piece, comma = b'{"ok": true, "result": [', b""
     for row in rows.rows:
         piece += comma + json.dumps(row).encode()
@@ -79,13 +79,13 @@ class _Connection:
     uid: int
     gids: frozenset[int]
     received: bytearray = field(default_factory=bytearray)
-    is_cut: bool = False  #: the line that is being received is too long, and its beginning was thrown away
+    is_cut: bool = False  #: the line being received is too long, and its beginning was discarded
     to_send: bytes = field(default=b"")
-    more: Iterator[bytes] | None = None  #: the rest of a long answer
+    more: Iterator[bytes] | None = None  #: the rest of a long reply
 
 
 class Server:
-    """Listens, reads whole lines, and hands each to `answer`."""
+    """Accepts connections, reads whole lines, and passes each to `answer`."""
 
     def __init__(
         self,
@@ -147,7 +147,8 @@ class Server:
             self._close(connection)
             return
         if connection.socket.fileno() >= 0:
-            # Who has not read the last answer is not listened to; who has asked more can mostly be written to at once.
+            # Read from a client only once it has received its last reply; with another request queued, wait to write:
+            # mostly possible at once.
             has_more = connection.to_send or connection.more is not None or b"\n" in connection.received
             wanted = selectors.EVENT_WRITE if has_more else selectors.EVENT_READ
             self._selector.modify(connection.socket, wanted, lambda events: self._serve(connection, events))
@@ -162,7 +163,7 @@ class Server:
             connection.is_cut = True
 
     def _answer_next(self, connection: _Connection) -> None:
-        """One request a pass of the loop: a thousand sent at once hold up the loop no longer than one."""
+        """Answer one request per pass of the loop: a thousand requests sent at once block it no longer than one."""
         is_idle = not connection.to_send and connection.more is None
         if b"\n" in connection.received and is_idle and connection.socket.fileno() >= 0:
             line, connection.received = connection.received.split(b"\n", 1)
@@ -174,14 +175,14 @@ class Server:
                 connection.to_send = json.dumps(answer).encode() + b"\n"
 
     def _go_on(self, connection: _Connection) -> None:
-        """The next piece of a long answer, once the one before is sent."""
+        """Prepare the next piece of a long reply once the previous one is sent."""
         if connection.to_send or connection.more is None:
             return
         try:
             connection.to_send = next(connection.more, b"")
         except Exception:
             log.exception("control: an answer breaks off")
-            self._close(connection)  # half a line: who asked sees that it is one
+            self._close(connection)  # the client sees an incomplete line
             return
         connection.more = connection.more if connection.to_send else None
 
@@ -204,7 +205,7 @@ class Server:
             return {"ok": False, "error": UsageError(f"not a request: {error}").as_dict()}
         except Exception as error:
             log.exception("control: request failed")
-            # Without its words: it may be about a job that the asker must not read.
+            # Hide quoted text: it may be about a job that the client's user must not read.
             words = quote.hide(f"{type(error).__name__}: {said(error)}")
             return {"ok": False, "error": InternalError(words, hint="honed's log has the traceback").as_dict()}
 
@@ -217,22 +218,22 @@ class Server:
 
 
 def with_file(num_bytes: int) -> int:
-    """Bytes of a request with a file of that size in it."""
+    """Return the bytes of a request that contains a file of this size."""
     return MAX_REQUEST_BYTES + 4 * -(-num_bytes // 3)
 
 
 def credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
-    """The user and the groups of the process that connected, as they were then."""
+    """Return the user and the groups of the connected process, as of when it connected."""
     _, uid, gid = struct.unpack("3I", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3I")))
     try:
         groups = peer.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_GROUPS * 4)
-    except OSError:  # more than that, or a kernel before 4.13: the first one has to do
+    except OSError:  # more groups than that, or a kernel before 4.13: the primary group has to do
         groups = b""
     return uid, frozenset({gid, *(number for (number,) in struct.iter_unpack("I", groups))})
 
 
 class Client:
-    """honectl's end. Raises EnvironmentInvalidError where no daemon answers, and the daemon's own errors."""
+    """honectl's side. Raises EnvironmentInvalidError if no daemon answers, and the daemon's own errors."""
 
     def __init__(self, path: Path, *, timeout_sec: float = TIMEOUT_SEC) -> None:
         self._path = path
@@ -261,7 +262,7 @@ class Client:
                 stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
                 stream.flush()
                 line = stream.readline()
-        except (TimeoutError, BlockingIOError) as error:  # the second: its queue of callers is full
+        except (TimeoutError, BlockingIOError) as error:  # the second if the daemon's backlog is full
             raise EnvironmentInvalidError(
                 f"honed is there, and has not answered at {self._path} within {self._timeout_sec:g} s",
                 hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
@@ -299,7 +300,7 @@ def _remote(data: dict[str, Any]) -> HonedError:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Any:
-    """An address for a socket whose path may be longer than the 107 bytes that the kernel takes."""
+    """Provide an address for a socket whose path may be longer than the kernel's limit of 107 bytes."""
     if len(os.fsencode(path)) <= 107:  # sun_path
         yield str(path)
         return

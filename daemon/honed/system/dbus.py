@@ -1,7 +1,7 @@
-"""systemd over D-Bus, as far as honed needs it: start, stop and kill a unit, and ask how it is. Spoken with jeepney.
+"""A small D-Bus client for systemd, based on jeepney: start, stop and kill a unit, and query its state.
 
-Every call has a deadline, so that a bus which hangs cannot hang the loop; after one that was missed the bus is left
-alone for a while. An unprivileged caller is let in by the polkit rule beside honed-job@.service.
+Every call has a timeout, so that a hanging bus cannot block the loop; after a timeout the bus is not called for a
+while. The polkit rule beside honed-job@.service allows these calls to an unprivileged user.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from jeepney import DBusAddress, Message, MessageType, new_method_call
 from jeepney.io.blocking import DBusConnection, open_dbus_connection
 
-#: Seconds for a call to be answered. Polkit is asked in between, and starts on its first call.
+#: Timeout of a call in seconds. It includes polkit, which starts on its first call.
 CALL_TIMEOUT_SEC = 5.0
-#: Seconds for which a bus that did not answer is not asked again.
+#: Seconds for which a bus that did not answer is not called again.
 PAUSE_SEC = 15.0
 
 _MANAGER = DBusAddress("/org/freedesktop/systemd1", "org.freedesktop.systemd1", "org.freedesktop.systemd1.Manager")
@@ -25,16 +25,16 @@ _PROPERTIES = "org.freedesktop.DBus.Properties"
 _UNIT = "org.freedesktop.systemd1.Unit"
 
 NO_SUCH_UNIT = "org.freedesktop.systemd1.NoSuchUnit"
-#: What is queued for a unit, a stop for example, and what was asked for do not go together.
+#: The request conflicts with one that is queued for the unit, a stop for example.
 DESTRUCTIVE = "org.freedesktop.systemd1.TransactionIsDestructive"
-#: Each of these says that we may not.
+#: Each of these means that we may not.
 DENIED = frozenset(
     {"org.freedesktop.DBus.Error.AccessDenied", "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired"}
 )
 
 
 class BusError(OSError):
-    """systemd or the bus said no, in words for a person; `name` is the D-Bus error's."""
+    """An error from systemd or the bus, with a message for people; `name` is the D-Bus error's."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class BusError(OSError):
 
 
 class BusAwayError(BusError):
-    """The bus cannot be reached, or did not answer; `was_heard` where nobody knows whether the call was heard."""
+    """The bus cannot be reached, or did not answer; `was_heard` if the call may have been received."""
 
     def __init__(self, message: str, *, was_heard: bool) -> None:
         super().__init__("away", message)
@@ -62,7 +62,7 @@ class UnitState:
 
 
 class Systemd:
-    """One connection to the system's manager, made when it is first needed and again when it broke."""
+    """One connection to the system manager, opened when first needed and reopened when broken."""
 
     def __init__(self, *, bus: str = "SYSTEM", clock: Callable[[], float] = time.monotonic) -> None:
         self._bus = bus
@@ -71,11 +71,11 @@ class Systemd:
         self._paused_until = -PAUSE_SEC
 
     def start_unit(self, unit: str) -> None:
-        """Queue its start; what is queued against it stays. Raises BusError."""
+        """Queue a unit's start without replacing a conflicting queued request. Raises BusError."""
         self._call(_MANAGER, "StartUnit", "ss", (unit, "fail"))
 
     def stop_unit(self, unit: str) -> None:
-        """Queue its stop. Raises BusError; a unit that is not loaded is NO_SUCH_UNIT."""
+        """Queue a unit's stop. Raises BusError; for a unit that is not loaded, NO_SUCH_UNIT."""
         self._call(_MANAGER, "StopUnit", "ss", (unit, "replace"))
 
     def kill_unit(self, unit: str, whom: str, signal: int) -> None:
@@ -83,7 +83,7 @@ class Systemd:
         self._call(_MANAGER, "KillUnit", "ssi", (unit, whom, signal))
 
     def unit_state(self, unit: str) -> UnitState | None:
-        """A unit's state; None where it is not loaded, so has ended and left nothing queued. Raises BusError."""
+        """Return a unit's state; None if it is not loaded: ended, and nothing queued. Raises BusError."""
         try:
             (path,) = self._call(_MANAGER, "GetUnit", "s", (unit,))
             address = DBusAddress(path, "org.freedesktop.systemd1", _PROPERTIES)
@@ -95,12 +95,12 @@ class Systemd:
         return UnitState(str(properties["ActiveState"][1]), properties["Job"][1][0] != 0)
 
     def live_units(self, pattern: str) -> list[str]:
-        """The names of the units that run, start or end, by a pattern as for a shell. Raises BusError."""
+        """Return the names of the units that run, start or stop and match a shell pattern. Raises BusError."""
         (units,) = self._call(_MANAGER, "ListUnitsByPatterns", "asas", ([], [pattern]))
         return [str(name) for name, _description, _load, active, *_ in units if active not in {"inactive", "failed"}]
 
     def system_state(self) -> str:
-        """initializing, starting, running, degraded, maintenance or stopping. Raises BusError."""
+        """Return initializing, starting, running, degraded, maintenance or stopping. Raises BusError."""
         address = DBusAddress(_MANAGER.object_path, _MANAGER.bus_name, _PROPERTIES)
         ((_, state),) = self._call(address, "Get", "ss", (_MANAGER.interface, "SystemState"))
         return str(state)
@@ -119,7 +119,7 @@ class Systemd:
         except BusAwayError:
             if is_new or self._clock() < self._paused_until:
                 raise
-            reply = self._send(message)  # the old connection was cut when the bus was restarted; a call may be repeated
+            reply = self._send(message)  # the connection broke when the bus was restarted; repeating a call is safe
         if reply.header.message_type is MessageType.error:
             name = next((str(value) for key, value in reply.header.fields.items() if key.name == "error_name"), "")
             raise BusError(name, str(reply.body[0]) if reply.body else name)

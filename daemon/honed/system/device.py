@@ -13,7 +13,7 @@ from honed.system.error import EnvironmentInvalidError
 Kind = Literal["cuda", "cpu", "mps"]
 
 
-#: The macOS from which on Metal computes in bfloat16; transformers and accelerate refuse it on an older one.
+#: The first macOS on which Metal computes in bfloat16; transformers and accelerate refuse it on older ones.
 MACOS_BFLOAT16 = 14
 
 
@@ -24,11 +24,11 @@ class Device:
     kind: Kind
     name: str
     index: int | None = None  #: as nvidia-smi numbers it
-    uuid: str | None = None  #: what goes into CUDA_VISIBLE_DEVICES: indices change with CUDA_DEVICE_ORDER
+    uuid: str | None = None  #: the value for CUDA_VISIBLE_DEVICES: indices depend on CUDA_DEVICE_ORDER
     compute_capability: tuple[int, int] | None = None
     total_bytes: int = 0
-    free_bytes: int = 0  #: what foreign processes hold is not free
-    has_bfloat16: bool = True  #: of an Apple GPU, which has it from macOS 14 on
+    free_bytes: int = 0  #: excludes memory held by other processes
+    has_bfloat16: bool = True  #: False for an Apple GPU before macOS 14
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,20 +40,20 @@ class Device:
 
 
 def probe(gpus: list[int] | None = None) -> list[Device]:
-    """The GPUs among `gpus` (all by default), or, where there is none, the one other device of this machine.
+    """Return the GPUs among `gpus` (default: all), or if there are none, the machine's one other device.
 
-    Never raises: no NVIDIA driver means no GPU, and a GPU that does not answer (fallen off the bus) is left out.
+    Never raises: without an NVIDIA driver there is no GPU, and a GPU that does not answer (off the bus) is skipped.
     """
     return cuda_devices(gpus) or [_mps() if _is_apple_silicon() else cpu()]
 
 
 def is_free(device: Device, busy_bytes: int) -> bool:
-    """Whether others hold no more than `busy_bytes` of a GPU. The CPU's memory is everyone's: it is always free."""
+    """Tell whether other processes hold at most `busy_bytes` of a GPU. The CPU always counts as free."""
     return device.kind != "cuda" or device.total_bytes - device.free_bytes <= busy_bytes
 
 
 def cuda_devices(gpus: list[int] | None = None) -> list[Device]:
-    """What NVML sees; empty without its library or driver."""
+    """Return the GPUs that NVML reports; empty without its library or driver."""
     try:
         return _ask_nvml(gpus)
     except EnvironmentInvalidError:
@@ -62,17 +62,17 @@ def cuda_devices(gpus: list[int] | None = None) -> list[Device]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a GPU does at this moment."""
+    """The current utilisation of a GPU."""
 
     uuid: str
     name: str
-    busy_percent: int | None  #: of the last second or so; None where it does not say
+    busy_percent: int | None  #: of about the last second; None if the GPU does not report it
     used_bytes: int
     total_bytes: int
 
 
 def gpu_loads() -> list[Load]:
-    """Use of each GPU that answers, and of its memory; empty without NVML's library or driver."""
+    """Return the utilisation and memory use of each GPU that answers; empty without NVML's library or driver."""
     try:
         nvml = _nvml()
     except EnvironmentInvalidError:
@@ -91,13 +91,13 @@ def _load(nvml: Any, index: int) -> Load | None:
         return None
     try:
         busy_percent = int(nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(index)).gpu)
-    except nvml.NVMLError:  # a slice of one (MIG) has none
+    except nvml.NVMLError:  # a MIG slice does not report it
         busy_percent = None
     return Load(gpu.uuid or "", gpu.name, busy_percent, gpu.total_bytes - gpu.free_bytes, gpu.total_bytes)
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version. Raises EnvironmentInvalidError, which says what NVML said."""
+    """Return the NVIDIA driver's version. Raises EnvironmentInvalidError with NVML's message."""
     nvml = _nvml()
     try:
         return _text(nvml.nvmlSystemGetDriverVersion())
@@ -108,7 +108,7 @@ def driver_version() -> str:
 
 
 def _nvml() -> Any:
-    """NVML, initialised; the caller shuts it down."""
+    """Return NVML, initialised; the caller shuts it down."""
     try:
         import pynvml  # noqa: PLC0415  (only where there may be a GPU)
     except ImportError as error:
@@ -152,7 +152,7 @@ def _cuda(nvml: Any, index: int) -> Device | None:
 
 
 def _cuda_memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """A GPU that shares the machine's memory (Jetson, GB10) has none of its own to tell of."""
+    """Return total and free bytes; for a GPU that shares the machine's memory (Jetson, GB10), those of the machine."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError_NotSupported:
@@ -165,7 +165,7 @@ def _text(value: str | bytes) -> str:
 
 
 def cpu() -> Device:
-    """This machine's processor and memory."""
+    """Return this machine's processor and memory as a device."""
     total, free = system_memory()
     return Device(kind="cpu", name=_cpu_name(), total_bytes=total, free_bytes=free)
 
@@ -187,10 +187,10 @@ def _mps() -> Device:
 
 
 def system_memory(meminfo_path: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Total and available bytes of the machine's memory."""
+    """Return total and available bytes of the machine's memory."""
     try:
         lines = meminfo_path.read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:  # not Linux: there is no word for what is available
+    except FileNotFoundError:  # not Linux: available memory is not reported
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total
     kib = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines)}

@@ -1,4 +1,4 @@
-"""Files that survive a power cut: written whole beside, synced, renamed, and the directory synced."""
+"""Files that survive a power cut: written to a temporary file beside, synced, renamed, and the directory synced."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: Work on files that says, each time, what must be durable before it goes on: descriptors, directories.
+#: File operations as a generator that yields what must be durable before it continues: descriptors, directories.
 Steps = Generator[list[int | Path], None, T]
-#: Threads that wait for the disk: a journaling file system makes what they wait for durable in one commit.
+#: Threads that sync: a journaling file system makes concurrent syncs durable in one commit.
 NUM_SYNCS_AT_ONCE = 16
 
-#: The same, of SQLite.
+#: The same for SQLite.
 SQLITE_FAULTS = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_BUSY,  # another program holds it locked: that program's end mends it, and not ours
+    sqlite3.SQLITE_BUSY,  # another program holds a lock: only that program's end helps
 }
 
-#: What an operation fails with when the machine is at fault: it can be mended while we run, and no restart mends it.
+#: Errors that mean that the machine is at fault: they can be fixed while honed runs, and a restart does not help.
 MACHINE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """What is wrong with the machine, in a few words, where that is what an exception says; else None."""
+    """Return a short description if an exception means that the machine is at fault, else None."""
     match error:
         case OSError(errno=int(number)) if number in MACHINE_ERRNOS:
             where = f"{error.filename}: " if error.filename else ""
@@ -54,8 +54,9 @@ def sync_dir(path: Path) -> None:
 
 
 def below(directory: Path) -> Iterator[Path]:
-    """All that lies below a directory. Raises OSError for what cannot be looked into: Path.rglob passes it over, and
-    what is meant to be made durable then is not."""
+    """Yield everything below a directory. Raises OSError for unreadable directories, which Path.rglob skips silently:
+    files that must be made durable would be missed.
+    """
     for place, directories, files in os.walk(directory, onerror=_raise):
         yield from (Path(place, name) for name in (*directories, *files))
 
@@ -65,13 +66,14 @@ def _raise(error: OSError) -> None:
 
 
 def _create_beside(path: Path, data: bytes, *, mode: int) -> tuple[Path, int]:
-    """A hidden file beside `path` that holds `data`, not synced yet, and its descriptor."""
+    """Create a hidden file beside `path` that holds `data`, not synced yet; return its path and descriptor."""
     temporary = path.with_name(f".{path.name}.tmp")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     try:
         fd = os.open(temporary, flags, mode)
     except FileExistsError:
-        # A crash left it; or, in a job's directory, its worker: a pipe, a file that it holds open, a directory.
+        # Left by a crash, or, in a job's directory, put there by its worker: a pipe, a file that it holds open, a
+        # directory.
         try:
             temporary.unlink()
         except (IsADirectoryError, PermissionError):
@@ -108,12 +110,12 @@ def writing_beside(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[Path]
 
 
 def write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data`: after a crash there is the old file or the new one, never a part."""
+    """Replace a file's content atomically and durably: after a crash, `path` has the old content or the new."""
     finish(writing(path, data, mode=mode))
 
 
 def writing(path: Path, data: bytes, *, mode: int = 0o644) -> Steps[None]:
-    """As write."""
+    """Yield the steps of `write`."""
     temporary = yield from writing_beside(path, data, mode=mode)
     temporary.rename(path)
     yield [path.parent]
@@ -128,21 +130,22 @@ def as_json(value: Any) -> bytes:
 
 
 def make_dir(path: Path, *, mode: int = 0o755) -> None:
-    """Make a directory and the missing ones above it, each durable in its parent.
+    """Create a directory and its missing parents, each durable in its own parent.
 
-    A mode that lets the group write is meant, whatever our umask: workers of another user write there.
+    A group-writable mode applies regardless of our umask: workers of another user write there.
     """
     finish(making_dir(path, mode=mode))
 
 
 def making_dir(path: Path, *, mode: int = 0o755) -> Steps[None]:
-    """As make_dir."""
+    """Yield the steps of `make_dir`."""
     missing = []
     while not path.is_dir():
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        # Not by chmod: without the setgid bit in its mode it clears an inherited one, and with it a sandbox refuses it.
+        # Not with chmod: without the setgid bit in its mode it clears an inherited one, and with it a sandbox refuses
+        # it.
         with _umask(0o777 & ~mode) if mode & 0o020 else contextlib.nullcontext():
             directory.mkdir(mode=mode, exist_ok=True)
         yield [directory.parent]
@@ -161,7 +164,7 @@ def _umask(mask: int) -> Iterator[None]:
 
 
 def finish(work: Steps[T]) -> T:
-    """Do one piece of work to its end."""
+    """Run one operation to its end."""
     try:
         wanted = next(work)
         while True:
@@ -178,14 +181,14 @@ def finish(work: Steps[T]) -> T:
 
 
 def finish_all(works: Sequence[Steps[T]]) -> list[T | Exception]:
-    """Do many to their ends, step by step beside each other: what they wait for is synced at once, and once.
+    """Run many operations in parallel, step by step: what they all wait for is synced together, each path once.
 
-    A fault ends the work that met it, and stands in its place; the others go on.
+    An error ends only the operation that met it, and is returned in place of its result.
     """
     if len(works) == 1:
         try:
             return [finish(works[0])]
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
+        except Exception as error:  # noqa: BLE001 - the caller handles it
             return [error]
     results: dict[int, T | Exception] = {}
     faults: dict[int, OSError] = {}
@@ -198,7 +201,7 @@ def finish_all(works: Sequence[Steps[T]]) -> list[T | Exception]:
                 wanted[number] = work.throw(faults[number]) if number in faults else next(work)
             except StopIteration as end:
                 results[number] = end.value
-            except Exception as error:  # noqa: BLE001 - the caller looks at it
+            except Exception as error:  # noqa: BLE001 - the caller handles it
                 results[number] = error
         places = list(dict.fromkeys(each for many in wanted.values() for each in many))
         if not places:

@@ -1,4 +1,4 @@
-"""Every way in which honed says no, as one tree.
+"""All errors of honed, as one tree.
 
     HonedError
     ├── UsageError                         the command line was wrong
@@ -21,9 +21,9 @@
     ├── EnvironmentInvalidError environment_invalid
     └── InternalError         error
 
-The code is stable and public; so is the exit status with which a worker ends. An error is a sentence for a person
-(what and where), and a hint (what to do). Logs and notices have both; what the sentence quotes of a job's files, its
-evidence alone has (see quote.py).
+The code is stable and public; so is the exit status with which a worker ends. An error has a message for people (what
+and where) and a hint (what to do). Logs and notices contain both; quotes from a job's files appear only in its evidence
+(see quote.py).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any, ClassVar
 
 from honed.system import quote
 
-#: Characters of a message. What it quotes is another person's text, of any length.
+#: Maximum number of characters of a message. It may quote another person's text, of any length.
 MAX_CHARS = 16_000
 
 
 def plain(text: str, *, max_chars: int = MAX_CHARS) -> str:
-    """A text that no terminal acts on, no log takes for two entries and no reader drowns in: it may quote anything."""
+    """Replace characters that control a terminal or could fake a log entry, and truncate the text."""
     cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
     return (
         cut if cut.isprintable() else "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in cut)
@@ -47,11 +47,11 @@ def plain(text: str, *, max_chars: int = MAX_CHARS) -> str:
 
 
 class HonedError(Exception):
-    """What went wrong, in one sentence; `hint` says what to do.
+    """An error with a message of one sentence; `hint` says what to do.
 
-    `evidence` is the sentence with what it quotes, where it quotes anything: for those who may read the job, and for no
-    log. Where an edit of the job file is the remedy, `fix` has it as data: dotted key → its new value, null to take the
-    key out. A mapping is laid over the one that is there.
+    `evidence` is the message with its quotes, if it has any: for those who may read the job, and never for a log. If
+    editing the job file helps, `fix` has the edits as data: dotted key → its new value, null to remove the key. A
+    mapping is merged into the existing one.
     """
 
     code: ClassVar[str] = "error"
@@ -62,51 +62,51 @@ class HonedError(Exception):
         self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None, evidence: str = ""
     ) -> None:
         super().__init__(message)
-        self.said = message  #: its quotes marked: for an error that is made of this one
+        self.said = message  #: with its quotes marked: for an error that is derived from this one
         self.message = plain(quote.hide(message))
         whole = plain(evidence or quote.show(message))
         self.evidence = whole if whole != self.message else ""
         self.hint = plain(quote.hide(hint))
         self.fix = dict(fix or {})
-        self.key: str = ""  #: of a job file, dotted, where one is at fault; see problem.locate
+        self.key: str = ""  #: the dotted key of the job file that is at fault; see problem.locate
         self.line: int | None = None
-        self.is_refusal = False  #: said of a job file by a check, which is an answer, not a failure
+        self.is_refusal = False  #: a check's verdict on a job file, not a failure
 
     def __str__(self) -> str:
         return self.message
 
     @property
     def told(self) -> str:
-        """The sentence for those who may read the job."""
+        """The message for those who may read the job."""
         return self.evidence or self.message
 
     def surround(self, before: str = "", after: str = "") -> None:
-        """Put words around the sentence, such as its place."""
+        """Put text around the message, such as its position."""
         self.said, self.message = (f"{before}{text}{after}" for text in (self.said, self.message))
         self.evidence = self.evidence and f"{before}{self.evidence}{after}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in result files, entries and `--json`; `evidence` and `fix` only where there are any."""
+        """Return the form in result files, entries and `--json`; `evidence` and `fix` only if they are not empty."""
         more = {"evidence": self.evidence, "fix": self.fix}
         return {"code": self.code, "message": self.message, "hint": self.hint} | {k: v for k, v in more.items() if v}
 
 
 class UsageError(HonedError):
-    """A command was called with words that it does not take."""
+    """A command was called with invalid arguments."""
 
     code = "usage"
     exit_status = 2
 
 
 class SpecError(HonedError):
-    """A job file that is not a job; each problem names its key and line."""
+    """An invalid job file; each problem names its key and line."""
 
     code = "spec_invalid"
     exit_status = 78  #: EX_CONFIG
 
 
 class QuotingError(HonedError):
-    """One that quotes names and values of files: a line break among them does not begin a line of ours."""
+    """An error that quotes names and values of files; line breaks in them are replaced."""
 
     def __init__(
         self, message: str, *, hint: str = "", fix: Mapping[str, Any] | None = None, evidence: str = ""
@@ -123,7 +123,7 @@ class DatasetError(QuotingError):
 
 
 def unreadable(kind: type[HonedError], where: object, error: OSError) -> HonedError:
-    """The refusal of a file that the system does not let honed read."""
+    """Return the error for a file that honed may not read."""
     return kind(f"{where}: {error.strerror or error}", hint="can the job's submitter read it?")
 
 
@@ -135,7 +135,7 @@ class ModelError(QuotingError):
 
 
 class PrecisionError(HonedError):
-    """What was loaded is not what was planned, and cannot be mended."""
+    """The loaded model does not match the plan, and this cannot be fixed."""
 
     code = "precision_mismatch"
     exit_status = 80
@@ -149,7 +149,7 @@ class MaskError(HonedError):
 
 
 class LossError(HonedError):
-    """The loss that would be trained is not the one that the model's own logits have."""
+    """The trained loss differs from the loss computed from the model's own logits."""
 
     code = "loss_mismatch"
     exit_status = 89
@@ -163,11 +163,11 @@ class MemoryShortError(HonedError):
 
 
 class DiskShortError(HonedError):
-    """No room for checkpoints or output."""
+    """Not enough disk space for checkpoints or output."""
 
     code = "disk_insufficient"
     exit_status = 73  #: EX_CANTCREAT
-    needed_bytes: int = 0  #: where it is known how much must be free for the job to go on
+    needed_bytes: int = 0  #: bytes that must be free for the job to continue, if known
 
 
 class TimeLimitError(HonedError):
@@ -178,7 +178,7 @@ class TimeLimitError(HonedError):
 
 
 class BackendError(HonedError):
-    """The chosen backend cannot train this model here; the daemon falls back where the job allows it."""
+    """The chosen backend cannot train this model here; the daemon falls back if the job allows it."""
 
     code = "backend_unavailable"
     exit_status = 69  #: EX_UNAVAILABLE
@@ -193,7 +193,7 @@ class OutOfMemoryError(HonedError):
 
 
 class DivergedError(HonedError):
-    """Losses, gradients or weights are no numbers any more, or the gradient exploded."""
+    """Losses, gradients or weights are not finite any more, or the gradient exploded."""
 
     code = "diverged"
     exit_status = 84
@@ -223,7 +223,7 @@ class InterruptedRunError(HonedError):
 
 
 class KilledError(HonedError):
-    """The worker died without a word: a signal, or an exit without its result file."""
+    """The worker died without a result file: by a signal or an exit."""
 
     code = "killed"
     exit_status = 87
@@ -238,14 +238,14 @@ class EnvironmentInvalidError(HonedError):
 
 
 class NotPermittedError(HonedError):
-    """What was asked for is somebody else's."""
+    """The requested object belongs to another user."""
 
     code = "not_permitted"
     exit_status = 77  #: EX_NOPERM
 
 
 class InternalError(HonedError):
-    """An exception that nobody foresaw: a bug of ours or of a library."""
+    """An unexpected exception: a bug in honed or a library."""
 
     code = "error"
     exit_status = 70  #: EX_SOFTWARE
@@ -279,7 +279,7 @@ BY_CODE: dict[str, type[HonedError]] = {
 
 
 def from_dict(data: Mapping[str, Any]) -> HonedError:
-    """The error that another process wrote down with `as_dict`; an unknown code is an internal error."""
+    """Rebuild an error that another process stored with `as_dict`; an unknown code becomes an internal error."""
     kind = BY_CODE.get(data.get("code", ""), InternalError)
     fix = data.get("fix")
     return kind(
@@ -291,14 +291,15 @@ def from_dict(data: Mapping[str, Any]) -> HonedError:
 
 
 def said(error: BaseException, *, is_brief: bool = False) -> str:
-    """An exception's words, or the first line of them, as a part of a sentence. Those of the system are for everybody;
-    a library's may quote whatever it was given, and are marked."""
+    """Return an exception's message, or its first line, as part of a sentence. Messages of the operating system are
+    public; a library's message may quote its input, and is marked.
+    """
     if isinstance(error, HonedError):
         return error.said
     text, is_of_the_system = str(error), isinstance(error, OSError) and error.errno is not None
     text = text.partition("\n")[0] if is_brief else text
     if is_of_the_system or isinstance(error, ImportError | MemoryError | json.JSONDecodeError):
         return text
-    # Classes of torch's own are of the device; what it says of tensors is a RuntimeError.
+    # torch's own exception classes concern the device; messages about tensors are RuntimeErrors.
     is_harmless = not text or quote.is_marked(text) or type(error).__module__ in {"sqlite3", "torch"}
     return text if is_harmless else quote.mark(text)

@@ -1,6 +1,6 @@
-"""Packages installed beside honed, read from packages' metadata: nothing is imported, so it takes milliseconds.
+"""Packages installed beside honed, found by their metadata without importing them, so it takes milliseconds.
 
-The windows are those of pyproject.toml, in which the training stack and Unsloth fit together.
+The version ranges are those of pyproject.toml, within which the training stack and Unsloth work together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-#: What a worker cannot do without, and the versions it was tried with.
+#: Packages that every worker needs, and the tested versions.
 WINDOWS: dict[str, str] = {
     "torch": ">=2.6,<2.15",
     "transformers": ">=5.2,<=5.17",
@@ -24,7 +24,7 @@ WINDOWS: dict[str, str] = {
     "accelerate": ">=1.13,<1.16",
     "jinja2": ">=3.1.4,<4",
 }
-#: What some jobs need.
+#: Packages that some jobs need.
 OPTIONAL_WINDOWS: dict[str, str] = {
     "bitsandbytes": ">=0.49,<0.51",
     "huggingface_hub": ">=1.5,<2",
@@ -34,10 +34,10 @@ OPTIONAL_WINDOWS: dict[str, str] = {
     "av": ">=14,<19",
     "torchvision": ">=0.21,<0.30",
 }
-#: The module of a package, where it has another name.
+#: The module of a package, if its name differs.
 MODULES = {"pillow": "PIL"}
 
-#: Versions that are known to fail, each with what goes wrong.
+#: Versions that are known to fail, each with the reason.
 BROKEN: tuple[tuple[str, str, str], ...] = (
     (
         "transformers",
@@ -48,7 +48,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("transformers", "<5", "has other names for what honed passes to the trainer"),
     ("trl", "<1", "has other names for what honed passes to the trainer"),
 )
-#: The same, but only beside Unsloth, which refuses them.
+#: The same for versions that fail only together with Unsloth.
 BROKEN_BESIDE_UNSLOTH: tuple[tuple[str, str, str], ...] = (
     ("transformers", ">5.17", "is newer than Unsloth takes"),
     ("trl", ">1.15", "is newer than Unsloth takes"),
@@ -57,10 +57,10 @@ BROKEN_BESIDE_UNSLOTH: tuple[tuple[str, str, str], ...] = (
     *(("transformers", f"=={version}", "is refused by Unsloth") for version in ("5.0.0", "5.1.0")),
 )
 
-#: The oldest of an experiment tracker that transformers can report to: trackio 0.20 takes no `bucket_id`.
+#: The oldest version of a tracker that transformers can report to: trackio 0.20 does not accept `bucket_id`.
 OLDEST_TRACKERS = {"trackio": "0.21.1"}
 
-#: Other names for an architecture, met in the field, which transformers does not know.
+#: Other names for an architecture, found in real checkpoints, which transformers does not know.
 MODEL_TYPE_ALIASES = {
     "code_llama": "llama",
     "codellama": "llama",
@@ -78,7 +78,7 @@ MODEL_TYPE_ALIASES = {
 
 @dataclass(frozen=True)
 class Installed:
-    """Versions of the packages that matter; None for one that is not there."""
+    """Versions of the relevant packages; None for one that is not installed."""
 
     versions: dict[str, str | None]
     importable: frozenset[str]  #: those whose module is found beside their metadata
@@ -88,12 +88,12 @@ class Installed:
 
 
 def look() -> Installed:
-    """What is installed in this interpreter's environment."""
+    """Return the packages installed in this interpreter's environment."""
     return _look(tuple(map(_mark, sys.path)))
 
 
 def _mark(place: str) -> tuple[str, int]:
-    """A place where packages lie, and when something in it came or went: pip makes and removes directories there."""
+    """Return a directory of packages and its modification time: pip creates and removes directories there."""
     try:
         return place, Path(place).stat().st_mtime_ns
     except OSError:
@@ -102,7 +102,7 @@ def _mark(place: str) -> tuple[str, int]:
 
 @lru_cache(maxsize=1)
 def _look(_marks: tuple[tuple[str, int], ...]) -> Installed:
-    """Read once, until something changes there: it is half of what the check of a small job takes."""
+    """Read the packages, cached until a directory changes: it takes half the time of checking a small job."""
     names = [*WINDOWS, *OPTIONAL_WINDOWS, "flash_attn"]
     versions = {name: version(name) for name in names}
     return Installed(versions, frozenset(name for name in names if _is_importable(name)))
@@ -120,7 +120,7 @@ def version(name: str) -> str | None:
 
 
 def fits(found: str, window: str) -> bool:
-    """Whether a version lies in a window such as `>=5.2,<=5.17`; pre-releases and local tags count as their release."""
+    """Tell whether a version is in a range such as `>=5.2,<=5.17`; pre-release and local tags are ignored."""
     return all(_fits_bound(found, bound.strip()) for bound in window.split(","))
 
 
@@ -148,15 +148,16 @@ def _fits_bound(found: str, bound: str) -> bool:
 
 
 def _places(text: str) -> tuple[int, ...]:
-    """The release numbers of a version: `2.13.0+cpu` is (2, 13, 0)."""
+    """Return the release numbers of a version: `2.13.0+cpu` is (2, 13, 0)."""
     release = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(place) for place in release[0].split(".")) if release else ()
 
 
 @cache
 def unshifted_model_types() -> frozenset[str]:
-    """The model types to whose labels transformers' label smoothing says nothing of the next token: it moves labels for
-    the classes of causal language models alone, and many that see or hear are none. Read from its source."""
+    """Return the model types for which transformers' label smoothing does not shift the labels: it shifts them for
+    classes of causal language models only, and many multimodal models are none. Read from its source.
+    """
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return frozenset()
@@ -175,11 +176,11 @@ def unshifted_model_types() -> frozenset[str]:
 
 @cache
 def known_model_types() -> tuple[frozenset[str], frozenset[str]]:
-    """The model types that the installed transformers knows, and those among them that continue text, whatever
-    else they take in.
+    """Return the model types that the installed transformers knows, and those among them that generate text, whatever
+    other input they take.
 
-    Read from its source, since importing it takes a second. Both empty where the source is not as expected: then
-    nothing is known, and nothing may be refused.
+    They are read from its source, since importing it takes a second. Both are empty if the source has another form:
+    then nothing is known, and nothing may be rejected.
     """
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
@@ -203,8 +204,7 @@ _ASSIGNED = re.compile(r"\b\w+\.(\w+)\s*(?::[^=\n]+)?=[^=]")
 
 @lru_cache(maxsize=64)
 def attribute_names(model_type: str) -> frozenset[str] | None:
-    """What the classes of a model type call their parts, read from the source of the installed transformers; None
-    where there is none."""
+    """Return the attribute names in a model type's classes, from the source of the installed transformers, or None."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None or not re.fullmatch(r"[\w.-]+", model_type):
         return None
@@ -221,7 +221,7 @@ def attribute_names(model_type: str) -> frozenset[str] | None:
 
 @cache
 def _module_names() -> dict[str, str]:
-    """The folder of a model type, where it has another name."""
+    """Return the module folder of each model type whose folder has another name."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return {}

@@ -1,10 +1,10 @@
-"""The journal's native protocol: an entry with fields of its own, in one datagram.
+"""The journal's native protocol: an entry with custom fields in one datagram.
 
     KEY=value\\n                           a value without line breaks
     KEY\\n<u64, little endian>value\\n      any value
 
-An entry that is larger than a datagram goes as a sealed memfd, whose descriptor is sent. Field names are of capital
-letters, digits and underscores, and begin with a letter: journald drops others in silence.
+An entry that is larger than a datagram is sent as the descriptor of a sealed memfd. Field names consist of capital
+letters, digits and underscores, and begin with a letter: journald silently ignores others.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 
 SOCKET_PATH = Path("/run/systemd/journal/socket")
 _NAME = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
-#: Linux' fcntl.h: the memfd can be neither changed nor unsealed any more, which journald asks of what it maps.
+#: From Linux' fcntl.h: the memfd can no longer be changed or unsealed, which journald requires to map it.
 F_ADD_SEALS = 1033
 ALL_SEALS = 0x0F
-#: What a datagram socket says of an entry that is too large for it; ENOBUFS where its buffer is smaller still.
+#: Errors of a datagram socket for an entry that is too large; ENOBUFS if its buffer is even smaller.
 TOO_LARGE = {errno.EMSGSIZE, errno.ENOBUFS}
 
 
 def is_read_from(fd: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the journal reads this descriptor: systemd says in JOURNAL_STREAM which device and inode it opened.
+    """Tell whether the journal reads this descriptor: JOURNAL_STREAM has the device and inode that systemd opened.
 
-    The variable alone proves nothing: it is inherited by a child whose stderr goes elsewhere.
+    The variable alone proves nothing: a child whose stderr goes elsewhere inherits it.
     """
     try:
         info = os.fstat(fd)
@@ -42,7 +42,7 @@ def is_read_from(fd: int, environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def encode(fields: Mapping[str, str | bytes | int | float]) -> bytes:
-    """One entry as it goes over the wire. Raises ValueError for a name that journald would drop."""
+    """Encode one entry. Raises ValueError for a field name that journald would ignore."""
     parts = []
     for name, value in fields.items():
         if not _NAME.fullmatch(name):
@@ -56,16 +56,16 @@ def encode(fields: Mapping[str, str | bytes | int | float]) -> bytes:
 
 
 class Journal:
-    """The way to journald; addressed anew for each entry, so that one that was restarted is found."""
+    """A connectionless socket to journald; each entry is addressed anew, to survive its restarts."""
 
     def __init__(self, path: Path = SOCKET_PATH) -> None:
         self._address = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        with contextlib.suppress(OSError):  # fewer entries then need a memfd
+        with contextlib.suppress(OSError):  # otherwise more entries need a memfd
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * 1024 * 1024)
 
     def send(self, fields: Mapping[str, str | bytes | int | float]) -> None:
-        """Hand one entry over. Raises OSError where nobody takes it."""
+        """Send one entry. Raises OSError if nobody receives it."""
         entry = encode(fields)
         try:
             self._socket.sendto(entry, self._address)

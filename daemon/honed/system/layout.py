@@ -1,14 +1,14 @@
 """Paths of everything, below one prefix (`--root DIR`, or `HONED_ROOT`; `/` for the system's own instance).
 
 etc/honed/honed.toml, honed.toml.d/*.toml      the administrator's configuration
-etc/honed/hf-token                             the hub's token, where one is needed
+etc/honed/hf-token                             the hub's token, if one is needed
 var/spool/honed/                               the spool, see spool.py and arrival.py
 var/lib/honed/honed.db                         SQLite, derived from the rest
 var/lib/honed/jobs/<id>/                       everything of one job, see JobLayout
-var/lib/honed/index.html                       all of them on a page, see report.py
-var/lib/honed/outbox/                          metrics and predictions on their way out, see outbox.py
-run/honed/control.sock                         honectl's way in
-var/lib/honed/fetch/                           what is being fetched from the hub, see fetch.py
+var/lib/honed/index.html                       a page with all jobs, see report.py
+var/lib/honed/outbox/                          metrics and predictions to be sent, see outbox.py
+run/honed/control.sock                         the control socket for honectl
+var/lib/honed/fetch/                           running fetches from the hub, see fetch.py
 var/cache/honed/                               the model cache (HF_HOME)
 """
 
@@ -43,8 +43,7 @@ class Layout:
 
     @property
     def staged_dir(self) -> Path:
-        """The place of `submit --stage`'s copies of what the workers cannot reach. Not in the spool, which is closed
-        to them."""
+        """Copies by `submit --stage` of files closed to workers. Not in the spool, which workers cannot enter."""
         return self.state_dir / "staged"
 
     @property
@@ -61,12 +60,12 @@ class Layout:
 
     @property
     def index_path(self) -> Path:
-        """A page over all jobs, with links to their reports."""
+        """A page with all jobs, with links to their reports."""
         return self.state_dir / "index.html"
 
     @property
     def outbox_dir(self) -> Path:
-        """What waits for honed-send; see outbox.py."""
+        """The queue of honed-send; see outbox.py."""
         return self.state_dir / "outbox"
 
     @property
@@ -92,10 +91,10 @@ class Layout:
 class FetchLayout:
     """One fetch from the hub, by its number: that of the first arrival that waits for it.
 
-    <n>.json             what is to be fetched                        (the daemon writes)
-    <n>.progress.json    how far it is                                (the fetch writes, as all below)
-    <n>.result.json      how it ended, written whole; absent if it died without a word
-    <n>.lock             locked while it lives, with its process number
+    <n>.json             the request                                  (written by the daemon)
+    <n>.progress.json    the progress                                 (written by the fetch, as all below)
+    <n>.result.json      the result, written atomically; absent if it died without one
+    <n>.lock             locked while it runs, with its process number
     """
 
     dir: Path
@@ -120,8 +119,9 @@ class FetchLayout:
 
 @dataclass(frozen=True)
 class UserLayout(Layout):
-    """One person's own instance, `--user`: where the XDG base directory specification says. Below `root`, which is
-    $XDG_STATE_HOME/honed, lie the state, and the spool in spool/."""
+    """A user's own instance (`--user`), in the places of the XDG base directory specification. State and spool (spool/)
+    are below `root`, which is $XDG_STATE_HOME/honed.
+    """
 
     @property
     def config_path(self) -> Path:
@@ -150,23 +150,23 @@ class UserLayout(Layout):
 
 
 def user_root() -> Path:
-    """The root of one's own instance; a program that is given it finds the rest by the same variables."""
+    """Return the root of a user's own instance; a program that gets it finds the other paths by the same variables."""
     return _xdg("XDG_STATE_HOME", ".local/state") / "honed"
 
 
 def default_root() -> Path:
-    """`HONED_ROOT`, or the system's own instance; an empty value is none."""
+    """Return `HONED_ROOT` if it is not empty, else the system's own instance."""
     return Path(os.environ.get("HONED_ROOT") or "/")
 
 
 def of(root: Path) -> Layout:
-    """The instance below a directory."""
+    """Return the layout of the instance below a directory."""
     absolute = root.absolute()
     return UserLayout(absolute) if absolute == user_root() else Layout(absolute)
 
 
 def _xdg(variable: str, default: str) -> Path:
-    # A path that is not absolute is to be ignored, says the specification.
+    # The specification requires that a relative path is ignored.
     value = os.environ.get(variable, "")
     return Path(value) if value.startswith("/") else Path.home() / default
 
@@ -175,17 +175,17 @@ def _xdg(variable: str, default: str) -> Path:
 class JobLayout:
     """One job's directory; it never moves.
 
-    spec.<suffix>              as dropped                                   (the daemon writes)
-    plan.json                  what was decided before any model is loaded  (the daemon writes)
-    adjustments.json           what a lack of memory has changed in its spec, see ladder.py  (the daemon writes)
-    start.json                 what its unit is to start, where workers are units  (the daemon writes)
-    checkpoints/checkpoint-N/  whole, as its MANIFEST.json says; see worker/train/checkpoint.py
-                               (the worker writes, as all below)
-    wandb/, tensorboard/, …    what report_to's trackers write
-    trial/                     its trial, a job's directory in small        (see trial.py)
-    media/                     images, videos and sounds that a data file holds, by their sha256
+    spec.<suffix>              the job file as submitted                     (written by the daemon)
+    plan.json                  decisions made before any model is loaded     (written by the daemon)
+    adjustments.json           changes to its spec for want of memory, see out_of_memory.py  (written by the daemon)
+    start.json                 the start parameters of its unit, where workers are units  (written by the daemon)
+    checkpoints/checkpoint-N/  complete if it has a MANIFEST.json; see worker/train/checkpoint.py
+                               (written by the worker, as all below)
+    wandb/, tensorboard/, …    output of the trackers in report_to
+    trial/                     its trial, laid out like a job's directory    (see trial.py)
+    media/                     images, videos and sounds extracted from a data file, by their sha256
     output/                    the default output_dir
-    report.html                how it went, on a page                       (a child of the daemon's writes)
+    report.html                the report                                    (written by a child of the daemon)
     attempts/<n>/              events.jsonl, worker.log, result.json, and exit.json from the shim
     """
 
@@ -193,9 +193,9 @@ class JobLayout:
 
     @property
     def spec_path(self) -> Path:
-        """The spec as dropped; its suffix is its format. Raises FileNotFoundError where there is none.
+        """The spec as submitted; its suffix is its format. Raises FileNotFoundError if there is none.
 
-        Only what the owner of the directory wrote: a worker of another user can write there, too.
+        Only files of the directory's owner count: a worker of another user can write there, too.
         """
         owner = self.dir.stat().st_uid
         found = sorted(path for path in self.dir.glob("spec.*") if path.lstat().st_uid == owner)
@@ -213,7 +213,7 @@ class JobLayout:
 
     @property
     def start_path(self) -> Path:
-        """What the job's unit is to start; see jobunit.py."""
+        """The start parameters of the job's unit; see jobunit.py."""
         return self.dir / "start.json"
 
     @property
@@ -242,13 +242,13 @@ class JobLayout:
 
 @dataclass(frozen=True)
 class AttemptLayout:
-    """One attempt's directory: one worker start, or two with a fallback (then events go on in the same file)."""
+    """One attempt's directory: one worker start, or two with a fallback (then events continue in the same file)."""
 
     dir: Path
 
     @property
     def events_path(self) -> Path:
-        """Append-only, one JSON object a line; see event.py."""
+        """The events, append-only, one JSON object per line; see event.py."""
         return self.dir / "events.jsonl"
 
     @property
@@ -258,15 +258,15 @@ class AttemptLayout:
 
     @property
     def result_path(self) -> Path:
-        """What the worker says of its end, written whole; absent if it died without a word."""
+        """The worker's result, written atomically; absent if it died without one."""
         return self.dir / "result.json"
 
     @property
     def pulse_path(self) -> Path:
-        """The phase that the worker is in; touched at each of its signs of life, see worker/pulse.py."""
+        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
         return self.dir / "pulse"
 
     @property
     def exit_path(self) -> Path:
-        """The worker's exit status, written whole by the shim that waited for it; a unit's end adds to it."""
+        """The worker's exit status, written atomically by the shim that waited for it; a unit's end adds to it."""
         return self.dir / "exit.json"

@@ -1,7 +1,7 @@
-"""Logging: entries with fields of their own where the journal reads our stderr, lines on stderr elsewhere.
+"""Logging: entries with custom fields if the journal reads our stderr, plain lines on stderr otherwise.
 
-What an entry is about goes with it: `log.info("job %d …", …, extra=about(job, message.STARTED))`. No entry has what a
-sentence quotes of a job's files, and marks (quote.py), nor the words of an exception, which may quote them.
+A log call names its subject: `log.info("job %d …", …, extra=about(job, message.STARTED))`. Log entries never contain
+marked quotes of a job's files (quote.py), nor unchecked messages of exceptions, which may quote them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from honed.system.message import Message
 #: syslog(3) priorities.
 PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 STDERR_FD = 2
-#: Characters of an entry or a field; journald cuts what it reads as lines at 48 KiB.
+#: Maximum number of characters of an entry or a field; journald cuts lines that it reads at 48 KiB.
 MAX_CHARS = 32_000
 #: Exceptions of one traceback, each the cause of the next.
 MAX_CHAIN = 8
-#: The attribute of a record that has its fields.
+#: The attribute of a log record that holds its fields.
 FIELDS = "honed_fields"
 
 
 class Subject(Protocol):
-    """A job, as far as an entry of the journal names it."""
+    """A job, as far as a journal entry names it."""
 
     @property
     def id(self) -> int: ...
@@ -43,10 +43,10 @@ class Subject(Protocol):
 
 
 def about(job: Subject | int | None = None, message: Message | None = None, **fields: object) -> dict[str, Any]:
-    """`extra=` of a log call: what the entry is about. `step=3` becomes HONED_STEP=3; None is left out.
+    """Return the `extra=` of a log call: the subject of the entry. `step=3` becomes HONED_STEP=3; None is left out.
 
-    The fields that people filter by: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS,
-    HONED_CODE, HONED_HINT, HONED_FILE; and MESSAGE_ID, by which `journalctl -x` explains the entry.
+    Fields for filtering: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS, HONED_CODE,
+    HONED_HINT, HONED_FILE; and MESSAGE_ID, by which `journalctl -x` explains the entry.
     """
     if isinstance(job, int):
         fields = {"job": job, **fields}
@@ -57,7 +57,7 @@ def about(job: Subject | int | None = None, message: Message | None = None, **fi
 
 
 def _plain(text: str) -> str:
-    """What a job file says must not paint the administrator's terminal, nor what is quoted of its files be read."""
+    """Hide quotes from job files, truncate the text, and replace characters that control a terminal."""
     text = quote.hide(text)
     if len(text) > MAX_CHARS:
         text = f"{text[:MAX_CHARS]}… ({len(text)} characters)"
@@ -65,7 +65,7 @@ def _plain(text: str) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """A traceback for everybody: the places, and of the words no more than everybody may read."""
+    """Return a traceback that everybody may read: quotes in its messages are hidden."""
     parts: list[str] = []
     here: BaseException | None = error
     while here is not None and len(parts) < MAX_CHAIN:
@@ -79,7 +79,7 @@ def trace(error: BaseException) -> str:
 
 
 def guard_tracebacks() -> None:
-    """Have what nobody catches, in any thread, told as `trace` tells it: stderr is a log."""
+    """Print uncaught exceptions of any thread with `trace`: stderr is a log."""
 
     def tell(_kind: type[BaseException], error: BaseException | None, _places: TracebackType | None) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt):
@@ -103,14 +103,14 @@ class _Formatter(_Tracer):
         self._prefixed = prefixed
 
     def format(self, record: logging.LogRecord) -> str:
-        # A reader of prefixed lines takes one line as one entry, so every line of a traceback needs its prefix. Lines
-        # after the first are indented: what a job or a worker says must not pass for an entry of ours.
+        # A reader of prefixed lines takes each line as one entry, so every line of a traceback needs the prefix. Later
+        # lines are indented: text from a job or a worker must not look like an entry of ours.
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._prefixed else ""
         return prefix + f"\n{prefix}    ".join(_plain(super().format(record)).split("\n"))
 
 
 class JournalHandler(logging.Handler):
-    """Hands records to the journal; to stderr, prefixed, what the journal does not take."""
+    """Handler that sends records to the journal; records that it does not accept go to stderr, prefixed."""
 
     def __init__(self, to: Journal, *, identifier: str = "honed", fallback: TextIO | None = None) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class JournalHandler(logging.Handler):
 
 
 def _job_of(record: logging.LogRecord) -> dict[str, str]:
-    """The job of an entry that says no more of what it is about: by our own rule its text begins with it."""
+    """Return the job of an entry without fields: by our convention its text begins with it."""
     match record.args:
         case (int(number), *_) if record.msg.startswith("job %d"):
             return {"HONED_JOB": str(number)}
@@ -151,7 +151,7 @@ def _job_of(record: logging.LogRecord) -> dict[str, str]:
 
 
 def set_up(*, verbose: bool, identifier: str = "honed") -> None:
-    """Send every logger's records to the journal, or to stderr: prefixed unless a person sits there."""
+    """Send all log records to the journal, or to stderr: prefixed unless it is a terminal."""
     guard_tracebacks()
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[_handler(identifier)], force=True)
     logging.getLogger("watchdog").setLevel(logging.WARNING)

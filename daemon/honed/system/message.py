@@ -1,7 +1,7 @@
-"""The kinds of journal entries that have an explanation: a MESSAGE_ID each, and what `journalctl -x` says of it.
+"""The kinds of journal entries that have an explanation: a MESSAGE_ID each, and the text that `journalctl -x` shows.
 
-`units/honed.catalog` is made from this table (`python -m honed.cli.reference --write docs`). An id is never changed and
-never used again: people filter by it. `@FIELD@` in a text is replaced by that field of the entry.
+`units/honed.catalog` is generated from this table (`python -m honed.cli.reference --write docs`). An id is never
+changed or reused: people filter by it. `@FIELD@` in a text is replaced by that field of the entry.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from honed.system.error import BY_CODE
 
 @dataclass(frozen=True)
 class Message:
-    """One kind: what happened, why, what to do."""
+    """One kind of entry: what happened, why, and what to do."""
 
     id: str
     subject: str
@@ -218,7 +218,7 @@ HELD = Message(
 
 # -- what goes wrong: one for each code of an error -------------------------------------------------------------------
 
-#: Explains every code, whether it refused a job file (HONED_STATE=rejected), or ended an attempt.
+#: Explanations of all error codes, whether they rejected a job file (HONED_STATE=rejected) or ended an attempt.
 BY_ERROR: dict[str, Message] = {
     "spec_invalid": Message(
         "d0af395785874ddeb04faeec6a2c0aa4",
@@ -564,12 +564,12 @@ _HEAD = """\
 
 
 def of_error(code: str) -> Message:
-    """The explanation of an error's code; an unknown one is an internal error's."""
+    """Return the explanation of an error code; for an unknown one, that of an internal error."""
     return BY_ERROR.get(code, BY_ERROR["error"])
 
 
 def catalog() -> str:
-    """units/honed.catalog; its form is that of https://systemd.io/CATALOG."""
+    """Return the text of units/honed.catalog, in the format of https://systemd.io/CATALOG."""
     assert set(BY_ERROR) == set(BY_CODE), "every code is explained"
     return "\n".join([_HEAD, *(_entry(message) for message in (*LIFE, *BY_ERROR.values()))])
 
@@ -582,6 +582,6 @@ def _entry(message: Message) -> str:
         f"Documentation: {message.documentation}",
     ]
     blocks = textwrap.dedent(message.text).strip().split("\n\n")
-    # Commands stand indented and as they are.
+    # Commands are indented and not wrapped.
     wrapped = [block if block.startswith(" ") else textwrap.fill(block, TEXT_WIDTH, **_WHOLE) for block in blocks]
     return "\n".join([*lines, "", "\n\n".join(wrapped), ""])

@@ -1,4 +1,4 @@
-"""Programs of honed's that come second on a processor: ten thousand arrivals must not slow down the job that runs."""
+"""Lower CPU priority for helper programs: ten thousand arrivals must not slow down the running job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NICENESS = 10
 
 
 def step_back() -> None:
-    """Let everybody else have the processor first, as far as we may."""
-    with contextlib.suppress(OSError):  # the daemon's unit has no system call for it
+    """Lower this process's CPU priority, as far as permitted."""
+    with contextlib.suppress(OSError):  # the daemon's unit may forbid this system call
         os.nice(NICENESS)
     with contextlib.suppress(OSError):
-        # Where sessions are scheduled as groups, niceness counts within ours alone: sched(7), "The autogroup feature".
+        # Where sessions are scheduled as groups, niceness only counts within ours: sched(7), "The autogroup feature".
         Path("/proc/self/autogroup").write_text(f"{NICENESS}", encoding="ascii")

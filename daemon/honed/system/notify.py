@@ -1,4 +1,4 @@
-"""Messages to systemd: readiness, status, watchdog, reload, stop. Does nothing where systemd did not start us."""
+"""Messages to systemd: readiness, status, watchdog, reload, stop. Does nothing if systemd did not start us."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sdnotify
 from honed.system import quote
 from honed.system.error import plain
 
-#: Characters of a status line.
+#: Maximum number of characters of a status line.
 MAX_STATUS = 2000
 
 
 class Notifier:
-    """One wrapper around sdnotify, for what it gets wrong and for the rate."""
+    """Wrapper around sdnotify that fixes its encoding and limits the rate."""
 
     def __init__(self) -> None:
         self._notifier = sdnotify.SystemdNotifier()
@@ -23,26 +23,26 @@ class Notifier:
         self._watchdog_at = 0.0
         for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         usec = os.environ.get("WATCHDOG_USEC", "0") if for_us else "0"
-        #: Seconds between pings, half of what systemd allows; None where it watches nobody.
+        #: Seconds between pings, half of what systemd allows; None without a watchdog.
         self.watchdog_interval_sec = int(usec) / 2e6 if usec.isdecimal() and int(usec) else None
 
     def _send(self, message: str) -> None:
-        # sdnotify 0.3.2 encodes Latin-1 and drops the rest in silence: hand it the UTF-8 bytes as Latin-1.
+        # sdnotify 0.3.2 encodes Latin-1 and silently ignores other characters: pass the UTF-8 bytes as Latin-1.
         self._notifier.notify(message.encode(errors="replace").decode("latin-1"))
 
     def ready(self) -> None:
         self._send("READY=1")
 
     def status(self, text: str) -> None:
-        """One line a person wants to read; sent when it changes."""
-        # A worker's own words are in it, and everybody on the machine may read it.
+        """Send a status line for people, if it changed."""
+        # It may contain the worker's own words, and everybody on the machine may read it.
         line = plain(quote.hide(" ".join(text.split())))[:MAX_STATUS]
         if line != self._status:
             self._status = line
             self._send(f"STATUS={line}")
 
     def watchdog(self) -> None:
-        """A pass of the main loop really went round."""
+        """Ping the watchdog. Call it only after a complete pass of the main loop."""
         now = time.monotonic()
         if self.watchdog_interval_sec is not None and now - self._watchdog_at >= self.watchdog_interval_sec / 2:
             self._watchdog_at = now
@@ -55,5 +55,5 @@ class Notifier:
         self._send("STOPPING=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Ask systemd for more time, while workers write their checkpoints."""
+        """Ask systemd for more time while workers write their checkpoints."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")

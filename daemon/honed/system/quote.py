@@ -1,14 +1,14 @@
-"""Quotes of what belongs to a job's owner: text of rows, prompts and predictions, of templates, values of job files.
+"""Quotes of private text: from rows, prompts and predictions, of templates, values of job files.
 
-More people read a log than may read a job. So what a sentence quotes is marked where it is put in, and the marks stay
-in all that is made of the sentence, until it is told to somebody:
+More people can read a log than a job. So a quote is marked where it is inserted into a message, and the marks stay in
+every text derived from the message, until it is shown to somebody:
 
     f"message 2: the role is {quote.mark(repr(role))}, not one of user, assistant"
     hide    message 2: the role is …, not one of user, assistant            logs, the journal, STATUS=, notices
     show    message 2: the role is 'moderator', not one of user, assistant  `evidence`, for those who may read the job
 
-Names are no quotes: keys, columns, files, modules. The marks are noncharacters, which Unicode keeps for a program's own
-use; those that a file holds are taken out of what is quoted.
+Names are not quotes: keys, columns, files, modules. The marks are noncharacters, which Unicode reserves for a program's
+internal use; they are removed from quoted text.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ import re
 from collections.abc import Iterable
 
 _OPEN, _OPEN_ASIDE, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-#: A quote that was cut goes to the end.
+#: A truncated quote extends to the end of the text.
 _MARKED = re.compile(f"([{_OPEN}{_OPEN_ASIDE}])[^{_CLOSE}]*{_CLOSE}?")
 _MARKS = str.maketrans("", "", _OPEN + _OPEN_ASIDE + _CLOSE)
-#: What stands in the place of a quote.
+#: Replacement for a quote.
 HIDDEN = "…"
-#: Characters of a name.
+#: Maximum number of characters of a name.
 MAX_NAME = 60
-#: A word that names something, and is no sentence of somebody's.
+#: A word that looks like a name, not like a sentence.
 _NAME = re.compile(rf"[\w.-]{{1,{MAX_NAME}}}")
 _PLACE = re.compile(r"\S{1,300}")
 
 
 def mark(text: str) -> str:
-    """A quote, in whose place `…` is told to others."""
+    """Mark a quote; `hide` replaces it by `…`."""
     return f"{_OPEN}{show(text)}{_CLOSE}"
 
 
 def aside(text: str) -> str:
-    """A part of a sentence that quotes something, and is left out for others."""
+    """Mark a part of a sentence that contains a quote; `hide` removes it."""
     return f"{_OPEN_ASIDE}{show(text)}{_CLOSE}"
 
 
 def name(text: str) -> str:
-    """A name that somebody has given, as it is; one that is no plain word may be anything, and is a quote."""
+    """Return a name as it is; marked as a quote unless it is a plain word."""
     return text if _NAME.fullmatch(text) else mark(_cut(text))
 
 
 def names(texts: Iterable[str], form: str = "{}") -> str:
-    """Names of one place, such as a table's columns, each in that form: where one of them is no plain word, the others
-    may be no names either, as in a table without a header."""
+    """Join names of one kind, such as a table's columns, each in that form. If one is not a plain word, all are marked:
+    the others may not be names either, as in a table without a header.
+    """
     told = [(text, _NAME.fullmatch(text) is not None) for text in texts]
     joined = ", ".join(form.format(text if is_plain else _cut(text)[1:-1]) for text, is_plain in told)
     return joined if all(is_plain for _, is_plain in told) else mark(joined)
 
 
 def place(text: str) -> str:
-    """A path that a row names, as it is; what has spaces in it may be a sentence of the row."""
+    """Return a path from a row as it is; marked as a quote if it contains spaces, since it may be a sentence."""
     return text if _PLACE.fullmatch(text) else mark(text)
 
 
@@ -62,12 +63,12 @@ def _cut(text: str) -> str:
 
 
 def hide(text: str) -> str:
-    """The sentence for everybody."""
+    """Return the text for everybody, with its quotes hidden."""
     return _MARKED.sub(lambda found: HIDDEN if found[1] == _OPEN else "", text).translate(_MARKS)
 
 
 def show(text: str) -> str:
-    """The sentence for those who may read what it quotes."""
+    """Return the text with its quotes, for those who may read them."""
     return text.translate(_MARKS)
 
 

@@ -1,6 +1,6 @@
-"""Secrets: one line of a file, which systemd hands over as a credential, or which the configuration names.
+"""Secrets: one line of a file, which systemd provides as a credential, or which the configuration names.
 
-They are read anew each time, so that a changed one counts, and no error shows them.
+They are read again each time, so that a change takes effect, and no error message contains them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ ONE_LINE = "one line, without blanks in it"
 
 
 def credential(*names: str) -> Path | None:
-    """The first of these that systemd has given us."""
+    """Return the path of the first of these credentials that systemd provides."""
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     places = [Path(directory) / name for name in names] if directory else []
     return next((place for place in places if place.exists()), None)
 
 
 def read(path: Path, what: str, *, min_chars: int = 1, hint: str = ONE_LINE) -> str:
-    """What a file holds, called `what`. Raises EnvironmentInvalidError; `hint` is for a file in which there is none."""
+    """Return a file's secret, called `what` in errors. Raises EnvironmentInvalidError, with `hint` if invalid."""
     try:
         secret = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Files in a job's directory, which its worker makes: read by programs with more rights, that it must not lead astray.
+"""Safe reading of files in a job's directory, which its worker can change, by programs with more permissions.
 
-Whoever can write `attempts/<n>/events.jsonl` can put a link to somebody else's file in its place, or in that of a
-directory above it, or a pipe on whose opening one waits for ever, or a file without end.
+Whoever can write `attempts/<n>/events.jsonl` can replace it, or a directory above it, by a link to another user's file,
+by a pipe that blocks whoever opens it, or by an endless file.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import os
 import stat
 from pathlib import Path
 
-#: Bytes of a file that is read whole: a result, an exit. Ours have some kilobytes.
+#: Bytes of a file that is read at once: a result, an exit. Ours have some kilobytes.
 MAX_BYTES = 16 * 1024 * 1024
-#: Names at the end of a path that are the worker's to change: `attempts/<n>/<file>`.
+#: Number of names at the end of a path that the worker can change: `attempts/<n>/<file>`.
 NUM_NAMES = 3
 
 
 def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_names: int = NUM_NAMES) -> int:
-    """A descriptor of a plain file; waits for nobody, and follows no link in the last `num_names` names of the path.
+    """Open a regular file without blocking and without following links in the last `num_names` names of its path;
+    return its descriptor.
 
-    Raises OSError where it is none.
+    Raises OSError if it is not a regular file.
     """
     root, *names = path.absolute().parts
     *directories, name = names[-num_names:]
@@ -45,7 +46,7 @@ def open_plain(path: Path, *, flags: int = os.O_RDONLY, mode: int = 0o644, num_n
 
 
 def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_NAMES) -> bytes:
-    """All of a plain file. Raises OSError where it is none, or larger than `max_bytes`."""
+    """Return a regular file's content. Raises OSError if it is not one, or larger than `max_bytes`."""
     with open(open_plain(path, num_names=num_names), "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -54,7 +55,7 @@ def read_plain(path: Path, *, max_bytes: int = MAX_BYTES, num_names: int = NUM_N
 
 
 def sync_plain(path: Path, *, num_names: int = NUM_NAMES) -> None:
-    """Make a plain file durable, whoever wrote it. Raises OSError where it is none."""
+    """Make a regular file durable, whoever wrote it. Raises OSError if it is not one."""
     fd = open_plain(path, num_names=num_names)
     try:
         os.fsync(fd)

@@ -1,10 +1,10 @@
-"""The prompt of a prediction, compared with the prompt that training used.
+"""Comparison of a prediction's prompt with the prompt that training used.
 
     asked     …2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n
     trained   …2+2?<|im_end|>\\n<|im_start|>assistant\\n⟦<think>\\ntwo and two\\n</think>\\n\\n4<|im_end|>⟧
 
-A template's generation prompt need not be what it writes before a turn: Qwen3.5's says that there is no reasoning,
-whatever the rows have. Predictions, and whoever serves the model, then ask for what was not trained.
+A template's generation prompt may differ from what it writes before a turn: Qwen3.5's says that there is no reasoning,
+whatever the rows have. Predictions, and any server of the model, then use a prompt that was not trained.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 from honed.spec.problem import shown
 from honed.text.span import common, squeeze
 
-#: Characters of the two texts that are shown, from a little before the place where they part.
+#: Characters of the two texts that are shown: before the place where they differ, and in all.
 _NUM_BEFORE, _NUM_SHOWN = 24, 48
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A generation prompt that is not what stands before the turn in its row, from a little before they part."""
+    """A generation prompt that differs from the text before the turn; both are shown from a little before the
+    difference."""
 
     asked: str
     trained: str
@@ -33,7 +34,7 @@ class Mismatch:
 
 @dataclass
 class Mismatches:
-    """Rows whose turns are asked for otherwise than they are trained."""
+    """Rows whose generation prompt differs from the prompt that they were trained with."""
 
     num_rows: int = 0
     first: str = ""
@@ -51,7 +52,7 @@ class Mismatches:
         return Mismatches(self.num_rows + other.num_rows, first.first, first.example)
 
     def told(self, num_rows: int, advice: str) -> str:
-        """In words, for the rows' owner; empty where all is asked as it is trained."""
+        """Return a message for the rows' owner; empty where all prompts are as trained."""
         if not self.num_rows:
             return ""
         return (
@@ -60,7 +61,7 @@ class Mismatches:
         )
 
 
-#: What helps where nothing better was found.
+#: Advice where nothing more specific was found.
 ADVICE = (
     "predictions and scores are made with a prompt that was not trained: name a template whose generation prompt is "
     "what stands before its turns (`chat_template:`)"
@@ -68,10 +69,10 @@ ADVICE = (
 
 
 def compare(asked: str, text: str, start: int) -> Mismatch | None:
-    """`asked` beside `text`, of which what is trained begins at `start`; both begin with the same conversation.
+    """Compare `asked` with `text`, whose trained part begins at `start`; both begin with the same conversation.
 
-    A prompt that reaches into the turn gives what the turn begins with, and is as trained. White space further up, as
-    Hermes' template has it behind a tool's answer only where a turn follows, is no matter.
+    Return None if they agree. A prompt that reaches into the turn, and equals its beginning, is as trained. White space
+    further up does not matter: Hermes' template writes it after a tool's answer only where a turn follows.
     """
     n = common(asked, text)
     if n == len(asked) and (n >= start or not text[n:start].strip()):
@@ -87,7 +88,7 @@ def _trail(text: str) -> str:
 
 
 def compare_tails(asked: str, text: str, start: int, said: str) -> Mismatch | None:
-    """The same of two templates' texts, from where both have shown what was said last."""
+    """Compare texts of two templates in the same way, from the end of `said`, the last message, in both."""
     if not said or said not in asked or said not in text[:start]:
         return None
     at = text.rindex(said, 0, start) + len(said)
@@ -95,6 +96,6 @@ def compare_tails(asked: str, text: str, start: int, said: str) -> Mismatch | No
 
 
 def said_before(messages: Sequence[dict[str, Any]], i: int) -> str:
-    """What is said right before message i; empty where that is no plain text."""
+    """Return the text of the message before message i; empty where that is no plain text."""
     content = messages[i - 1].get("content") if i else None
     return content.strip() if isinstance(content, str) else ""

@@ -1,17 +1,18 @@
-"""From a row to token ids and the mask over them: what the model is asked to learn, and nothing else.
+"""Conversion of a row to token ids, with a mask over the tokens that the model is trained on.
 
-Trained are the assistant's turns as the chat template renders them, each with its end token. Templates say nothing of
+Trained are the assistant's turns as the chat template renders them, each with its end token. Templates do not report
 where a turn lies, so it is found by rendering:
 
     whole    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\nHello<|im_end|>\\n
     asked    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n                 up to the turn, with the prompt
     turn                                                             [..........................................]
 
-Where the shorter renderings begin the whole one, that settles it. Where they do not (a template that drops earlier
-reasoning, or treats the last turn in its own way), each message is found in the whole conversation by rendering it
-again with just that message exchanged for a mark. A turn that cannot be found is an error of that row, never a guess.
+Where the shorter renderings are prefixes of the whole one, they give the turn. Where they are not (a template that
+omits earlier reasoning, or treats the last turn specially), each message is found in the whole conversation by
+rendering it again with only that message replaced by a mark. A turn that cannot be found is an error of that row, never
+a guess.
 
-The tokenizer comes in as an argument; neither torch nor transformers is imported here.
+The tokenizer is an argument; neither torch nor transformers is imported here.
 """
 
 from __future__ import annotations
@@ -74,27 +75,29 @@ _PROCESSOR_HINT = (
     "`honectl preview` shows the row; the base model's processor may be of another kind than its tokenizer"
 )
 
-#: Arguments of rows for the template for which what it does is remembered.
+#: Different chat_template_kwargs of rows for which a ChatFormat is cached.
 MAX_VARIANTS = 32
-#: Rows whose boundaries are computed both ways, from offsets and from token prefixes, before offsets are believed.
+#: Rows whose boundaries are computed both ways, from offsets and from token prefixes, before offsets are trusted.
 _NUM_OFFSET_TRIALS = 8
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One row as token ids, with what is trained on."""
+    """One row as token ids, with the mask of trained tokens."""
 
     input_ids: list[int]
     trained: list[bool]  #: as long as input_ids
     turns: tuple[str, ...]  #: the trained texts as rendered, in order
     _pieces: Callable[[int, int], str] = field(repr=False, compare=False)  #: the text of tokens [a, b)
-    rendered: str = ""  #: of a row with media: its text before the processor has seen it
+    rendered: str = ""  #: of a row with media: its text before the processor expands it
     media_end: int = 0  #: images, videos and sounds lie in the tokens before this one
     _shown: tuple[tuple[str, str], ...] = field(
         default=(), repr=False, compare=False
-    )  #: their texts, as people see them
-    omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: what the row says and the template leaves out
-    mismatch: Mismatch | None = field(default=None, compare=False)  #: its last turn is asked for otherwise than trained
+    )  #: for each image, video or sound: its text, and the label that people see
+    omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: parts of the row that the template leaves out
+    mismatch: Mismatch | None = field(
+        default=None, compare=False
+    )  #: set if the prompt of its last turn differs from training
 
     @property
     def labels(self) -> list[int]:
@@ -107,7 +110,7 @@ class Encoded:
         return sum(self.trained)
 
     def segments(self) -> list[dict[str, Any]]:
-        """The row's text in pieces, trained and not, with an image's tokens as `[image 12×9 tokens]`."""
+        """Return the row's text in pieces, trained and not, with an image's tokens as `[image 12×9 tokens]`."""
         found, shown = [], list(self._shown)
         for a, b, is_trained in runs_of(self.trained):
             text, at = self._pieces(a, b), 0
@@ -118,7 +121,8 @@ class Encoded:
         return found
 
     def truncate(self, max_length: int | None) -> Encoded:
-        """The row's first `max_length` tokens, as the trainer keeps them. Raises DatasetError if media were cut."""
+        """Cut the row to its first `max_length` tokens, as the trainer does. Raises MediaCutError if media would be
+        cut."""
         if max_length is None or len(self.input_ids) <= max_length:
             return self
         if max_length < self.media_end:
@@ -130,26 +134,26 @@ class Encoded:
 
 
 class MediaCutError(DatasetError):
-    """A row of which a part of an image, a video or a sound would be cut off."""
+    """A row that truncation would cut inside an image, a video or a sound."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template writes it."""
+    """A conversation as its template renders it."""
 
     text: str
-    spans: tuple[Span, ...]  #: what is trained on
-    places: tuple[Place, ...]  #: where its media belong
-    omitted: tuple[Omission, ...] = ()  #: what the row says and the template leaves out
-    mismatch: Mismatch | None = None  #: its last turn is asked for otherwise than trained
+    spans: tuple[Span, ...]  #: the trained parts
+    places: tuple[Place, ...]  #: the places of its media
+    omitted: tuple[Omission, ...] = ()  #: parts of the row that the template leaves out
+    mismatch: Mismatch | None = None  #: set if the prompt of its last turn differs from training
 
 
-#: A processor's side of a row: what it makes of a rendered text and its media, in order of occurrence.
+#: A processor's side of a row: expands a rendered text and its media, in order of occurrence.
 Expand = Callable[[str, Sequence[Media]], Expanded]
 
 
 class ChatFormat:
-    """Rows to token ids and masks, with one tokenizer and its chat template, and a processor where rows have media."""
+    """Conversion of rows with one tokenizer and its chat template, and a processor where rows have media."""
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class ChatFormat:
         date: datetime | None = None,
         expand: Expand | None = None,
     ) -> None:
-        """`date` is what templates that ask for today's are told; None leaves that to the clock."""
+        """Set up the conversion. Templates that ask for today's date get `date`; None leaves that to the clock."""
         self.tokenizer = tokenizer
         self.template = getattr(tokenizer, "chat_template", None)
         self.expand = expand
@@ -168,9 +172,9 @@ class ChatFormat:
         self._cached_probe: Probe | None = None
         self._finder: Finder | None = None
         self._variants: dict[str, ChatFormat] = {}  # by the arguments of a row
-        self._base: ChatFormat | None = None  # what asks the model, where rows alone have another template
+        self._base: ChatFormat | None = None  # asks the model, where only rows use another template
         self._call_form = CallForm()
-        self._takes_parts = False  # whether the template wants content as a list of parts, as those for images do
+        self._takes_parts = False  # True if the template wants content as a list of parts, as those for images do
         self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self._num_trials = 0
         self._bos_ids = self._leading_ids()
@@ -178,7 +182,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, job_spec: JobSpec, tokenizer: Any, *, date: datetime | None = None) -> ChatFormat:
-        """As the job has it. Raises SpecError where the template that it wants for rows is not there."""
+        """Create the ChatFormat of a job. Raises SpecError if the job's template for rows does not exist."""
         chat = cls(tokenizer, chat_template_kwargs=job_spec.chat_template_kwargs, date=date)
         rows_template = variants.read(job_spec.training_chat_template, chat.template)
         return chat if rows_template is None else chat.training(rows_template)
@@ -186,7 +190,7 @@ class ChatFormat:
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def encode(self, example: Example) -> Encoded:
-        """The whole row, untruncated. Raises DatasetError for a row that the template refuses or hides."""
+        """Encode the whole row, untruncated. Raises DatasetError for a row that the template refuses or hides."""
         match example.kind:
             case "messages" if example.media:
                 rendered = self.rendered(example)
@@ -199,7 +203,7 @@ class ChatFormat:
                 return self._encode_plain(example.text, example, 0)
 
     def encode_all(self, examples: Iterable[Example]) -> tuple[list[Encoded], list[tuple[Example, DatasetError]]]:
-        """The rows that can be trained on, in order, and those that cannot, each with its reason."""
+        """Return the rows that can be trained on, in order, and those that cannot, each with its error."""
         good: list[Encoded] = []
         bad: list[tuple[Example, DatasetError]] = []
         for example in examples:
@@ -212,7 +216,7 @@ class ChatFormat:
         return good, bad
 
     def prompt(self, example: Example) -> tuple[str, list[int], str]:
-        """What the model is asked for a prediction: the text, its token ids, and the ground truth."""
+        """Return the prompt of a prediction as text and as token ids, and the ground truth."""
         match example.kind:
             case "messages" if example.media:
                 text, media, truth = self.asked(example)
@@ -227,13 +231,13 @@ class ChatFormat:
                 return asked, self._with_bos(self._ids(asked)), truth
 
     def require_template(self) -> None:
-        """Raises DatasetError where conversations cannot be rendered at all, whatever the row."""
+        """Raise DatasetError if conversations cannot be rendered at all, whatever the row."""
         self.probe  # noqa: B018
 
     # --- rows with images, videos or sounds -------------------------------------------------------------------------
 
     def rendered(self, example: Example) -> Rendered:
-        """A row with media before the processor has seen it. Raises DatasetError, as `encode` does."""
+        """Render a row with media, before the processor expands it. Raises DatasetError, as `encode` does."""
         chat = self._of(example)
         conversation = Conversation(chat, example)
         places = self._check_places(conversation.text, example.media, example)
@@ -242,7 +246,7 @@ class ChatFormat:
         return Rendered(conversation.text, tuple(spans), places, omitted, mismatch)
 
     def finish(self, example: Example, rendered: Rendered, expanded: Expanded) -> Encoded:
-        """The row, from what the processor has made of it."""
+        """Encode a rendered row from the text and tokens that the processor made of it. Raises DatasetError."""
         try:
             carried = carry(rendered.text, rendered.places, expanded.text, added_tokens(self.tokenizer))
         except ValueError as error:
@@ -274,18 +278,18 @@ class ChatFormat:
         )
 
     def asked(self, example: Example) -> tuple[str, tuple[Media, ...], str]:
-        """What the model is asked for a prediction, as rendered, the media that it is shown, and the ground truth."""
+        """Return the rendered prompt of a prediction, the media in it, and the ground truth."""
         text, truth = self._asker(example)._ask(example)
         media = example.media[: len(self.places(text))]
         self._check_places(text, media, example)
         return text, media, truth
 
     def places(self, text: str) -> list[Place]:
-        """The places of media in a text that the template has rendered."""
+        """Return the places of media in a text that the template rendered."""
         return find_places(text, self.placeholders)
 
     def shown(self, text: str, media: Sequence[Media]) -> str:
-        """A rendered text for people: `[image /srv/images/7.png]` in the place of each."""
+        """Return a rendered text for people, with `[image /srv/images/7.png]` in place of each medium."""
         pieces, at = [], 0
         for place, each in zip(self.places(text), self._ordered(text, media), strict=True):
             pieces += [text[at : place.start], f"[{each.kind} {each.place}]"]
@@ -293,7 +297,7 @@ class ChatFormat:
         return "".join([*pieces, text[at:]])
 
     def _ordered(self, text: str, media: Sequence[Media]) -> list[Media]:
-        """The media in the order in which the template shows them: it may put all of a kind first."""
+        """Return the media in the order in which the template shows them: it may put all of a kind first."""
         rest = list(media)
         return [
             rest.pop(next((n for n, each in enumerate(rest) if each.kind == place.kind), 0))
@@ -321,7 +325,7 @@ class ChatFormat:
 
     @cached_property
     def placeholders(self) -> dict[Kind, str]:
-        """What the template writes where an image, a video or a sound belongs, of the kinds that it takes."""
+        """Texts that the template writes in place of an image, a video or a sound, for the kinds that it supports."""
         self.require_template()
         return learn_placeholders(self)
 
@@ -334,7 +338,7 @@ class ChatFormat:
         return self.expand(text, media)
 
     def _labels(self, expanded: Expanded, places: Sequence[Place]) -> Iterator[tuple[str, str]]:
-        """Each place's text, and what people see for it."""
+        """Yield the text of each place, and the label that people see instead."""
         tokens = re.compile("|".join(map(re.escape, added_tokens(self.tokenizer))) or r"(?!)")
         seen: Counter[Kind] = Counter()
         for place in places:
@@ -349,8 +353,10 @@ class ChatFormat:
     # --- what a person, or generation, should know --------------------------------------------------------------------
 
     def notes(self, examples: Iterable[Example] = ()) -> list[tuple[str, str]]:
-        """Facts about the template, or about what it makes of these rows, that deserve a word, and their levels:
-        warning, or info where nothing is amiss."""
+        """Return notable facts about the template, or about its effect on these rows, each after its level.
+
+        The level is warning, or info where nothing is wrong.
+        """
         probe, eos = self.probe, self.tokenizer.eos_token
         found = []
         if not probe.ends:
@@ -389,7 +395,7 @@ class ChatFormat:
         return found
 
     def advice(self, example: Example, omitted: Sequence[Omission]) -> str:
-        """What helps where the template leaves out some of a row: tried, where something can be tried."""
+        """Return advice for a row of which the template leaves out some; settings are tried where possible."""
         found: dict[str, str] = {}
         for kind in dict.fromkeys(each.kind for each in omitted):
             tried = {"reasoning": self._tried_reasoning, "system": self._tried_system}.get(kind)
@@ -397,11 +403,11 @@ class ChatFormat:
         return "; ".join(found.values())
 
     def advice_on(self, lost: Tally) -> str:
-        """What helps with all that rows lose."""
+        """Return advice on all that rows lose."""
         return "; ".join(self.advice(*lost.rows[kind]) for kind, _ in lost.kinds.most_common())
 
     def advice_on_asking(self, found: Mismatches) -> str:
-        """What helps where turns are asked for otherwise than they are trained: tried, where something can be."""
+        """Return advice on prompts that differ from training; settings are tried where possible."""
         if (example := found.example) is None:
             return ""
         for name in switches(str(self.template)):
@@ -417,13 +423,13 @@ class ChatFormat:
         return asking.ADVICE
 
     def _with(self, name: str, value: bool) -> ChatFormat:
-        """As with one more of the job's chat_template_kwargs."""
+        """Return a copy with one more of the job's chat_template_kwargs."""
         made = self.variant(kwargs={name: value})
         made._base = None if self._base is None else self._base.variant(kwargs={name: value})
         return made
 
     def _asks_well(self, example: Example) -> bool:
-        """Whether a row is asked for as it is trained, and its last turn loses no reasoning."""
+        """Return True if the row's prompt is as trained, and its last turn loses no reasoning."""
         try:
             chat = self._of(example)
             conversation = Conversation(chat, example)
@@ -435,7 +441,7 @@ class ChatFormat:
         return mismatch is None and all((each.kind, each.message) != ("reasoning", last) for each in lost)
 
     def _tried_reasoning(self, example: Example) -> str:
-        """What has the template, or its training variant, show the row's reasoning; empty where nothing does."""
+        """Return a change that makes the template, or its training variant, show the row's reasoning; else ""."""
         chat, template = self._of(example), str(self.template)
         for name in switches(template):
             for value in (True, False):
@@ -459,13 +465,13 @@ class ChatFormat:
         return ""
 
     def _shows(self, kind: str, example: Example) -> bool:
-        """Whether nothing of that kind is left out of a row."""
+        """Return True if the template renders the row and leaves out nothing of that kind."""
         text = self.try_render(example.messages, example.tools)
         found = Finder(self.try_render).find(example.messages, example.tools, text or "")
         return text is not None and all(each.kind != kind for each in found)
 
     def variant(self, *, kwargs: Mapping[str, Any] | None = None, template: str | None = None) -> ChatFormat:
-        """The same with more arguments for the template, or with another template."""
+        """Return a copy with more arguments for the template, or with another template."""
         made = copy(self)
         made.template = template or self.template
         made._kwargs = {**self._kwargs, **(kwargs or {})}
@@ -474,13 +480,13 @@ class ChatFormat:
         return made
 
     def training(self, template: str) -> ChatFormat:
-        """The same with a template that rows alone are rendered by: the model is asked as before."""
+        """Return a copy that renders only rows with another template: the model's prompts stay as before."""
         made = self.variant(template=template)
         made._base = self
         return made
 
     def _of(self, example: Example) -> ChatFormat:
-        """This one with the row's own arguments for the template."""
+        """Return the ChatFormat with the row's own arguments for the template."""
         if not example.chat_template_kwargs:
             return self
         key = json.dumps(example.chat_template_kwargs, sort_keys=True, default=str)
@@ -491,7 +497,7 @@ class ChatFormat:
         return self._variants[key]
 
     def _asker(self, example: Example) -> ChatFormat:
-        """What asks the model: the base's own template, unless that refuses the row."""
+        """Return the ChatFormat for prompts: with the base's own template, unless that refuses the row."""
         if self._base is not None:
             asker = self._base._of(example)
             if asker.try_render(example.messages, example.tools) is not None:
@@ -500,8 +506,10 @@ class ChatFormat:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens at which generation stops: eos and, where it is one token, what ends a turn, unless an answer that
-        begins with reasoning goes on after it."""
+        """Tokens at which generation stops: eos, and each end of a turn that is one token.
+
+        An end after which an answer that begins with reasoning continues is not among them.
+        """
         ids = [] if self._eos_id is None else [self._eos_id]
         if self._has_template:
             ends = [self._ids(end) for end in self.probe.ends if end not in self.probe.inner]
@@ -520,10 +528,11 @@ class ChatFormat:
         is_truncated: bool = False,
         placeholder_ids: Iterable[int] = (),
     ) -> None:
-        """Raises MaskError, with decoded evidence, unless what is trained on is what the row's assistant says.
+        """Raise MaskError, with decoded evidence, unless the trained text is what the row's assistant says.
 
-        It looks at the decoded tokens and at the row, not at how the mask was made. `placeholder_ids` are those of
-        images, video and audio. Labels are as the model takes them: not shifted, -100 where nothing is learned.
+        The check uses the decoded tokens and the row, not the way in which the mask was made. `placeholder_ids` are
+        those of images, video and audio. Labels are as the model takes them: not shifted, -100 where nothing is
+        learned.
         """
         Check(self._of(example), list(input_ids), list(labels), example, is_truncated, frozenset(placeholder_ids)).run()
 
@@ -538,7 +547,8 @@ class ChatFormat:
         return replace(chat._encode_spans(conversation.text, spans, example), omitted=omitted, mismatch=mismatch)
 
     def _mismatch(self, conversation: Conversation, spans: Sequence[Span], example: Example) -> Mismatch | None:
-        """How the prompt of the row's last turn differs from what it was trained to go on from."""
+        """Return how the prompt for the row's last turn differs from the text that it was trained to continue, or
+        None."""
         last, (start, _), asker = max(conversation.trained_indices), spans[-1], self._asker(example)
         if not last:
             return None
@@ -547,14 +557,15 @@ class ChatFormat:
         try:
             asked = asker.render(example.messages[:last], example.tools, prompt=True)
         except TEMPLATE_ERRORS:
-            return None  # which whoever asks says
+            return None  # reported when a prediction renders the prompt
         asked += asker.probe.header if asker.probe.ignores_prompt else ""
         if asker.template == conversation.template:
             return asking.compare(asked, conversation.text, start)
         return asking.compare_tails(asked, conversation.text, start, asking.said_before(example.messages, last))
 
     def _omitted(self, conversation: Conversation, example: Example) -> tuple[Omission, ...]:
-        """What the row says and the template leaves out. Raises SilencedError."""
+        """Return the parts of the row that the template leaves out. Raises SilencedError if it silences a trained
+        turn."""
         found = self._found(example, conversation.text)
         for i in conversation.trained_indices if found else ():
             assert self._finder is not None
@@ -568,7 +579,7 @@ class ChatFormat:
         return tuple(found)
 
     def left_out(self, example: Example, i: int) -> set[str]:
-        """What kinds of what message i says the template leaves out, wholly or in part."""
+        """Return the kinds of message i's texts that the template leaves out, wholly or in part."""
         text = self.try_render(example.messages, example.tools)
         return set() if text is None else {each.kind for each in self._found(example, text) if each.message == i}
 
@@ -578,9 +589,9 @@ class ChatFormat:
         return self._finder.find(example.messages, example.tools, text)
 
     def try_render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
-        """The template's text; None where it refuses."""
+        """Return the template's text; None where it refuses."""
         try:
-            self.require_template()  # which learns the form that it takes
+            self.require_template()  # this also learns the form of messages that the template takes
             return self.render(messages, tools)
         except (DatasetError, *TEMPLATE_ERRORS):
             return None
@@ -597,7 +608,8 @@ class ChatFormat:
         ]
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
-        """The template's text. Raises one of `TEMPLATE_ERRORS` where it refuses."""
+        """Return the template's text, with the end of a last turn that it leaves out. Raises one of
+        `TEMPLATE_ERRORS`."""
         text = self._render(messages, tools, self._call_form, prompt=prompt)
         probe, is_told = self._cached_probe, bool(messages) and messages[-1]["role"] == "assistant"
         return probe.close(text, messages[-1]) if probe is not None and is_told and not prompt else text
@@ -605,12 +617,12 @@ class ChatFormat:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, call_form: CallForm, *, prompt: bool = False
     ) -> str:
-        """As the template has it, whatever it leaves out."""
+        """Return the template's text as it is, even if the end of the last turn is missing."""
         given = [call_form.of(message) for message in messages]
         given = [as_parts(message) for message in given] if self._takes_parts else given
         more = dict(self._kwargs)
         if self._date is not None and "strftime_now" in str(self.template):
-            # A template's variable goes before the global that transformers sets, whichever backend is imported.
+            # A template's variable overrides the global that transformers sets, whichever backend is imported.
             more = {"strftime_now": self._date.strftime, **more}
         if self.template != self.tokenizer.chat_template:
             more["chat_template"] = self.template
@@ -658,7 +670,7 @@ class ChatFormat:
     # --- tokens ------------------------------------------------------------------------------------------------------
 
     def _encode_plain(self, text: str, example: Example, start: int) -> Encoded:
-        """A text that is trained from `start` on, with bos as the tokenizer adds it, and eos."""
+        """Encode a text that is trained from `start` on, with bos as the tokenizer adds it, and eos."""
         if not text[start:].strip():
             raise DatasetError(f"{where(example)}: there is nothing to train on")
         body = self._encode_spans(text, [(start, len(text))], example)
@@ -687,7 +699,8 @@ class ChatFormat:
         return Encoded(ids, trained, tuple(text[a:b] for a, b in spans), pieces)
 
     def _tokenize(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool], Any] | None:
-        """Ids and mask of the text tokenized as one; None where a token reaches from a turn into other words."""
+        """Tokenize the text as one; return ids, mask and pieces, or None if a token reaches from a turn into other
+        words."""
         ids, ends = self._ids_and_ends(text)
         if ends is None:
             ranges = [self._range_by_prefix(text, ids, span) for span in spans]
@@ -707,7 +720,8 @@ class ChatFormat:
         return ids, trained, self._pieces(text, ids, ends)
 
     def _distrust(self, text: str, ends: list[int]) -> list[int] | None:
-        """Offsets that say other than the tokens do: believed no more, unless they account for the text by decoding."""
+        """Return offsets that contradict the tokens if they account for the text by decoding; else stop using
+        offsets."""
         ids = self._ids(text)
         cuts = [n for n in range(0, len(ids), max(1, len(ids) // 16)) if n and ends[n - 1] != ends[n]]
         if all(squeeze(self.decode(ids[:n])) == squeeze(text[: ends[n - 1]]) for n in cuts):
@@ -716,7 +730,8 @@ class ChatFormat:
         return None
 
     def _tokenize_apart(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool], Any]:
-        """Ids and mask with the text cut at the turns' ends first, as generation meets it: prompt, then answer."""
+        """Return ids, mask and pieces with the text cut at the turns' ends first, as in generation: prompt, then
+        answer."""
         ids: list[int] = []
         trained: list[bool] = []
         cuts = [0, *[cut for span in spans for cut in span], len(text)]
@@ -736,14 +751,15 @@ class ChatFormat:
         return ids
 
     def _ids_and_ends(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Token ids, and where in the text each ends; no ends where the tokenizer cannot tell, or tells nonsense."""
+        """Return token ids, and the end of each in the text; None for the ends where the tokenizer's offsets are
+        unusable."""
         if not self._has_offsets:
             return self._ids(text), None
         batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return batch["input_ids"], token_ends(text, batch["offset_mapping"])
 
     def _range_by_prefix(self, text: str, ids: list[int], span: Span) -> Span | None:
-        """The tokens of a span, found by tokenizing what comes before its ends."""
+        """Return the tokens of a span, found by tokenizing the text before its start and before its end."""
         start, before, _ = self._boundary(text, ids, span[0])
         end, _, after = self._boundary(text, ids, span[1])
         if before.strip() or (after.strip() and end < len(ids)):
@@ -751,7 +767,8 @@ class ChatFormat:
         return start, end + (1 if after and end < len(ids) else 0)
 
     def _boundary(self, text: str, ids: list[int], position: int) -> tuple[int, str, str]:
-        """(n, before, after): tokens [0, n) end at or before a position; token n reaches across it with these texts."""
+        """Return (n, before, after): tokens [0, n) end at or before the position; token n crosses it with these
+        texts."""
         prefix = self._ids(text[:position])
         n = common(prefix, ids)
         if n == len(prefix):
@@ -767,7 +784,7 @@ class ChatFormat:
         return text
 
     def _leading_ids(self) -> list[int]:
-        """What the tokenizer puts before any text by itself: bos, or nothing."""
+        """Return the ids that the tokenizer puts before any text: bos, or nothing."""
         bare, full = self._ids("a"), self.tokenizer("a")["input_ids"]
         return next((full[:n] for n in range(len(full)) if full[n : n + len(bare)] == bare), [])
 
@@ -776,7 +793,7 @@ class ChatFormat:
 
 
 def _grid(patches: Sequence[int], num_tokens: int) -> str:
-    """Frames, columns and rows of tokens, where patches are merged in squares; empty where that does not add up."""
+    """Return frames, columns and rows of tokens, if patches are merged in squares; empty where that does not add up."""
     frames, rows, columns = patches
     side = isqrt(max(frames * rows * columns // max(num_tokens, 1), 1))
     if frames * rows * columns != num_tokens * side * side:
@@ -785,22 +802,22 @@ def _grid(patches: Sequence[int], num_tokens: int) -> str:
 
 
 def _trains_inside(example: Example) -> bool:
-    """Whether a turn is trained after which the row goes on."""
+    """Return True if a trained turn is not the row's last message."""
     return any(i + 1 < len(example.messages) for i in example.trained_turns)
 
 
 def _calls_together(example: Example) -> bool:
-    """Whether a turn that is trained calls twice."""
+    """Return True if a trained turn has more than one call."""
     return any(len(example.messages[i].get("tool_calls") or []) > 1 for i in example.trained_turns)
 
 
 def _quoted(text: str | None) -> str:
-    """Words of a template, or of a tokenizer."""
+    """Quote words of a template or a tokenizer."""
     return quote.mark(repr(text))
 
 
 def _halve(text: str) -> tuple[str, str]:
-    """A text cut at the white space nearest its middle."""
+    """Split a text at the white space nearest its middle."""
     middle = len(text) // 2
     gaps = [n for n, char in enumerate(text) if char.isspace() and text[:n].strip() and text[n:].strip()]
     cut = min(gaps, key=lambda n: abs(n - middle), default=middle)
@@ -808,7 +825,7 @@ def _halve(text: str) -> tuple[str, str]:
 
 
 def trained_share(labels: Iterable[Sequence[int]]) -> float:
-    """The share of a batch's tokens that is trained on, padding counted as not."""
+    """Return the share of a batch's tokens that is trained on; padding counts as not trained."""
     rows = [list(row) for row in labels]
     total = sum(map(len, rows))
     return sum(label != IGNORED for row in rows for label in row) / total if total else 0.0

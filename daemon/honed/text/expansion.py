@@ -1,11 +1,11 @@
-"""From the text that a template renders to the text that a processor makes of it, and what lies where in both.
+"""Mapping from the text that a template renders to the text that a processor makes of it.
 
-    rendered   user\n<|image_pad|>What is it?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n
-    expanded   user\n<|image_pad|>…<|image_pad|>What is it?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n
+    rendered   user\\n<|image_pad|>What is it?<|im_end|>\\n<|im_start|>assistant\\nA cat.<|im_end|>\\n
+    expanded   user\\n<|image_pad|>…<|image_pad|>What is it?<|im_end|>\\n<|im_start|>assistant\\nA cat.<|im_end|>\\n
 
-A template writes a few tokens where a picture, a film or a sound belongs, and a processor writes as many as it takes in
-their place, with whatever else its model wants to read there. All other text is the same in both, in the same order:
-so whatever lies in it is found again, in any family, without knowing what the processor wrote.
+A template writes a few tokens in place of an image, a video or a sound. A processor replaces them by as many as it
+needs, with whatever else its model reads there. All other text is the same in both, in the same order: so it is found
+again, in any family, without knowing what the processor wrote.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ class Place:
 
 @dataclass(frozen=True)
 class Expanded:
-    """What a processor made of a rendered conversation and its media."""
+    """A processor's result for a rendered conversation and its media."""
 
     text: str  #: as it went to the tokenizer
     input_ids: list[int]
-    grids: Mapping[Kind, Sequence[tuple[int, ...]]] = field(default_factory=dict)  #: patches, where a family counts so
+    grids: Mapping[Kind, Sequence[tuple[int, ...]]] = field(
+        default_factory=dict
+    )  #: numbers of patches, in families that count them
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A rendered text's pieces, and where each lies in the expanded one."""
+    """The pieces of a rendered text, each with its span in the expanded one."""
 
     pieces: tuple[tuple[Span, Span], ...]
     places: tuple[Place, ...]  #: in the expanded text
 
     def spans(self, spans: Iterable[Span]) -> list[Span]:
-        """Spans of the rendered text in the expanded one, with what was put there left out."""
+        """Return spans of the rendered text as spans of the expanded one, without what was inserted."""
         carried = []
         for a, b in spans:
             for (start, end), (at, _) in self.pieces:
@@ -59,7 +61,7 @@ class Carried:
 
 
 def added_text(with_it: str, without: str, tokens: Sequence[str]) -> str:
-    """What a text has more than another, from the first of the added tokens to the last; empty for none."""
+    """Return the part of `with_it` that `without` lacks, from the first added token to the last; empty for none."""
     pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
     found, other = list(pattern.finditer(with_it)), [match.group() for match in pattern.finditer(without)]
     named = [match.group() for match in found]
@@ -70,16 +72,16 @@ def added_text(with_it: str, without: str, tokens: Sequence[str]) -> str:
 
 
 def find_places(text: str, placeholders: Mapping[Kind, str]) -> list[Place]:
-    """Places where the template has written that something belongs, in order."""
+    """Return the places of media that the template has written, in order."""
     kinds = {placeholder: kind for kind, placeholder in placeholders.items()}
     pattern = re.compile("|".join(map(re.escape, sorted(kinds, key=len, reverse=True))) or r"(?!)")
     return [Place(kinds[match.group()], *match.span()) for match in pattern.finditer(text)]
 
 
 def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[str] = ()) -> Carried:
-    """The spans of the text between the places once they are expanded. Raises ValueError where that cannot be told.
+    """Map the text between the places to the expanded text. Raises ValueError where that cannot be told.
 
-    `tokens` are those of which nothing is text: `ok` is not found in `<image_soft_token>`.
+    `tokens` are those whose spelling is not text: `ok` is not found in `<image_soft_token>`.
     """
     cuts = [0, *[cut for place in places for cut in (place.start, place.end)], len(text)]
     pieces = [(cuts[n], cuts[n + 1]) for n in range(0, len(cuts), 2)]
@@ -116,7 +118,7 @@ def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[st
 
 
 def _without(tokens: Sequence[str], expanded: str, piece: str) -> str:
-    """The expanded text with those tokens blanked that are spelled with a piece of the rendered one."""
+    """Return the expanded text with those tokens blanked whose spelling holds a piece of the rendered one."""
     for token in tokens:
         if piece in token and piece != token and piece.strip():
             expanded = expanded.replace(token, "\0" * len(token))

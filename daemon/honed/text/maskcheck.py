@@ -1,4 +1,4 @@
-"""The independent check of a mask: it knows only the row and the decoded tokens, not how the mask was made."""
+"""Independent check of a mask: it uses only the row and the decoded tokens, not the way in which the mask was made."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 IGNORED = -100  #: the label of a token that is not trained on
 
-#: Characters, white space left out, from which on words of the user in a trained text are no accident.
+#: Characters, without white space, from which on another speaker's words in a trained text are no coincidence.
 _MIN_FOREIGN = 12
 
 
 @dataclass
 class Check:
-    """One row's labels against what its assistant says, by decoding."""
+    """Comparison of one row's labels with the words of its assistant, by decoding."""
 
     chat: ChatFormat
     ids: list[int]
@@ -65,7 +65,7 @@ class Check:
 
     @property
     def _pads_otherwise(self) -> bool:
-        """Whether padding has a token of its own, which ends nothing."""
+        """True if padding has a token of its own, which ends nothing."""
         pad_id = self.chat.tokenizer.pad_token_id
         ends = [self.chat.tokenizer.eos_token_id] if self.example.kind != "messages" else self.chat.stop_token_ids
         return pad_id is not None and pad_id not in ends
@@ -88,7 +88,7 @@ class Check:
             raise self._error(f"message {awaited[0] + 1}, the assistant's, is not trained on")
 
     def _match(self, run: Span, awaited: list[int], *, is_cut: bool, is_alone: bool) -> list[int]:
-        """The messages that one run of trained tokens holds, in order; at least one."""
+        """Return the messages that one run of trained tokens holds, in order; at least one. Raises MaskError."""
         text, at, matched = squeeze(self._said(run, is_cut=is_cut)), 0, list[int]()
         ends = [squeeze(end) for end in self.chat.probe.ends]
         rest, told = "", 0
@@ -98,7 +98,7 @@ class Check:
             if found is None:
                 break
             if matched and found[0] == found[1] and not any(end in text[at:] for end in ends):
-                break  # it says nothing, and nothing is left of this run: it has one of its own
+                break  # an empty turn, and nothing is left of this run: the turn has its own
             if not matched or not _is_simple(message):
                 self._check_front(text[at : found[0]], i, run)
             rest += text[at : found[0]]
@@ -117,7 +117,7 @@ class Check:
         return matched
 
     def _place(self, text: str, at: int, i: int, *, is_cut: bool) -> Span | None:
-        """The span of message i's words in a run, [start, end); in one that is cut off, a beginning of them will do."""
+        """Return the span of message i's words in a run, or None; in a truncated run, a beginning of them is enough."""
         message = self.example.messages[i]
         content = squeeze(words(message))
         told = [content, squeeze(words(message).split("</think>")[-1])]
@@ -130,7 +130,7 @@ class Check:
                     return start, max([start + len(word), *called])
         if content and names:
             by_name, by_words = _found(names[:1], text, at), _found(told, text, at)
-            if by_name and by_words:  # the calls first
+            if by_name and by_words:  # the template writes the calls first
                 return min(by_name[0], by_words[0]), max(by_name[1], by_words[1])
             # Many templates show a turn's words or its calls, not both.
             lost = self.chat.left_out(self.example, i) if by_name or by_words else set()
@@ -147,7 +147,8 @@ class Check:
         return None if _is_simple(message) else (at, len(text))
 
     def _check_front(self, front: str, i: int, run: Span) -> None:
-        """What is trained before a message's words: the template's marks of a turn, nothing of what comes before."""
+        """Check the trained text before a message's words: only the template's marks of a turn, nothing from before
+        them."""
         probe = self.chat.probe
         leads = {squeeze(lead) for _, lead in probe.fronts}
         if not front or front in leads:
@@ -155,7 +156,7 @@ class Check:
         message = self.example.messages[i]
         openings = {squeeze(opening) for opening, _ in probe.fronts} | {squeeze(probe.header)}
         asked = squeeze(words(self.example.messages[i - 1]) if i else "")
-        # After the reasoning, a template may open the answer in the way in which it opens a turn.
+        # After the reasoning, a template may open the answer as it opens a turn.
         if any(opening and opening in front.partition(_reasoning(message) or "\n")[0] for opening in openings):
             raise self._error("the header of a turn is trained on", run[0])
         if asked and _is_simple(self.example.messages[i]) and asked.endswith(front):
@@ -164,7 +165,7 @@ class Check:
             )
 
     def _check_back(self, back: str, i: int, run: Span) -> None:
-        """What is trained after a message's words: its end, once, and nothing after it."""
+        """Check the trained text after a message's words: its end, once, and nothing after it."""
         said = squeeze("".join(words(m) for m in self.example.messages if m["role"] == "assistant"))
         ends = [squeeze(end) for end in self.chat.probe.ends if squeeze(end) not in said]
         if not back or back in self.chat.probe.backs or back in ends:
@@ -175,7 +176,7 @@ class Check:
             raise self._error(f"more is trained on than message {i + 1} and its end token", run[1] - 1)
 
     def _check_foreign(self, rest: str, run: Span) -> None:
-        """The trained text apart from the assistant's words must not hold anyone else's."""
+        """Check that the trained text holds nobody else's words beside the assistant's."""
         probe = self.chat.probe
         trained = self.example.trained_turns
         own = squeeze(str([self.example.messages[i] for i in trained]))
@@ -186,8 +187,10 @@ class Check:
                 raise self._error(f"message {i + 1}, the {message['role']}'s, is trained on", run[0])
 
     def _check_order(self, run: Span, turns: list[int]) -> None:
-        """Tell apart turns that say the same, some not trained on: those before the run lie before it, those after,
-        after."""
+        """Check that the run is not an untrained turn with the same words as a trained one.
+
+        Turns with the same words that precede the trained one must lie before the run, and those that follow it, after.
+        """
         for i in turns:
             told = squeeze(words(self.example.messages[i]))
             same = [
@@ -203,7 +206,7 @@ class Check:
                 raise self._error(f"a turn of weight 0, which says what message {i + 1} says, is trained on", run[0])
 
     def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
-        """The run's two ends: the header before it whole and untrained, its own front whole, its end token trained."""
+        """Check the run's two ends: the header before it untrained, its own front and its end token trained."""
         before, text, after = self._text(0, run[0]), self._text(*run), self._text(run[1], len(self.ids))
         first, last = self._text(run[0], run[0] + 1), self._text(run[1] - 1, run[1])
         ends = self.chat.probe.ends
@@ -230,7 +233,7 @@ class Check:
             raise self._error("the end token of the turn is not trained on", run[1] - 1)
 
     def _check_end(self, run: Span, i: int) -> None:
-        """What ends message i's turn is trained on: without it the model would not learn to stop."""
+        """Check that the end of message i's turn is trained: without it the model would not learn to stop."""
         text, after = self._text(*run).rstrip(), self._text(run[1], len(self.ids)).lstrip()
         ends, messages = [squeeze(end) for end in self.chat.probe.ends], self.example.messages
         if any(squeeze(text).endswith(end) for end in ends):
@@ -238,14 +241,14 @@ class Check:
         following = messages[i + 1] if i + 1 < len(messages) else None
         calls = bool(messages[i].get("tool_calls"))
         missing = self.chat.probe.unwritten_call if calls else self.chat.probe.unwritten
-        # Where no mark is a token, what ends a call is not told from its arguments' end, and is trained with it.
+        # Where no mark is a token, a call's end cannot be told from its arguments' end, and is trained with it.
         if following is None and (missing or (ends and (after or not calls))):
             raise self._error(
                 "the row ends without what ends a turn, so that the model would not learn to stop", run[1]
             )
         if following is not None and following["role"] == "assistant":
             return
-        # By the row alone: the turn as it is rendered without what comes after it, and the mark of what does.
+        # By the row alone: the turn rendered without what follows it, and the mark with which that begins.
         told = self._told(i)
         whole, reached = squeeze(self._text(0, len(self.ids))), len(squeeze(self._text(0, run[1])))
         if told.startswith(whole[:reached]) and whole.startswith(told) and len(told) > reached:
@@ -257,7 +260,8 @@ class Check:
             raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
 
     def _told(self, i: int) -> str:
-        """The conversation up to message i as it is rendered alone, without white space."""
+        """Return the conversation up to message i, rendered alone, without white space; empty where the template
+        refuses."""
         try:
             return squeeze(self.chat.render(self.example.messages[: i + 1], self.example.tools))
         except TEMPLATE_ERRORS:
@@ -284,16 +288,16 @@ class Check:
     # --- evidence
 
     def _text(self, a: int, b: int) -> str:
-        """The text of tokens [a, b), as it stands in the row's."""
+        """Return the text of tokens [a, b), as it stands in the row's."""
         return self.chat.decode(self.ids[:b])[len(self.chat.decode(self.ids[:a])) :]
 
     def _said(self, run: Span, *, is_cut: bool) -> str:
-        """The text of a run; of one that is cut off, without the bytes of a character that is not whole."""
+        """Return the text of a run; of a truncated one, without the bytes of an incomplete character."""
         text = self._text(*run)
         return text.rstrip("\ufffd") if is_cut else text
 
     def _error(self, what: str, at: int | None = None) -> MaskError:
-        """With the row around token `at`, what is trained on between ⟦ and ⟧."""
+        """Return an error that shows the row around token `at`, with the trained text between ⟦ and ⟧."""
         around = range(max(0, (at or 0) - 24), min(len(self.ids), len(self.labels), (at or 0) + 24))
         shown = ""
         for a, b, is_trained in runs_of([self.labels[n] != IGNORED for n in around]):
@@ -306,7 +310,7 @@ class Check:
         )
 
 
-#: What helps, of rows that a chat template renders and of others.
+#: Advice for rows that a chat template renders, and for others.
 _MORE = {
     True: "name another template with `chat_template:`, or train on prompt/completion rows, which need none; report it "
     "with the template",
@@ -315,7 +319,7 @@ _MORE = {
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:
-    """The tokens of images, video and audio, and of their beginnings and ends, as far as the sources name them.
+    """Return the tokens of images, video and audio, and of their beginnings and ends, as far as the sources name them.
 
     A source is a tokenizer, a processor, or a model's config as a dict.
     """
@@ -331,7 +335,7 @@ _PLACEHOLDER = re.compile(r"(image|video|vision|audio|\bboi|\beoi).*token_(id|in
 
 
 def _named_ids(source: Any) -> dict[str, Any]:
-    """What an object has under such names; some of a tokenizer's are there only once they are asked for."""
+    """Return an object's values under such names; some of a tokenizer's exist only when the attribute is read."""
     kinds = (
         "image",
         "video",
@@ -349,26 +353,26 @@ def _named_ids(source: Any) -> dict[str, Any]:
 
 
 def _is_simple(message: Mapping[str, Any]) -> bool:
-    """Whether a message is its content, without reasoning or calls around it."""
+    """Return True if a message is only its content, without reasoning or calls around it."""
     has_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking"))
     return not has_more and "</think>" not in words(message)
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    """What a message thinks, white space left out, whichever way it is written down."""
+    """Return a message's reasoning without white space, in whichever form it is written."""
     named = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), "")
     inside, _, answer = words(message).rpartition("</think>")
     return squeeze(str(named) or (inside.removeprefix("<think>") if answer != words(message) else ""))
 
 
 def _found(wanted: list[str], text: str, at: int) -> Span | None:
-    """The place of the first word that a text has from `at` on."""
+    """Return the span of the first of the wanted words that the text has from `at` on."""
     places = ((text.find(word, at), len(word)) for word in wanted)
     return next(((start, start + length) for start, length in places if start >= 0), None)
 
 
 def _overlap(before: str, after: str, text: str) -> int:
-    """The number of `text`'s last characters lie in `after`, where `text` lies across the two; 0 where it does not."""
+    """Return how many of `text`'s last characters lie in `after`, if `text` lies across the two; else 0."""
     return next((n for n in range(1, len(text) + 1) if after.startswith(text[-n:]) and before.endswith(text[:-n])), 0)
 
 

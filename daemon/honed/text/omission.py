@@ -1,15 +1,15 @@
 """Parts of a row that its chat template leaves out: reasoning, system messages, names, tools, calls.
 
-Templates decide by role, by place, and by tags in the text, so it is tried: every text of the row gets a mark of its
-own in its middle, tags and all else stay as they are, and the conversation is rendered once more. Texts whose marks are
-not in that rendering are left out.
+Templates decide by role, by position, and by tags in the text, so omissions are found by trial: every text of the row
+gets its own mark in its middle, tags and all else stay as they are, and the conversation is rendered once more. Texts
+whose marks are missing in that rendering are left out.
 
     said       <think>two and two</think>4
     marked     <think>two aQx0omitnd two</think>Qx1omit4
     rendered   …<|im_start|>assistant\\nQx1omit4<|im_end|>       the reasoning is left out
 
-Most rows of a data set are alike: which keys they have, and which tags. What one of them has shown wholly is not tried
-for the others, whose texts are just looked for in their renderings.
+Most rows of a data set have the same keys and tags. Once one of them is shown in full, the others are not tried: their
+texts are only searched for in their renderings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from honed.text.span import Span, squeeze
 
 Kind = Literal["reasoning", "answer", "tool_calls", "tools", "system", "user", "tool", "name"]
 
-#: What the kinds are called; of rows that lose some of it.
+#: Names of the kinds, for messages about rows that lose some of them.
 WORDS: dict[Kind, str] = {
     "reasoning": "reasoning",
     "answer": "words of the assistant",
@@ -44,14 +44,14 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Tags by which templates may take a text apart: `<think>`, `<|channel|>`, `[THINK]`.
 _TAG = re.compile(r"</?[^<>\s/][^<>\n]{0,40}>|\[/?[A-Z_]{3,20}\]")
 _REASONING_TAG = re.compile(r"think|thought|reason|analysis", re.IGNORECASE)
-#: Texts between tags that are tried apart; of a text with more, those between its first tags and all the rest.
+#: Pieces between tags that are tried separately; in a text with more tags, the rest is one piece.
 MAX_PIECES = 32
-#: Kinds of rows that are remembered as shown wholly.
+#: Shapes of rows that are remembered as shown in full.
 MAX_REMEMBERED = 4096
 
 #: Names in a template that are tried as arguments.
 MAX_SWITCHES = 12
-#: Of the rows: a job of which more are left out because nothing of a turn is shown is refused.
+#: Share of rows skipped because nothing of a turn is shown; a job with more is refused.
 MAX_SILENCED_SHARE = 0.1
 
 #: Renders a conversation with its tools; None where the template refuses it.
@@ -59,7 +59,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Any], str | None]
 
 
 class SilencedError(DatasetError):
-    """A row with a turn of which the template leaves out all that it says: its end alone would be trained."""
+    """A row with a turn of which the template leaves out every word: only its end would be trained."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Omission:
     """One text that is left out, wholly or in part."""
 
     kind: Kind
-    message: int | None  #: from 0; None of the row's tools
+    message: int | None  #: from 0; None for the row's tools
     text: str
 
     @property
@@ -86,24 +86,24 @@ class Omission:
 
 
 def line(told: Mapping[str, Any]) -> str:
-    """What `as_dict` has made, in words for the row's owner."""
+    """Return a dict made by `as_dict` in words, for the row's owner."""
     number = told["message"]
     return quote.show(str(Omission(told["kind"], None if number is None else number - 1, told["text"])))
 
 
 @dataclass(frozen=True)
 class _Text:
-    """One text of a row: where it stands, and the pieces of it that are tried."""
+    """One text of a row: its location, and the pieces of it that are tried."""
 
     kind: Kind
     message: int | None
     path: tuple[str | int, ...]  #: of keys and numbers, from the row's messages or its tools
     value: str
     pieces: tuple[Span, ...]
-    is_key: bool = False  #: it is the last key of the path
+    is_key: bool = False  #: the text is the last key of the path, not its value
 
 
-#: What helps, where nothing better was found.
+#: Advice where nothing more specific was found.
 _ADVICE: dict[Kind, str] = {
     "reasoning": "name a template that shows it (`chat_template:`), or leave it out of the rows",
     "answer": "some templates show a turn's words or its calls, not both: give each a turn of its own",
@@ -121,17 +121,17 @@ SILENCED_HINT = (
 
 
 def advice(kinds: Iterable[Kind]) -> str:
-    """What helps, in general."""
+    """Return general advice for the kinds."""
     return "; ".join(f"{WORDS[kind]}: {_ADVICE[kind]}" for kind in kinds)
 
 
 def said_in_tags(text: str) -> str:
-    """What is said where all other texts are left out: an answer such as `[SEARCH]`, which is nothing but a tag."""
+    """Return an answer's text with its tags, except those of reasoning: `[SEARCH]` is an answer that is only a tag."""
     return _TAG.sub(lambda tag: "" if _REASONING_TAG.search(tag[0]) else tag[0], text).strip()
 
 
 def under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """The messages with their reasoning under each other key at which templates look: from, to, messages."""
+    """Yield the messages with their reasoning moved to each other key that templates read: from, to, messages."""
     present = [key for key in REASONING_KEYS if any(message.get(key) for message in messages)]
     for key in present:
         for other in REASONING_KEYS:
@@ -140,26 +140,28 @@ def under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[s
 
 
 def by_the_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with what a developer says said by the system, as most templates know it."""
+    """Return the messages with the role developer replaced by system, which most templates know."""
     return [{**each, "role": "system"} if each["role"] == "developer" else dict(each) for each in messages]
 
 
 def switches(template: str) -> list[str]:
-    """Names in a template that may be arguments about reasoning, the likeliest first."""
+    """Return the names in a template that may be arguments about reasoning, the likeliest first."""
     named = re.findall(r"(?<![.'\"\w])[a-z_]*(?:think|reason)[a-z_]*(?![\w'\"(])", template)
-    kept = [name for name in named if name not in REASONING_KEYS or name == "thinking"]  # which is DeepSeek-V3.1's
+    kept = [
+        name for name in named if name not in REASONING_KEYS or name == "thinking"
+    ]  # `thinking` is an argument of DeepSeek-V3.1's
     return [name for name, _ in Counter(kept).most_common(MAX_SWITCHES)]
 
 
 class Finder:
-    """Finds what the rows of a data set lose under one template."""
+    """Search for the texts that the rows of a data set lose under one template."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._shown: set[int] = set()  # hashes of the shapes of rows that are shown wholly
+        self._shown: set[int] = set()  # hashes of the shapes of rows that are shown in full
 
     def find(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, text: str) -> list[Omission]:
-        """What of a row is not in `text`, its rendering, in the row's order."""
+        """Return the parts of a row that are missing from `text`, its rendering, in the row's order."""
         texts = list(_texts(messages, tools))
         shape = hash(_shape(messages, texts))
         squeezed = squeeze(text)
@@ -172,7 +174,7 @@ class Finder:
         if is_found and shape in self._shown:
             return []
         found = self._tried(messages, tools, texts, 0.5)
-        if not found and not is_found:  # rendered in other words, or cut
+        if not found and not is_found:  # the template rewrites or cuts some text
             found = self._tried(messages, tools, texts, 0.0) or self._tried(messages, tools, texts, 1.0)
         if not found:
             if len(self._shown) >= MAX_REMEMBERED:
@@ -183,14 +185,14 @@ class Finder:
     def is_silenced(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, i: int, found: Iterable[Omission]
     ) -> bool:
-        """Whether message i says something, and nothing of it is shown, by what was found of its row."""
+        """Return True if message i says something and the template shows none of it; `found` is what its row loses."""
         texts = list(_texts(messages, tools))
         said = sum(len(text.pieces) for text in texts if text.message == i and text.kind != "name")
 
         def is_lost(omissions: Iterable[Omission]) -> bool:
             return sum(each.message == i and each.kind != "name" for each in omissions) >= said
 
-        # Of a text that is cut the middle may be left out, and its beginning or end be shown.
+        # A template that cuts a text may leave out its middle, and show its beginning or end.
         return (
             said > 0
             and is_lost(found)
@@ -200,12 +202,13 @@ class Finder:
     def _tried(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, texts: list[_Text], where: float
     ) -> list[Omission]:
-        """What is left out of a rendering with marks in those places of the texts, 0 for their beginnings."""
+        """Return the parts left out of a rendering with marks at `where` in the texts: 0 is their beginning, 1 their
+        end."""
         mark = _mark(messages, tools)
         rendered = self._marked(messages, tools, texts, mark, where)
         if rendered is not None:
             return _missing(texts, mark, rendered)
-        # The template takes some text for more than text: each kind is tried apart, and what is refused passed over.
+        # The template interprets some text as more than text: each kind is tried separately, refused kinds are skipped.
         found: list[Omission] = []
         for kind in dict.fromkeys(text.kind for text in texts):
             some = [text for text in texts if text.kind == kind]
@@ -238,12 +241,12 @@ class Finder:
 
 @dataclass
 class Tally:
-    """What many rows lose."""
+    """Losses of many rows, added up."""
 
     num_rows: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)  #: rows that lose some of it
-    firsts: dict[Kind, str] = field(default_factory=dict)  #: of each kind the first, with its row
-    rows: dict[Kind, tuple[Any, list[Omission]]] = field(default_factory=dict)  #: those rows themselves
+    firsts: dict[Kind, str] = field(default_factory=dict)  #: the first omission of each kind, with its row
+    rows: dict[Kind, tuple[Any, list[Omission]]] = field(default_factory=dict)  #: those rows, each with its omissions
 
     def add(self, where: str, omissions: Sequence[Omission], row: Any) -> None:
         for kind in {each.kind for each in omissions} - self.rows.keys():
@@ -262,7 +265,7 @@ class Tally:
         return {"num_rows": self.num_rows, "kinds": dict(sorted(self.kinds.items()))}
 
     def told(self, num_rows: int) -> str:
-        """In words, for the rows' owner; empty where nothing is lost."""
+        """Return a message for the rows' owner; empty where nothing is lost."""
         if not self.num_rows:
             return ""
         listed = "; ".join(
@@ -272,7 +275,7 @@ class Tally:
 
 
 def merged(omissions: Iterable[Omission]) -> list[Omission]:
-    """One for each message and kind: a call is a name and several arguments."""
+    """Merge omissions to one for each message and kind: a call is a name and several arguments."""
     found: dict[tuple[int | None, Kind], list[str]] = {}
     for each in omissions:
         found.setdefault((each.message, each.kind), []).append(each.text)
@@ -293,7 +296,7 @@ def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]
                 lost.append(Omission(_kind_of_piece(text, (a, b)), text.message, text.value[a:b]))
         number += len(text.pieces)
         found += reversed(lost)
-    # The same reasoning under two keys, as servers write it, is shown once.
+    # Servers write the same reasoning under two keys; it is shown once.
     return [
         each
         for each in reversed(found)
@@ -303,7 +306,7 @@ def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]
 
 
 def _kind_of_piece(text: _Text, piece: Span) -> Kind:
-    """Words of the assistant between tags of reasoning are that."""
+    """Return the kind of a piece: the assistant's words between tags of reasoning are reasoning."""
     if text.kind != "answer":
         return text.kind
     before, behind = _TAG.findall(text.value[: piece[0]]), _TAG.findall(text.value[piece[1] :])
@@ -363,14 +366,14 @@ def _text(
     is_whole: bool = False,
     is_key: bool = False,
 ) -> Iterator[_Text]:
-    """The text, unless it is empty; a whole one is not taken apart at its tags."""
+    """Yield the text, unless it is empty; a whole one is not split at its tags."""
     pieces = tuple(_pieces(value, max_tags=0 if is_whole else MAX_PIECES - 1))
     if pieces:
         yield _Text(kind, message, path, value, pieces, is_key)
 
 
 def _pieces(value: str, *, max_tags: int) -> Iterator[Span]:
-    """What stands between tags, white space around it left out."""
+    """Yield the spans between tags, without the white space around them."""
     at = 0
     cuts = [match.span() for _, match in zip(range(max_tags), _TAG.finditer(value), strict=False)]
     for start, end in [*cuts, (len(value), len(value))]:
@@ -381,14 +384,14 @@ def _pieces(value: str, *, max_tags: int) -> Iterator[Span]:
 
 
 def _shape(messages: Sequence[Mapping[str, Any]], texts: Iterable[_Text]) -> tuple[Any, ...]:
-    """What a row has in common with others of which a template makes the same: all but its words."""
+    """Return the features of a row by which a template treats it: all but its words."""
     turns = tuple((message["role"], *sorted(key for key, value in message.items() if value)) for message in messages)
     marked = tuple((text.message, text.kind, len(text.pieces), tuple(_TAG.findall(text.value))) for text in texts)
     return turns, marked
 
 
 def _mark(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
-    """A mark that the row does not hold by chance, with a place for a number."""
+    """Return a mark that the row does not contain, with a place for a number."""
     said = json.dumps([messages, tools], default=str)
     letters = next(letters for letters in ("Qx", "Wj", "Vz", "Kq", "Zv", "") if f"{letters}omit" not in said)
     return letters + "omit{}Q"

@@ -1,4 +1,4 @@
-"""Texts and their tokens: where one lies in the other."""
+"""Spans of texts and of their tokens, and the mapping between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Span = tuple[int, int]
 
 
 def common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The length of what two sequences begin with in common."""
+    """Return the length of the common prefix of two sequences."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -26,7 +26,7 @@ def after(text: str, mark: str) -> str:
 
 
 def squeeze(text: str) -> str:
-    """Without white space; SentencePiece's decoders write a space for `▁`, even in `<｜end▁of▁sentence｜>`."""
+    """Remove white space and `▁`; SentencePiece's decoders write a space for it, even in `<｜end▁of▁sentence｜>`."""
     return "".join(text.replace("▁", " ").split())
 
 
@@ -39,7 +39,7 @@ def runs_of(trained: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 
 def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
-    """The end of each token; None unless the tokens account for the whole text, white space aside, in order."""
+    """Return the end of each token; None unless the tokens account for the whole text, white space aside, in order."""
     ends: list[int] = []
     previous = 0
     for start, end in offsets:
@@ -51,7 +51,7 @@ def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
 
 
 def range_by_offset(text: str, ends: list[int], span: Span) -> Span | None:
-    """The tokens of a span. A token that reaches beyond it belongs to it if all that it takes along is white space."""
+    """Return the tokens of a span; None where one crosses its start, or its end with more than white space."""
     first, last = bisect_right(ends, span[0]), bisect_right(ends, span[1])
     before = text[ends[first - 1] if first else 0 : span[0]]
     beyond = last < len(ends) and (ends[last - 1] if last else 0) < span[1]

@@ -1,4 +1,4 @@
-"""The behaviour of a chat template: learned by rendering marks, and used to find a conversation's turns in its
+"""Behaviour of a chat template: learned by rendering marks, and used to find a conversation's turns in its
 rendering."""
 
 from __future__ import annotations
@@ -21,41 +21,40 @@ if TYPE_CHECKING:
     from honed.spec.media import Kind
     from honed.text.chat import ChatFormat
 
-#: What stands in for a message while it is looked for: they differ in their first letter and in their last, so that
-#: a message's own text can run on with one of them by chance, not with both.
+#: Stand-ins for a message that is searched for. They differ in their first and in their last letter: a message's own
+#: text can match one of them there by chance, but not both.
 _MARKS = ("Qx7markKz0v", "Wj3signBn8u")
 _USER_MARK = "Uy5askedDf2t"
 
-#: What a template may raise on a conversation that it does not take.
+#: Exceptions that a template may raise on a conversation that it does not take.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a template does around a turn, learned from a conversation of marks."""
+    """A template's text around a turn, learned from a conversation of marks."""
 
-    ends: tuple[str, ...]  #: what ends a turn; empty where nothing does
-    header: str  #: what opens a turn after the generation prompt's part of the user's tail; may be empty
+    ends: tuple[str, ...]  #: texts that end a turn; empty where nothing does
+    header: str  #: text that opens a turn, after the text that ends the user's; may be empty
     ignores_prompt: bool  #: add_generation_prompt changes nothing, and `header` was learned from a whole turn
-    fronts: tuple[
-        tuple[str, str], ...
-    ]  #: (between the user's text and the turn, between there and the assistant's text)
-    trail: str  #: what follows the end of the last turn
-    backs: tuple[str, ...]  #: between the assistant's text and the end of its turn, white space left out
-    prompt_extra: str  #: what the generation prompt adds that a rendered turn does not begin with
-    unwritten: str = ""  #: what ends a turn, where the template writes it only before the next one
-    unwritten_call: str = ""  #: the same of a turn that calls tools
-    inner: tuple[str, ...] = ()  #: of the ends, those that stand inside a turn as well: behind its reasoning
-    between_calls: tuple[str, ...] = ()  #: and those between two calls of a turn
-    is_open_inside: bool = False  #: only a last turn has an end: one in the middle is followed by other words
+    fronts: tuple[tuple[str, str], ...]  #: (from the user's text to the turn, from there to the assistant's text)
+    trail: str  #: text after the end of the last turn
+    backs: tuple[str, ...]  #: from the assistant's text to the end of its turn, without white space
+    prompt_extra: str  #: part of the generation prompt that a rendered turn does not begin with
+    unwritten: str = ""  #: end of a turn, where the template writes it only before the next one
+    unwritten_call: str = ""  #: the same for a turn that calls tools
+    inner: tuple[str, ...] = ()  #: those of `ends` that also stand inside a turn: behind its reasoning
+    between_calls: tuple[str, ...] = ()  #: those of `ends` that also stand between two calls of a turn
+    is_open_inside: bool = False  #: only a last turn has an end: one in the middle is followed by other text
 
     def close(self, text: str, message: Mapping[str, Any]) -> str:
-        """A rendering whose last turn is the assistant's, with what ends that where the template leaves it out."""
+        """Return a rendering whose last turn is the assistant's, with the end of that turn if the template leaves it
+        out."""
         missing = self._missing(message)
         return text if not missing or text.rstrip().endswith(self.ends) else text + missing
 
     def opened(self, text: str, message: Mapping[str, Any]) -> str:
-        """The same without it."""
+        """Return the rendering without the end that `close` adds."""
         return text.removesuffix(self._missing(message))
 
     def _missing(self, message: Mapping[str, Any]) -> str:
@@ -66,19 +65,19 @@ class Probe:
 class CallForm:
     """The form in which a template takes a call of a tool."""
 
-    has_json: bool = False  #: arguments as JSON text, and not as an object
+    has_json: bool = False  #: arguments as JSON text, not as an object
     empty: str | None = ""  #: the content of a turn that only calls
 
     def of(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message in this form."""
+        """Return a message in this form."""
         if not message.get("tool_calls") or self == CallForm():
             return message
         calls = [_with_json(call) for call in message["tool_calls"]] if self.has_json else message["tool_calls"]
         return {**message, "content": message.get("content") or self.empty, "tool_calls": calls}
 
 
-#: What is tried, in order. DeepSeek-V3's template concatenates arguments as text, and R1's shows a call only beside
-#: no content at all.
+#: Forms that are tried, in order. DeepSeek-V3's template concatenates arguments as text, and R1's shows a call only
+#: where there is no content at all.
 CALL_FORMS = tuple(CallForm(has_json, empty) for has_json in (False, True) for empty in ("", None))
 
 
@@ -91,7 +90,7 @@ def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Conversation:
-    """One rendered conversation, and where its turns lie in it."""
+    """One rendered conversation, and the places of its turns."""
 
     def __init__(self, chat: ChatFormat, example: Example) -> None:
         self._chat, self._example, self._probe = chat, example, chat.probe
@@ -116,11 +115,11 @@ class Conversation:
         return self._chat.template
 
     def is_begun(self, i: int) -> bool:
-        """Whether `spans` found turn i right after the prompt that asks for it."""
+        """Return True if `spans` found turn i right after the prompt that asks for it."""
         return i in self._begun_indices
 
     def spans(self) -> list[Span]:
-        """The characters of each trained turn, in order, apart from each other."""
+        """Return the span of each trained turn in characters, in order and without overlap. Raises DatasetError."""
         spans = [self._begun(i) or self._searched(i) for i in self.trained_indices]
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
@@ -128,7 +127,7 @@ class Conversation:
         return spans
 
     def asked(self, i: int) -> str:
-        """What the model sees when it is to write message i."""
+        """Return the text that the model sees when it is to write message i."""
         try:
             text = self._chat.render(self._messages[:i], self._tools, prompt=True)
         except TEMPLATE_ERRORS as error:
@@ -138,12 +137,12 @@ class Conversation:
         return text + self._probe.header if self._probe.ignores_prompt else text
 
     def shown(self, i: int) -> str:
-        """What the rendering holds of message i's own words; empty where that cannot be told."""
+        """Return the part of the rendering that is message i's own words; empty where that cannot be told."""
         region = self._region(i)
         return self.text[slice(*region)] if region is not None else ""
 
     def _begun(self, i: int) -> Span | None:
-        """Turn i where shorter renderings begin the whole one; None where they do not."""
+        """Return the span of turn i if the shorter renderings are prefixes of the whole one, else None."""
         try:
             asked = self._chat.render(self._messages[:i], self._tools, prompt=True)
             is_last = i == len(self._messages) - 1
@@ -164,7 +163,7 @@ class Conversation:
         return start, end
 
     def _searched(self, i: int) -> Span:
-        """Turn i, found by what changes in the whole rendering when a message does."""
+        """Return the span of turn i, found by the changes in the whole rendering when a message is replaced."""
         region = self._region(i)
         if region is None or (region[0] == region[1] and _is_exchanged(self._messages[i])):
             raise self._error(f"the chat template does not show message {i + 1}, which is the assistant's")
@@ -177,9 +176,10 @@ class Conversation:
         return self._start(i, region[0]), self._end(i, own, end, limit)
 
     def _end(self, i: int, own: str, end: int, limit: int) -> int:
-        """The end of turn i, whose words end at `end` and are followed by `own` if it is the last: after what ends it.
+        """Return the end of turn i, after the text that ends it.
 
-        Before `limit` another turn's words begin.
+        The turn's words end at `end`, and `own` follows them if the turn is the last. The words of another turn begin
+        at `limit`.
         """
         closed = own[: common(own, self.text[end:])]
         if found := [end + closed.rfind(mark) + len(mark) for mark in self._probe.ends if mark in closed]:
@@ -191,11 +191,11 @@ class Conversation:
         end += len(own[: common(own, self.text[end:])].rstrip())
         if i + 1 == len(self._messages) or self._messages[i + 1]["role"] == "assistant":
             return end
-        # The next one's mark ends it, whichever it is.
+        # The next turn's mark ends it, whichever it is.
         return end + len(_opening(turn_marks(self._chat.tokenizer), self.text[end:limit]))
 
     def _told(self, i: int) -> str:
-        """The conversation up to message i, if the whole one begins so; else empty."""
+        """Return the conversation up to message i if the whole one begins with it, else an empty string."""
         try:
             told = self._chat.render(self._messages[: i + 1], self._tools)
         except TEMPLATE_ERRORS:
@@ -207,19 +207,19 @@ class Conversation:
         return told[:shared] if shared >= len(told.rstrip()) else ""
 
     def _own_tail(self, i: int) -> str:
-        """What follows the words of message i where it is the last; empty where the template refuses that."""
+        """Return the text after message i's words if it is the last message; empty where the template refuses that."""
         told = self._try([*self._messages[:i], *_marked(self._messages[i], _MARKS[0])])
         return after(told, _MARKS[0]) if told and _MARKS[0] in told else ""
 
     def _start(self, i: int, content_start: int) -> int:
-        """The start of turn i: after what the generation prompt has in common with the rendering, there."""
+        """Return the start of turn i: after the part that the generation prompt and the rendering share there."""
         base, tail, shared = 0, "", 0
         if i and (before := self._region(i - 1)) and before[1] <= content_start:
             base, tail = before[1], self._tail_after(i - 1)
             shared = common(tail, self.text[base:content_start])
         if tail and shared == len(tail):
             return base + shared
-        # What only a part of the prompt has in common may be chance: a header learned before goes first.
+        # A match of only a part of the prompt may be chance: a header learned before has priority.
         for header in _headers(self._probe):
             at = self.text.rfind(header, base, content_start)
             if at >= 0:
@@ -232,14 +232,15 @@ class Conversation:
         return base + shared
 
     def _tail_after(self, k: int) -> str:
-        """What follows message k's words where the assistant is asked to go on; empty where that is refused."""
+        """Return the text after message k's words when the assistant is asked to continue; empty where that is
+        refused."""
         told = self._try([*self._messages[:k], *_marked(self._messages[k], _MARKS[0])], prompt=True)
         if not told or _MARKS[0] not in told:
             return ""
         return after(told, _MARKS[0]) + (self._probe.header if self._probe.ignores_prompt else "")
 
     def _region(self, k: int) -> Span | None:
-        """The span of message k's own words in the rendering; None where the template does not show them."""
+        """Return the span of message k's own words in the rendering; None where the template does not show them."""
         if k not in self._regions:
             self._regions[k] = self._find(k)
         return self._regions[k]
@@ -255,8 +256,10 @@ class Conversation:
         return head, max(head, len(self.text) - tail)
 
     def _check_whole(self, i: int, region: Span) -> None:
-        """Raises DatasetError where others speak in the middle of message i: Gemma 4 shows a turn's calls, what the
-        tools answer, and only then the turn's words."""
+        """Raise DatasetError where others speak in the middle of message i.
+
+        Gemma 4 shows a turn's calls, the tools' answers, and only then the turn's words.
+        """
         for k in range(i + 1, len(self._messages)):
             other = self._region(k)
             if other and region[0] < other[0] and other[0] < other[1] < region[1]:
@@ -276,7 +279,7 @@ class Conversation:
 
 
 def num_media(messages: Iterable[Mapping[str, Any]]) -> int:
-    """The number of images, videos and sounds that the messages hold."""
+    """Return the number of images, videos and sounds in the messages."""
     contents = [message.get("content") for message in messages]
     return sum(part["type"] != "text" for content in contents if isinstance(content, list) for part in content)
 
@@ -291,7 +294,8 @@ _MEDIA_KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 
 def learn_placeholders(chat: ChatFormat) -> dict[Kind, str]:
-    """What a template writes where an image, a video or a sound belongs; a kind that it does not know is left out."""
+    """Return the text that a template writes for an image, a video or a sound; kinds that it does not know are left
+    out."""
     found: dict[Kind, str] = {}
     for kind in _MEDIA_KINDS:
         parts = [{"type": "text", "text": _USER_MARK}, {"type": kind}, {"type": "text", "text": _MARKS[1]}]
@@ -310,7 +314,7 @@ def learn_placeholders(chat: ChatFormat) -> dict[Kind, str]:
 
 
 def learn(chat: ChatFormat) -> Probe:
-    """Render a question and an answer of marks, and see what comes around them."""
+    """Render a question and an answer of marks, and learn the text around them."""
     mark, user = _MARKS[0], {"role": "user", "content": _USER_MARK}
     answer = {"role": "assistant", "content": mark}
     whole = chat.render([user, answer])
@@ -321,7 +325,7 @@ def learn(chat: ChatFormat) -> Probe:
     between = after(whole, _USER_MARK).split(mark)[0]
     ignores_prompt = told == asked
     if ignores_prompt and between.startswith(asked) and between[len(asked) :].strip():
-        # A space that leads the answer is part of it: that is how it is tokenized.
+        # A space before the answer is part of the answer: it is tokenized so.
         asked = asked + between[len(asked) :].rstrip(" ")
     fronts = [_front(asked, between)]
     try:
@@ -354,7 +358,8 @@ def learn(chat: ChatFormat) -> Probe:
 
 
 def _learn_inner(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
-    """The ends that stand between a turn's reasoning and its answer: gpt-oss' `<|end|>` closes each of the two."""
+    """Yield the ends that stand between a turn's reasoning and its answer: gpt-oss' `<|end|>` closes each of the
+    two."""
     thought, said = _MARKS
     for key in REASONING_KEYS:
         try:
@@ -366,7 +371,8 @@ def _learn_inner(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) ->
 
 
 def _learn_between_calls(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
-    """The ends that stand between two calls: DeepSeek-R1's distilled models end one call with what comes after each."""
+    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn with what follows each
+    call."""
     first, second = _MARKS
     calls = [_call(first), {**_call(second), "id": "call00002"}]
     try:
@@ -384,8 +390,11 @@ def _front(asked: str, between: str) -> tuple[str, str]:
 
 
 def _learn_ends(chat: ChatFormat, whole: str, middle: str, told: str) -> tuple[tuple[str, ...], str, str]:
-    """What ends a turn: the last one, one in the middle, and a call of a tool, which templates may tell apart; and what
-    is missing after a last turn, and after a last call, where they write it only before what follows."""
+    """Return the ends of turns, and the texts missing after a last turn and after a last call.
+
+    Templates may end the last turn, one in the middle, and a tool call differently. Text is missing where they write an
+    end only before what follows.
+    """
     added, marks = added_tokens(chat.tokenizer), turn_marks(chat.tokenizer)
     tail = after(whole, _MARKS[0])
     inner = after(middle, _MARKS[0]).split(_MARKS[1])[0] if _MARKS[0] in middle else ""
@@ -436,7 +445,7 @@ def _call(mark: str) -> dict[str, Any]:
 
 
 def _missing(tail: str, inner: str, marks: Sequence[str]) -> str:
-    """What stands after a turn's words in the middle, up to the next one's mark, and not after those of a last turn."""
+    """Return the text, up to the next turn's mark, that follows a middle turn's words and not a last turn's."""
     if not inner.startswith(tail.rstrip()):
         return ""
     start = common(tail, inner)
@@ -445,20 +454,21 @@ def _missing(tail: str, inner: str, marks: Sequence[str]) -> str:
 
 
 def _opening(marks: Sequence[str], text: str) -> str:
-    """The mark that a text begins with, and the white space before it; empty where it begins with none."""
+    """Return the mark that a text begins with, and the white space before it; empty if it begins with none."""
     bare = text.lstrip()
     mark = next((mark for mark in marks if bare.startswith(mark)), "")
     return text[: len(text) - len(bare)] + mark if mark else ""
 
 
 def turn_marks(tokenizer: Any) -> list[str]:
-    """The added tokens that may end a turn: not those that begin a text."""
+    """Return the added tokens that may end a turn, without those that begin a text."""
     no_ends = {tokenizer.bos_token, tokenizer.pad_token} - {tokenizer.eos_token}
     return [token for token in added_tokens(tokenizer) if token.strip() and token not in no_ends]
 
 
 def learn_calls(render: Callable[[list[dict[str, Any]], CallForm], str]) -> CallForm:
-    """The form in which a template shows a call as it is: its name, and its arguments in no language but its own."""
+    """Return the form in which a template shows a call's name and arguments, if possible without Python or JSON in
+    JSON."""
     mark, key, value = "Qc4calledNx", "Kp6namedRv", "Vw8givenTz"
     call = {"type": "function", "id": "call00001", "function": {"name": mark, "arguments": {key: value}}}
     turns: list[dict[str, Any]] = [
@@ -497,7 +507,7 @@ def _last_of(tokens: Iterable[str], text: str) -> str:
 
 
 def _headers(probe: Probe) -> list[str]:
-    """What opens a turn, the longest first: as in the last turn, and as in one before it."""
+    """Return the texts that open a turn, the longest first: as in the last turn, and as in one before it."""
     shared = len(probe.fronts[0][0]) - len(probe.header)
     found = {probe.header, *[front[shared:] for front, _ in probe.fronts]}
     return sorted((header for header in found if header.strip()), key=len, reverse=True)
@@ -509,8 +519,10 @@ def as_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> list[dict[str, Any]]:
-    """The message with its words, and what it calls tools with, exchanged for a mark. The tools' names stay: a template
-    may write them beside the answers, too."""
+    """Return the message with its words and the arguments of its calls replaced by a mark.
+
+    The tools' names stay: a template may write them beside the answers, too.
+    """
     marked = dict(message)
     calls = message.get("tool_calls")
     if message.get("content") or not calls:
@@ -521,7 +533,8 @@ def _marked(message: Mapping[str, Any], mark: str) -> list[dict[str, Any]]:
 
 
 def _marked_content(content: Any, mark: str) -> Any:
-    """The mark in the place of the last of a content's texts, and no other text; pictures and sounds stay."""
+    """Return the content with its last text replaced by the mark, and its other texts removed; images and sounds
+    stay."""
     if not isinstance(content, list):
         return mark
     texts = [n for n, part in enumerate(content) if part["type"] == "text"]
@@ -539,7 +552,7 @@ def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _shows(turn: str, message: Mapping[str, Any]) -> bool:
-    """Whether a rendered turn holds the message's words, as they are."""
+    """Return True if a rendered turn holds the message's words, unchanged, and the names in its calls."""
     content = message.get("content") or ""
     texts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
     calls = message.get("tool_calls") or []
@@ -548,6 +561,6 @@ def _shows(turn: str, message: Mapping[str, Any]) -> bool:
 
 
 def _is_exchanged(message: Mapping[str, Any]) -> bool:
-    """Whether a mark takes the place of something: a call without arguments keeps its name."""
+    """Return True if a mark replaces any of the message: a call without arguments keeps its name."""
     calls = message.get("tool_calls") or []
     return bool(words(message).strip() or any(call.get("function", call).get("arguments") for call in calls))

@@ -1,12 +1,12 @@
-"""A tokenizer as its files have it, for the check of a job: enough of transformers' interface for `chat.ChatFormat`,
+"""A tokenizer read from its files, for the check of a job: enough of transformers' interface for `chat.ChatFormat`,
 without transformers and without any code that comes with the model.
 
     tokenizer.json          read by the tokenizers library: ids, offsets
     tokenizer_config.json   names the special tokens, and tokens that are added
     the chat template       rendered in the sandbox that transformers sets up
 
-`read` gives None where the files leave open what transformers would make of them. Where only the vocabulary cannot be
-read, each character counts as a token: conversations are rendered and their turns found, and `counts` is false.
+`read` returns None where the files do not determine what transformers would do. Where only the vocabulary cannot be
+read, each character counts as a token: conversations are rendered and their turns found, and `counts` is False.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from honed.inputs import modality
 
-#: Bytes of a tokenizer's file that is read, and tokenizers that are kept: one may take 200 MB of memory.
+#: Largest tokenizer file that is read, in bytes, and tokenizers that are cached: one may take 200 MB of memory.
 MAX_FILE_BYTES = 128 * 1024 * 1024
 MAX_KEPT = 2
-#: The tokens that transformers knows by name, and hands to each template.
+#: Tokens that transformers knows by name and passes to each template.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: The number of the first special token where characters are tokens.
+#: Id of the first special token where characters are tokens.
 _FIRST = 0x110000
 
 
 class FileTokenizer:
-    """What ChatFormat asks of a tokenizer."""
+    """The part of a tokenizer's interface that ChatFormat uses."""
 
     is_fast = True
 
@@ -47,13 +47,13 @@ class FileTokenizer:
         self.all_special_tokens = list(dict.fromkeys([*named.values(), *special]))
         self.added_tokens_decoder = dict(added)
         self.chat_template = chat_template
-        self.identity = (*identity, repr(sorted(self._named.items())))  #: of the files, as they are
+        self.identity = (*identity, repr(sorted(self._named.items())))  #: changes when the files change
         self.eos_token, self.bos_token = named.get("eos_token"), named.get("bos_token")
         self.pad_token = named.get("pad_token") or self.eos_token
 
     @property
     def counts(self) -> bool:
-        """Whether its tokens are the model's."""
+        """True if its tokens are the model's."""
         return self._backend is not None
 
     @property
@@ -120,7 +120,7 @@ class FileTokenizer:
 
 @functools.lru_cache(maxsize=16)
 def compiled(source: str) -> Any:
-    """A chat template in a sandbox as transformers' own. Needs jinja2, and raises its TemplateError."""
+    """Compile a chat template in a sandbox like transformers' own. Needs jinja2, and raises its TemplateError."""
     import jinja2  # noqa: PLC0415  (it belongs to the worker's packages)
     import jinja2.ext  # noqa: PLC0415
     import jinja2.nodes  # noqa: PLC0415
@@ -153,18 +153,18 @@ def compiled(source: str) -> Any:
 
 
 def read(path: Path, chat_template: str | None) -> FileTokenizer | None:
-    """The tokenizer of a checkpoint. None where its files leave open what it does."""
+    """Read the tokenizer of a checkpoint. Return None where its files do not determine its behaviour."""
     config = _json(path / "tokenizer_config.json")
     if config is None or "auto_map" in config or (path / "tekken.json").exists():
         return None
     tokens = {int(number): each for number, each in (config.get("added_tokens_decoder") or {}).items()}
-    if not tokens:  # transformers reads these two beside a config without tokens alone
+    if not tokens:  # transformers reads these two files only where the config has no tokens
         config = config | (_json(path / "special_tokens_map.json") or {})
         if (path / "added_tokens.json").exists():
             return None
     named = {name: text for name in NAMES if (text := _text(config.get(name))) is not None}
     if "eos_token" not in named:
-        return None  # it is the tokenizer class's own
+        return None  # the tokenizer class has a default that is not in the files
     special = _texts(config.get("extra_special_tokens")) + _texts(config.get("additional_special_tokens"))
     special += [text for key, each in config.items() if key.endswith("_token") and (text := _text(each)) is not None]
     backend = _backend(path / "tokenizer.json")
@@ -180,7 +180,7 @@ def read(path: Path, chat_template: str | None) -> FileTokenizer | None:
 
 
 def _backend(file: Path) -> Any:
-    """The tokenizers library's, or None where it or the file is not there, or is none."""
+    """Load a file with the tokenizers library; None if the library or a valid file of acceptable size is missing."""
     try:
         return _load(file, facts) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
     except ImportError:
@@ -188,7 +188,7 @@ def _backend(file: Path) -> Any:
 
 
 def _facts(file: Path) -> tuple[int, ...]:
-    """By which a file that has changed is known; empty where there is none."""
+    """Return the facts by which a changed file is recognized; empty where there is no file."""
     try:
         info = file.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""`python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]`: the process around a run."""
+"""The process of one training run: `python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from honed.worker import assignment, imports
 from honed.worker.pulse import Pulse
 from honed.worker.stop import Stop
 
-#: Set before any library is imported; what the daemon or the administrator has set stays.
+#: Set before any library is imported; values that the daemon or the administrator has set stay.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a job's worker never calls out
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -47,7 +47,7 @@ def main() -> int:
         from honed.worker.run import run
 
     job_dir = arguments.job_dir.resolve()
-    with contextlib.suppress(Exception):  # what is wrong with it is for the run to tell
+    with contextlib.suppress(Exception):  # the run reports any problem with it
         imports.hide_unused(assignment.read(job_dir, arguments.attempt, backend=arguments.backend))
     return run(job_dir, arguments.attempt, backend=arguments.backend, stop=stop, tell=pulse.tell)
 

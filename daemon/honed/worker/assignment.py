@@ -35,12 +35,12 @@ class Assignment:
     plan: dict[str, Any]  #: all of plan.json, for the output's manifest
     layout: JobLayout
     attempt: AttemptLayout
-    date: datetime  #: what chat templates that ask for the date are told, in local time
-    adjustments: tuple[Adjustment, ...] = ()  #: what a lack of memory has changed in the spec; it is in `spec` already
+    date: datetime  #: given to chat templates that ask for the date, in local time
+    adjustments: tuple[Adjustment, ...] = ()  #: changes of the spec for lack of memory; `spec` includes them
 
     @property
     def is_trial(self) -> bool:
-        """Whether this is the few rows of a job that tell of the whole; see trial.py."""
+        """True for a trial of the job on a few rows; see trial.py."""
         return bool(self.plan.get("is_trial"))
 
     @property
@@ -48,7 +48,7 @@ class Assignment:
         return int(self.spec.training.as_kwargs().get("seed", 42))
 
     def check_inputs(self) -> None:
-        """Whether all that the spec names is still what the job may read. Raises the error of its kind."""
+        """Check that the job may still read all that the spec names. Raises the error of the input's kind."""
         adapter = Path(self.spec.adapter) if self.spec.adapter else None
         for named in inputs(self.spec, self.base_model_path, adapter):
             self.check_read(named)
@@ -64,7 +64,7 @@ class Assignment:
 
 
 def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignment:
-    """The assignment in `job_dir`; `backend` takes the place of the plan's."""
+    """Read the assignment in `job_dir`; `backend` replaces the plan's."""
     layout = JobLayout(job_dir)
     try:
         plan = json.loads(layout.plan_path.read_bytes())
@@ -98,7 +98,7 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
 
 
 def _date(plan: Mapping[str, Any], layout: JobLayout) -> datetime:
-    """When the job was accepted; of one that an older honed accepted, when its first attempt started."""
+    """Return when the job was accepted, or when its first attempt started if an older honed accepted it."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return datetime.fromisoformat(plan["date"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), layout.attempt(1).events_path.open() as events:

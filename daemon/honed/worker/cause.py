@@ -1,4 +1,4 @@
-"""The common causes of an exception that a library raises: what it means, and what helps."""
+"""Common causes of exceptions that libraries raise: what each means, and advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from honed.system.error import EnvironmentInvalidError, HonedError, InternalErro
 
 @dataclass(frozen=True)
 class Cause:
-    """A kind of exception, known by its words."""
+    """A kind of exception, recognized by its words."""
 
     words: re.Pattern[str]
     kind: type[HonedError]
@@ -21,7 +21,7 @@ def _cause(words: str, kind: type[HonedError], hint: str) -> Cause:
     return Cause(re.compile(words, re.IGNORECASE), kind, hint)
 
 
-#: The first whose words are in the exception's type and message is taken.
+#: The first entry whose words are in the exception's type and message is used.
 CAUSES = (
     _cause(r"no kernel image is available|not compatible with the current PyTorch", EnvironmentInvalidError,
            "the torch that is installed is not built for this GPU: `honectl doctor` has both"),
@@ -61,7 +61,8 @@ CAUSES = (
 
 
 def explain(problem: Exception, job: str) -> HonedError:
-    """The error that a library's exception is. Its traceback is in the job's log, whose command the hint names."""
+    """Return the HonedError for a library's exception. The hint names the command that shows the traceback in the
+    log."""
     name, log = type(problem).__name__, f"`honectl logs --raw {job}` has the traceback"
     text = f"{name}: {said(problem)}"
     for cause in CAUSES:

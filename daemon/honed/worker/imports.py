@@ -1,4 +1,4 @@
-"""Imports of a worker, and their speed: before the first step most of its time goes into modules."""
+"""Imports of a worker, and their speed: most of the time before the first step goes into modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ PLAIN_OPTIMIZERS = frozenset({None, "adamw_torch", "adamw_torch_fused", "adafact
 
 
 def hide_unused(job: Assignment) -> None:
-    """Whatever is installed is imported by transformers, TRL and peft: wandb leaves directories in /tmp, bitsandbytes
-    takes torch's compiler with it. For the whole process: call it in a worker's own alone.
+    """Hide installed packages that the job does not use from transformers, TRL and peft, which would import them.
+
+    wandb leaves directories in /tmp, and bitsandbytes imports torch's compiler. Packages stay hidden for the whole
+    process: call this only in a worker's own.
     """
     for name in hidden(job):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what import takes for "there is none"
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # import takes None as a missing package
 
 
 def hidden(job: Assignment) -> list[str]:
@@ -32,7 +34,7 @@ def hidden(job: Assignment) -> list[str]:
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """No garbage collection while thousands of modules are made, nor of them ever after: nothing in them is garbage."""
+    """Disable garbage collection while thousands of modules are imported, and exempt them from it afterwards."""
     was_enabled, num_before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:

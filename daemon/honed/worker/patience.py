@@ -1,26 +1,26 @@
 """The silence after which a run counts as hung, learned from its own signs of life.
 
-Each phase (train, evaluate, predict, save, and the stages that are one long call) has a rhythm of its own: steps come
-by the second, a checkpoint may take minutes. What a phase has not shown yet is not known: then the administrator's
-`jobs.stall_timeout_sec` alone holds, as for the first step, which may compile.
+Each phase (train, evaluate, predict, save, and the stages that are one long call) has a rhythm of its own: steps take
+seconds, a checkpoint may take minutes. Until a phase has shown its rhythm, only the administrator's
+`jobs.stall_timeout_sec` applies, as for the first step, which may compile.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-#: The limit is so many times the longest of the last silences: a slow disk or another job is no reason to end a run.
+#: The limit, as a multiple of the longest recent silence: a slow disk or another job is no reason to end a run.
 FACTOR = 20.0
-#: Silences that are looked at.
+#: Number of recent silences that count.
 NUM_RECENT = 100
-#: Silences of a phase before its limit is known; of one that comes and goes, so many times that it has ended well.
+#: Silences of a steady phase, and completed rounds of any other, before its limit is known.
 MIN_SILENCES, MIN_ROUNDS = 10, 2
-#: Phases that a run goes back to from the others, so that their rounds say nothing.
+#: Phases to which a run returns from the others, so that their rounds say nothing.
 STEADY = frozenset({"train"})
 
 
 class Patience:
-    """Told of each sign of life with its time, in seconds of any clock that never goes back."""
+    """Record of a run's signs of life, with times in seconds of any monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self.phase = "starting"
@@ -33,14 +33,14 @@ class Patience:
         self._heard_at = now
 
     def enter(self, phase: str, now: float) -> None:
-        """Another phase begins, which is a sign of life of the one that ends."""
+        """Enter another phase, which is also a sign of life of the one that ends."""
         self.beat(now)
         self._rounds[self.phase] += 1
         self.phase = phase
 
     @property
     def limit_sec(self) -> float | None:
-        """For the phase that it is in; None where too little is known of it."""
+        """The limit for the current phase; None where too little is known of it."""
         silences = self._silences[self.phase]
         is_known = len(silences) >= MIN_SILENCES if self.phase in STEADY else self._rounds[self.phase] >= MIN_ROUNDS
         return FACTOR * max(silences) if is_known and silences else None

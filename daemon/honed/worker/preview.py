@@ -1,15 +1,15 @@
 """`python -m honed.worker.preview SPEC_FILE`: the first rows of a job exactly as they will be trained on.
 
-Only the tokenizer is loaded, and the processor where rows have images, videos or sounds, which stand there as
-`[image 12×9 tokens]`: columns and rows of them where the model counts so, else their number. The rows are mixed, split,
-rendered, tokenized and cut as training does it. With `--json`, standard output is a list of objects:
+Only the tokenizer is loaded, and the processor where rows have images, videos or sounds. These are shown as
+`[image 12×9 tokens]`: columns and rows of tokens where the model counts so, else their number. The rows are mixed,
+split, rendered, tokenized and truncated as in training. With `--json`, standard output is a list of objects:
 
     row             the row's number in its data set, from 1
     dataset         the data set's path
     num_tokens, num_trained
-    is_truncated    whether max_length cut it
+    is_truncated    true if max_length cut it
     segments        [{"text", "trained"}]
-    omitted         [{"kind", "message", "text"}]: what the row says and the chat template leaves out; messages are
+    omitted         [{"kind", "message", "text"}]: parts of the row that the chat template leaves out; messages are
                     counted from 1, the row's tools have null
 
 Rows that cannot be trained on, and facts that deserve a warning, go to standard error.
@@ -42,7 +42,7 @@ from honed.worker.model import torchvision
 
 @dataclass(frozen=True)
 class _Asked:
-    """As much of an assignment as the tokenizer needs."""
+    """The parts of an assignment that the tokenizer needs."""
 
     spec: JobSpec
     base_model_path: Path
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = None) -> list[dict[str, Any]]:
-    """The first rows that are trained on, in the shape that `main` prints."""
+    """Return the first rows that are trained on, in the form that `main` prints."""
     if job_spec.kind != "sft":
         raise SpecError(f"kind: a {job_spec.kind} job trains on no rows")
     path = base_model_path or _resolve(job_spec)
-    # As if it were accepted now.
+    # With the date as if the job were accepted now.
     chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
     if any(example.media for example in examples):
@@ -118,7 +118,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
 
 
 def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> Iterator[tuple[Example, Encoded]]:
-    """The first rows that the template takes; those before them that it does not are told."""
+    """Yield the first rows that the template accepts; report those before them that it refuses."""
     num_left = num_rows
     for example in examples:
         if not num_left:
@@ -136,7 +136,8 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
 
 
 def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> list[Example]:
-    """The examples that are trained on; of large data sets only the beginning, where that makes no difference."""
+    """Return the examples that are trained on; of large data sets only the beginning, where that makes no
+    difference."""
     datasets, seed = list(job_spec.datasets), int(job_spec.training.as_kwargs().get("seed", 42))
     if job_spec.eval_split is None and all(each.fraction is None for each in datasets):
         datasets = [_beginning(each, max(100, 4 * num_rows)) for each in datasets]
@@ -158,7 +159,7 @@ def _home() -> Path:
 
 
 def _located(job_spec: JobSpec) -> JobSpec:
-    """The job with its data sets of the hub found in the cache."""
+    """Return the job with its Hub data sets located in the cache."""
     return hubdata.located(job_spec, _home(), allow_hub=False)[0]
 
 
@@ -184,7 +185,7 @@ def _load_processor(asked: _Asked, tokenizer: Any) -> Any:
 
 
 def _page(row: dict[str, Any]) -> str:
-    """A row for people: what is trained on stands between ⟦ and ⟧."""
+    """Format a row for people, with the trained text between ⟦ and ⟧."""
     cut = ", cut off" if row["is_truncated"] else ""
     text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
     lost = "".join(f"\n    left out: {omission.line(each)}" for each in row["omitted"])
@@ -193,7 +194,7 @@ def _page(row: dict[str, Any]) -> str:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"preview: {plain(quote.show(text))}\n")  # who asks for a preview may read the rows
+    sys.stderr.write(f"preview: {plain(quote.show(text))}\n")  # whoever requests a preview may read the rows
 
 
 if __name__ == "__main__":

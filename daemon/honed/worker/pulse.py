@@ -1,11 +1,11 @@
-"""Signs of life of a run besides its events: that it still moves, in which phase it is, and how long it may be silent.
+"""Signs of life of a run besides its events: that it progresses, its phase, and how long it may be silent.
 
     attempts/<n>/pulse   {"phase", "limit_sec"}; touched at each sign of life, for honed       (this module writes)
-    the unit's socket    ready, how far it is, a watchdog, where the worker is a unit's
+    the unit's socket    readiness, progress and watchdog, where the worker is a systemd unit
 
-Fed from the events and from the looks at the stop flag, which every stage takes between two batches; so nothing but
-real progress keeps a watchdog quiet. Silent where the daemon has not asked for it. The limits are the run's own
-(see patience.py); the administrator's are above and below them.
+They come from the events and from the checks of the stop flag, which every stage makes between two batches; so only
+real progress keeps a watchdog quiet. Nothing is sent where the daemon has not asked for it. The limits are the run's
+own (see patience.py), between the administrator's lower and upper ones.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from honed.job.progress import progress_text
 from honed.worker.patience import Patience
 
-#: Stages that are one long call, without a sign of life in it: how many times as long they may take.
+#: Stages that are one long call without a sign of life: the factor by which their upper limit is longer.
 PATIENCE = {"trial": 4, "prepare": 2, "load": 4, "data": 2, "mask": 2, "export": 4}
-#: Seconds between two signs of life, at least.
+#: Minimum seconds between two signs of life.
 BEAT_INTERVAL_SEC = 1.0
-#: By how much a limit must have changed before it is told anew.
+#: Relative change of a limit above which it is sent again.
 LIMIT_TOLERANCE = 0.1
 
 
 class Pulse:
-    """One worker's word. Takes the variables out of `environment`, so that no child speaks for it."""
+    """The signs of life of one worker. Removes its variables from `environment`, so that no child speaks for it."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Pulse:
         path: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`path` is the attempt's pulse file; its directory must be there by the first sign of life."""
+        """Prepare the pulse. `path` is the attempt's pulse file; its directory must exist by the first sign of life."""
         address, watchdog = environment.pop("NOTIFY_SOCKET", ""), environment.pop("HONED_WATCHDOG_SEC", "")
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)
@@ -55,20 +55,20 @@ class Pulse:
         self._told_sec: float | None = 0.0
 
     def beat(self) -> None:
-        """It moves: called between two batches."""
+        """Give a sign of life; called between two batches."""
         self._patience.beat(self._clock())
         is_news = not self._told_sec and self._patience.limit_sec is not None
         if is_news or self._clock() - self._beat_at >= BEAT_INTERVAL_SEC:
             self._send(*self._watchdog(), "WATCHDOG=1")
 
     def enter(self, phase: str) -> None:
-        """What it does from now on; stages are told by their events."""
+        """Enter a phase; stages are entered by their events."""
         self._patience.enter(phase, self._clock())
         self._told_sec = None
         self._send(*self._watchdog(), "WATCHDOG=1")
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        """An event, put into words for `systemctl status`."""
+        """Send an event as a status line for `systemctl status`."""
         match kind:
             case "stage":
                 self._begin(str(data.get("stage")))
@@ -88,7 +88,8 @@ class Pulse:
         self._is_ready = True
 
     def _watchdog(self) -> list[str]:
-        """The watchdog's word for the present phase, where it is not what was told already; honed's goes with it."""
+        """Return the watchdog's limit for the current phase, if it has changed; it is also written to the pulse
+        file."""
         learned_sec = self._patience.limit_sec
         upper_sec = (self._watchdog_sec or 0.0) * PATIENCE.get(self._patience.phase, 1)
         limit_sec = upper_sec if learned_sec is None else min(upper_sec, max(self._least_sec, learned_sec))

@@ -1,6 +1,6 @@
-"""Data sets as people have them: doomed ones are refused or told of, good ones pass without a word.
+"""Data sets as people have them: unusable ones are rejected or warned about, good ones pass without a warning.
 
-What `honectl check` says and what becomes of a dropped job are held against each other for each of them.
+For each of them, the result of `honectl check` is compared with that of a dropped job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Make = Callable[[Path], dict[str, Any]]
 
 
 def turns(*said: str) -> dict[str, Any]:
-    """A conversation: `u:` and `a:` say whose turn it is."""
+    """Return a conversation; `u:`, `a:` and `s:` give each turn's role."""
     roles = {"u": "user", "a": "assistant", "s": "system"}
     return {"messages": [{"role": roles[each[0]], "content": each[2:]} for each in said]}
 
@@ -51,7 +51,7 @@ def lines(rows: list[Any]) -> bytes:
 
 
 def of(rows: list[Any], **keys: Any) -> Make:
-    """A job on one file of rows."""
+    """Return a function that makes a job on one file of rows."""
     return lambda path: named(path, "rows.jsonl", lines(rows), **keys)
 
 
@@ -111,7 +111,7 @@ PREFERENCE = [{"prompt": str(n), "chosen": f"{n}!", "rejected": "no"} for n in r
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 
-#: Refused, with these words; and whether the error carries an edit of the job file, with which it passes.
+#: Rejected with these words; True if the error carries an edit of the job file that makes it pass.
 REFUSED: dict[str, tuple[Make, str, bool]] = {
     "train and test in one directory": (directory("train.jsonl", "test.jsonl"), "named as held-out data (test.jsonl)", True),
     "shards of two splits": (directory("data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"), "`split` does not say which", True),
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Make, str, bool]] = {
     "a format that is none of data": (file("rows.txt", b"words"), "not a kind of data file", False),
 }  # fmt: skip
 
-#: Told of, with these words.
+#: Warned about with these words.
 WARNED: dict[str, tuple[Make, str]] = {
     "a file called test": (file("test.jsonl", lines(asked())), "its name says `test`"),
     "held out and trained on: one file": (same_file, "it measures memorization"),
@@ -203,7 +203,7 @@ def job(make: Make, path: Path, model: Path) -> Path:
 
 
 def check(spec_path: Path) -> list[str]:
-    """The warnings."""
+    """Return the warnings."""
     layout = Layout(spec_path.parent / "root")
     layout.jobs_dir.mkdir(parents=True, exist_ok=True)
     return preflight.check(spec_path, layout=layout, config=Config(), device=CPU).warnings
@@ -254,7 +254,7 @@ def test_a_dropped_job_is_judged_as_check_judges_it(tmp_path: Path, model: Path)
 
 
 def dropped(layout: Layout, paths: dict[int, Path]) -> dict[int, Any]:
-    """What the daemon's helper says of each: warnings, or the error."""
+    """Return the result of the daemon's helper for each job: its warnings, or the error."""
     selector = selectors.DefaultSelector()
 
     def follow(old: int | None, new: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Data sets that are remembered between checks: unchanged ones that raise no word; what is kept is no leave to read."""
+"""Data sets remembered between checks: unchanged ones without a warning; the memory grants no right to read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zoo import plain
 
 
 class Desk:
-    """A data set, a job that names it, and how often it was looked at."""
+    """A data set, a job that names it, and a count of its inspections."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
@@ -55,7 +55,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 @pytest.fixture
 def settled(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """With files that were left alone for long enough."""
+    """A desk whose files have not been modified for long enough."""
     monkeypatch.setattr(datacheck, "SETTLED_NS", 50_000_000)
     time.sleep(0.06)
     yield desk

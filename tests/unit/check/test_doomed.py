@@ -1,4 +1,4 @@
-"""Jobs that are right as far as their keys go, and cannot do what was meant: refused by `check`, or told."""
+"""Jobs whose keys are valid, but which cannot do what was meant: `check` rejects them, or warns."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_no_model_that_transformers_maps_to_causal_ones_is_refused(tmp_path: Pat
 
 
 def test_encoders_are_those_that_transformers_warns_of() -> None:
-    """Each says in its source that it must be a decoder to be used alone."""
+    """The source of each says that it must be a decoder to be used alone."""
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
     folder = Path(auto.__file__).parents[1]
     modules = dict(installed._module_names())

@@ -1,4 +1,4 @@
-"""Remedies that are an edit of the job file: they stand as data beside the words, and lead to no second refusal."""
+"""Remedies that edit the job file: each is given as data beside its text, and leads to no second rejection."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30
 HELD_OUT: dict[str, Any] = {"eval_split": 0.5}
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "save_strategy": "epoch"}
 
-#: What is written for a hint that is an edit of the job file.
+#: Phrases of a hint that is an edit of the job file.
 _EDIT = re.compile(r"\bleave [`\w.]+ out\b|\bleave it out\b|\bwrite [\w.]+: ")
-#: Faults of a text, or of rows: no key of the job file is at fault. What a fetch refuses is refused to all jobs that
-#: share it, each of which has its data set under a key of its own.
+#: Faults of a text, or of rows, not of a key in the job file. A fetch's fault applies to all jobs that share the fetch,
+#: each of which has its data set under a key of its own.
 _NOT_THE_FILE = {"document.py", "hubdata.py", "leave `weight` out of some turns"}
 
 
 def hints_of_edits() -> list[tuple[str, int, str]]:
-    """Each error that honed raises with such a hint and no fix: file, line, hint."""
+    """Return each error that honed raises with such a hint and no fix: file, line, hint."""
     kinds = {kind.__name__ for kind in BY_CODE.values()} | {"refuse", "fault"}
     found = []
     for path in sorted(SOURCE.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What used to be found once the model was loaded, and is refused before: packages, schedules, losses, positions."""
+"""Faults found before the model is loaded instead of after: packages, schedules, losses, positions."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_optimizer_without_its_package_is_refused_by_name(tmp_path: Path) -> 
 def test_an_optimizer_without_a_kernel_on_its_device_is_refused(
     tmp_path: Path, optim: str, device: Device, instead: str
 ) -> None:
-    """They failed in the first step: bitsandbytes' AdEMAMix asks for paged memory on a CPU, too."""
+    """Such jobs failed in the first step: bitsandbytes' AdEMAMix requires paged memory on a CPU, too."""
     base = model(tmp_path)
     with pytest.raises(SpecError, match=r"training\.optim: bitsandbytes") as refused:
         packagecheck.check(job(optim=optim), base, device, installed.look())

@@ -1,4 +1,4 @@
-"""What a job may read and write, on real files; and the copies that `submit --stage` makes."""
+"""A job's rights to read and write, on real files; and the copies that `submit --stage` makes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Desk:
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    """Where everybody can get at it; pytest's own directories are closed."""
+    """A desk in a directory that everybody can enter; pytest's own directories are closed."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name).resolve()
         path.chmod(0o755)
@@ -127,7 +127,7 @@ def test_an_output_directory_that_is_a_link_out_is_refused(desk: Desk) -> None:
 
 
 def closed_desk(desk: Desk, config: Config | None = None) -> Policy:
-    """The policy of a machine on which the workers are another user."""
+    """Return the policy of a machine on which the workers run as another user."""
     return dataclasses.replace(Policy.of(desk.layout, config or Config(), os.getuid()), workers=WORKERS)
 
 
@@ -181,7 +181,7 @@ def test_without_allowed_paths_the_workers_of_another_user_write_nowhere_but_in_
 
 
 def test_other_peoples_results_are_nobodys_data(desk: Desk) -> None:
-    """honed and the workers could read them; who dropped the job could not."""
+    """honed and the workers could read them; the user who dropped the job could not."""
     theirs = desk.layout.job(3).output_dir
     theirs.mkdir(parents=True)
     rows = plain.write_dataset(theirs / "rows.jsonl")
@@ -195,7 +195,7 @@ def test_other_peoples_results_are_nobodys_data(desk: Desk) -> None:
 
 
 def test_what_its_submitter_cannot_read_no_job_reads(desk: Desk) -> None:
-    """Opened to the workers as the hint says, it is opened to its owner's jobs, and to nobody else's."""
+    """A path opened to the workers, as the hint says, is open to its owner's jobs, and to nobody else's."""
     berta = Person(54322, frozenset({54322}), "berta")
     policy = dataclasses.replace(closed_desk(desk), dropper=berta)
     closed = desk.srv / "closed"
@@ -253,7 +253,7 @@ def test_staging_without_a_place_says_what_to_do(desk: Desk) -> None:
 
 
 def image_rows(desk: Desk, path: Path, *names: str) -> Path:
-    """Rows that name images beside their file, and the images."""
+    """Write rows that name images beside their file, and the images."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
         image = path.parent / name
@@ -348,7 +348,7 @@ def test_a_link_among_thousands_of_files_leads_nowhere_else(desk: Desk) -> None:
 
 
 def test_what_was_checked_and_leads_elsewhere_since_is_not_read(desk: Desk) -> None:
-    """As the worker asks, which can read the directories of all jobs."""
+    """The worker checks the grant with its own user, who can read the directories of all jobs."""
     mine, theirs = desk.layout.job(3), desk.layout.job(4)
     for files in (mine, theirs):
         plain.write_dataset(files.dir / "rows.jsonl") if files.dir.mkdir() is None else None

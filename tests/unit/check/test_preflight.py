@@ -1,4 +1,4 @@
-"""The whole check on real files, and the helper process that does it for the daemon."""
+"""The whole check on real files, and the helper process that runs it for the daemon."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_vision_model_is_trained_on_text_alone_and_the_plan_says_with_what_and
 
 
 def write_pictures(desk: Desk, *names: str) -> None:
-    """Rows about a picture each; what is called good is there."""
+    """Write rows that each name a picture; only good.png exists."""
     Image.new("RGB", (40, 30)).save(desk.path / "good.png")
     turns = [{"role": "user", "content": "<image> What?"}, {"role": "assistant", "content": "A cat."}]
     desk.rows.write_text("".join(json.dumps({"messages": turns, "images": [name]}) + "\n" for name in names))
@@ -445,7 +445,7 @@ def test_a_tracker_that_is_not_installed_is_told(desk: Desk) -> None:
 def test_a_tracker_that_transformers_cannot_report_to_is_told_before_training(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, version: str, *, is_taken: bool
 ) -> None:
-    """pip takes one from years ago where a newer one does not go with what is installed."""
+    """pip installs one that is years old where a newer one conflicts with the installed packages."""
     metadata = desk.path / f"packages/trackio-{version}.dist-info/METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: trackio\nVersion: {version}\n")
@@ -548,7 +548,7 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_told(desk: Desk) -> None:
 
 def test_a_merged_model_and_every_checkpoint_count_for_the_disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def needed(**keys: Any) -> int:
-        """Bytes, found by the least free disk that is enough."""
+        """Return the number of bytes needed: the smallest free disk space that is enough."""
         low, high = 0, 2**20
         while low < high:
             free = (low + high) // 2
@@ -577,7 +577,7 @@ def test_a_job_that_can_never_fit_is_refused_with_what_would(desk: Desk) -> None
             desk.write(training={"per_device_train_batch_size": 512}), layout=desk.layout, config=Config(), device=small
         )
     assert "per_device_train_batch_size: " in raised.value.hint
-    plain.write_dataset(desk.rows, num_rows=2)  # of which no batch has more
+    plain.write_dataset(desk.rows, num_rows=2)  # no batch can have more
     path = desk.write(training={"per_device_train_batch_size": 512})
     assert preflight.check(path, layout=desk.layout, config=Config(), device=small).plan.memory.batch_size == 2
 
@@ -614,7 +614,7 @@ class Clock:
 
 
 class Daemon:
-    """The daemon's loop, as far as the helper goes."""
+    """The part of the daemon's loop that drives the helper."""
 
     def __init__(self, layout: Layout, command: list[str] | None = None) -> None:
         self.clock = Clock()
@@ -646,7 +646,7 @@ class Daemon:
             assert self.client.poll() == []
 
     def wait_sent(self, num_helpers: int = 1, *, timeout_sec: float = 120.0) -> None:
-        """Wait until the current request was handed to its helper, the first or a later one."""
+        """Wait until the current request was sent to its first helper, or to a later one."""
         until = time.monotonic() + timeout_sec
         while (current := self.client._current) is None or current.num_helpers != num_helpers or not current.is_sent:
             assert time.monotonic() < until, f"not sent after {timeout_sec} s"
@@ -761,9 +761,9 @@ def test_pipes_and_endless_files_cost_only_their_own_job(desk: Desk, monkeypatch
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Who opens the file waits, as on a network file system that does not answer: a lease (fcntl(2)), which its holder
-    does not give back before the kernel takes it, after 45 s."""
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells the holder that it is asked for
+    """Make opening the file block, as on a network file system that does not answer: a lease (fcntl(2)), which its
+    holder keeps until the kernel revokes it after 45 s."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the signal that somebody opens the file
     fd = os.open(path, os.O_RDWR)
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     try:
@@ -830,7 +830,7 @@ def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) 
 
 
 def speaking(words: str) -> list[str]:
-    """A helper that is ready, and says that to its first request."""
+    """Return the command of a helper that gets ready, and runs this code at its first request."""
     lines = (
         f"print({READY.decode()!r}, flush=True)",
         "sys.stdin.readline()",
@@ -870,7 +870,7 @@ def test_an_answer_of_the_right_shape_is_taken(desk: Desk) -> None:
     daemon.close()
 
 
-#: What one who has taken a helper over could have the daemon read; each would end in an exception somewhere.
+#: Answers that an attacker in control of a helper could send; each would raise an exception somewhere.
 NONSENSE = {
     "a word": "hello",
     "a list": "[]",
@@ -900,7 +900,7 @@ def test_a_helper_that_talks_nonsense_is_no_helper(desk: Desk, what: str, tmp_pa
 
 
 def test_a_helper_that_never_becomes_ready_costs_no_job(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    """It is tried again, later and later, and said once."""
+    """The start is retried with growing delays, and logged once."""
     caplog.set_level("INFO")
     is_whole = desk.path / "whole"
     lines = (
@@ -947,7 +947,7 @@ def test_a_job_file_that_is_gone_is_refused(desk: Desk, daemon: Daemon) -> None:
 
 
 def test_a_helper_that_does_not_read_holds_nobody_up(desk: Desk) -> None:
-    """A job file larger than a socket holds: who dropped it may have stopped the helper, too."""
+    """The job file is larger than a socket's buffer; the user who dropped it may also have stopped the helper."""
     large = desk.write("large.json", chat_template_kwargs={"note": "x" * 250_000})
     daemon = Daemon(desk.layout)
     daemon.client.submit(1, desk.write(), Config(), CPU)

@@ -1,4 +1,4 @@
-"""A job's first rows as its chat template renders them, at `check`: nothing is imported but Jinja and tokenizers."""
+"""A job's first rows rendered by its chat template, at `check`: imports nothing but Jinja and tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of modules that a job asks for, held against several families' checkpoints before any is loaded."""
+"""Module names that a job asks for, compared with several families' checkpoints before any is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor, on this machine and on packages that are broken on purpose."""
+"""The doctor, on this machine and on deliberately broken packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = Path(doctor.__file__).parents[2]
 
 
 def pretend(site: Path, name: str, version: str, code: str | None = None) -> None:
-    """Install a package that is nothing but its metadata, and perhaps a module with that code."""
+    """Install a package that has only metadata, and optionally a module with that code."""
     metadata = site / f"{name}-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -32,7 +32,7 @@ def pretend(site: Path, name: str, version: str, code: str | None = None) -> Non
 
 
 def ask_with(site: Path, code: str) -> str:
-    """What a fresh process says that finds those packages first."""
+    """Return the output of a fresh process that finds those packages first."""
     environment = os.environ | {"PYTHONPATH": f"{site}:{SOURCE}"}
     done = subprocess.run(
         [sys.executable, "-c", f"from honed.cli.doctor import *\nfrom honed.cli import doctor\n{code}"],
@@ -50,7 +50,7 @@ def status_of(found: list[Finding], check: str) -> str:
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a fresh process finds on this machine, and which of the heavy libraries it has imported itself."""
+    """The findings of a fresh process on this machine, and the heavy libraries that it imported itself."""
     root = tmp_path_factory.mktemp("root")
     code = (
         "import json\n"
@@ -119,7 +119,7 @@ def test_packages_that_unsloth_refuses_are_told(tmp_path: Path) -> None:
 def test_a_torchvision_that_does_not_load_is_found(tmp_path: Path) -> None:
     broken = "raise RuntimeError('operator torchvision::nms does not exist')"
     pretend(tmp_path, "torchvision", "0.28.0", broken)
-    # One that has the operator is left alone by what mends torchvision, which scripts/setup may have put into the venv.
+    # A torchvision that has the operator is left alone by the repair that scripts/setup may have put into the venv.
     pretend(tmp_path, "torch", "2.13.0", "class ops:\n    class torchvision:\n        nms = None\n")
     found = ask_with(tmp_path, "print(doctor._torchvision())")
     assert "status='error'" in found
@@ -206,7 +206,7 @@ def test_a_broken_configuration_is_a_finding_and_not_the_end(tmp_path: Path) -> 
     layout = Layout(tmp_path)
     layout.config_path.parent.mkdir(parents=True)
     layout.config_path.write_text("[jobs]\nretry_delay = 3\n")
-    # What only a process that imports it can tell is not looked at here: that takes seconds.
+    # Findings that need an import of the package are not tested here, since an import takes seconds.
     without = "def ask(*_, **__): raise EnvironmentInvalidError('not asked')\ndoctor.ask = ask"
     code = (
         f"{without}\nfound = examine(Layout(Path({str(tmp_path)!r})))\n"
@@ -218,7 +218,7 @@ def test_a_broken_configuration_is_a_finding_and_not_the_end(tmp_path: Path) -> 
     assert "check='python', status='ok'" in found
 
 
-#: What `systemctl show` says of a unit that is well.
+#: The output of `systemctl show` for a healthy unit.
 WELL = {
     "LoadState": "loaded",
     "ActiveState": "active",
@@ -267,7 +267,7 @@ def test_a_unit_that_is_closed_to_what_the_configuration_allows_is_told() -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory away")
 def test_a_unit_that_is_open_to_what_somebody_else_can_lead_elsewhere_is_told(tmp_path: Path) -> None:
-    """Opened by an earlier honectl, or by hand."""
+    """The unit was opened by an earlier honectl, or by hand."""
     for name in ("to write", "home", "good"):
         (tmp_path / name).mkdir()
     os.chown(tmp_path / "to write", 54321, 0)

@@ -1,4 +1,4 @@
-"""Man pages and completions know every verb, option and key that there is."""
+"""Man pages and completions contain every verb, option and key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKOUT = Path(__file__).parents[3]
 
 
 def complete(*words: str) -> list[str]:
-    """What bash offers for the last word."""
+    """Return bash's completions for the last word."""
     script = (
         f"source {CHECKOUT}/etc/completions/honectl.bash; COMP_WORDS=({' '.join(repr(word) for word in words)}); "
         f"COMP_CWORD={len(words) - 1}; _honectl_jobs() {{ echo 7; }}; _honectl; printf '%s\\n' \"${{COMPREPLY[@]}}\""

@@ -1,4 +1,4 @@
-"""What is said on a terminal, in lines that nobody else makes."""
+"""Lines on a terminal, none of which wraps or is forged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watch says of a worker: its memory, its share of the processor, and its GPU."""
+"""`honectl watch` on a worker: its memory, its share of the processor, and its GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The helpers of several submitters: each their own, a few at a time, and nobody waits for another's for long."""
+"""The helpers of several submitters: one each, a few at a time, and nobody waits for another's for long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from honed.run.helper import READY, children
 from honed.spec.config import Config
 from honed.system.layout import Layout
 
-#: Answers at once, except on what is called hang, and tells who it is: `<dir>/<who>.<pid>` is there while it lives.
+#: Answers at once, except for files named hang, and shows its user: `<dir>/<who>.<pid>` exists while it lives.
 HELPER = f"""
 import atexit, json, os, pathlib, sys, time
 who, home = sys.argv[1], pathlib.Path(sys.argv[2])
@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 
 class Desk:
-    """Checkers whose units are children that say whose they are."""
+    """Checkers whose units are child processes that report their user."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,7 +84,7 @@ class Desk:
         return {answer["id"]: answer["plan"]["who"] for answer in self.answers}
 
     def live(self) -> set[int]:
-        """The people who have a helper."""
+        """Return the users who have a helper."""
         return {uid for uid, checker in self.checkers._people.items() if checker.has_helper}
 
     def at_work(self) -> set[int]:
@@ -147,7 +147,7 @@ def test_who_comes_takes_the_place_that_had_nothing_to_do_for_the_longest(desk: 
 
 
 def test_a_flood_gives_way_when_its_turn_is_over(desk: Desk) -> None:
-    """And goes on after the others: nobody starves."""
+    """The flood continues after the others: nobody starves."""
     people = [1000 + number for number in range(MAX_UNITS)]
     for uid in people:
         for number in range(200):
@@ -207,7 +207,7 @@ def test_one_whose_helper_cannot_be_started_is_in_nobodys_way(desk: Desk, caplog
     assert not desk.checkers.is_stuck(5000)
     assert desk.checkers.fault
     desk.wait(lambda: not desk.live() and desk.checkers.deadline is not None)
-    assert desk.checkers.deadline <= desk.clock() + MAX_PAUSE_SEC  # tried again then, and looked at no sooner
+    assert desk.checkers.deadline <= desk.clock() + MAX_PAUSE_SEC  # it is retried then, and not sooner
     assert caplog.text.count("cannot be started, and job files wait") == len(broken)
     for uid in broken:
         (desk.path / f"broken-{uid}").unlink()

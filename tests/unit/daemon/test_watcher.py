@@ -1,4 +1,4 @@
-"""When an arrival is whole."""
+"""The moment at which an arriving file is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from honed.daemon.watcher import CLOSED_SETTLE_SEC, Watcher
 
 SETTLE_SEC = 1000.0
-#: Seconds after which a condition that should have come has not.
+#: Seconds after which a wait for a condition fails.
 DEADLINE_SEC = 60.0
 
 

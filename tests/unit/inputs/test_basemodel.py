@@ -1,4 +1,4 @@
-"""Base models and adapters as they are found on disk, whole and damaged; no torch, no weights."""
+"""Base models and adapters as found on disk, complete and damaged; no torch, no weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def edit_config(model_dir: Path, **keys: Any) -> None:
-    """Set keys of config.json; None takes one out."""
+    """Set keys of config.json; None removes one."""
     path = model_dir / "config.json"
     config = json.loads(path.read_text()) | keys
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def shard(model_dir: Path) -> Path:
-    """Turn the single file of weights into two shards and an index; returns the index."""
+    """Split the single file of weights into two shards and an index; returns the index."""
     (model_dir / "model.safetensors").unlink()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     plain.write_safetensors(model_dir / names[0], {"model.embed_tokens.weight": ("BF16", [32, 8])})

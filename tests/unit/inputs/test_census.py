@@ -1,4 +1,4 @@
-"""Rows beside one another: what says the same is on one side of a split, and all else stays where it was."""
+"""Comparing rows: equal rows are on one side of a split, and all others stay where they were."""
 
 from __future__ import annotations
 

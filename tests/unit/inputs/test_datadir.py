@@ -1,4 +1,4 @@
-"""Directories as data sets: what their names say is held out is not trained on by accident."""
+"""Directories as data sets: files whose names mark them as held out are not trained on by accident."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(path: Path, *names: str) -> Path:
 
 
 def looked(path: Path, *, key: str = "datasets", split: str | None = None) -> list[str]:
-    """The warnings that the check has for it."""
+    """Return the check's warnings for the data set."""
     job = plain.spec(path, path, datasets=[{"path": str(path), "split": split}])
     if key == "eval_datasets":
         job = job | {"datasets": [{"path": str(make(path.parent / "other", "rows.jsonl"))}], key: job["datasets"]}

@@ -1,4 +1,4 @@
-"""Files of rows: packed or plain, under the right name or a wrong one, and what is no file of rows at all."""
+"""Files of rows: packed or plain, with the right suffix or a wrong one, and files that contain no rows at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_packed_file_has_the_rows_of_the_plain_one(
 ) -> None:
     assert read(tmp_path / f"{name}{suffix}", pack(content)) == ROWS
     assert read(tmp_path / f"{name}{suffix}", pack(content[:40]) + pack(content[40:])) == ROWS  # two packs in a row
-    assert read(tmp_path / f"{name}{suffix}", content) == ROWS  # unpacked by what downloaded it
+    assert read(tmp_path / f"{name}{suffix}", content) == ROWS  # unpacked by the downloading program
     assert read(tmp_path / name, pack(content)) == ROWS
 
 

@@ -397,7 +397,7 @@ def test_a_split_holds_out_its_share_and_at_least_one_on_each_side(number: int, 
 
 
 def weighed(*said: dict[str, Any]) -> dict[str, Any]:
-    """A row of as many questions and answers, with what is said of each answer."""
+    """Return a row of as many questions and answers; each argument adds keys to one answer."""
     turns = ((TURNS[0], {"role": "assistant", "content": str(n)} | more) for n, more in enumerate(said))
     return {"messages": [message for pair in turns for message in pair]}
 

@@ -43,7 +43,7 @@ def load_one(path: Path, row: Any, **more: Any) -> Example:
 
 
 def asked(example: Example) -> list[Any]:
-    """The first turn of the user: strings, and the kinds of what stands between them."""
+    """Return the first turn of the user: its texts, and the kinds of the media between them."""
     content = next(message["content"] for message in example.messages if message["role"] == "user")
     return [part["text"] if part["type"] == "text" else part["type"].upper() for part in content]
 

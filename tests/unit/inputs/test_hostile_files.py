@@ -1,4 +1,4 @@
-"""Files that are made to fill the memory, to take hours or to lie about themselves: refused, within limits."""
+"""Files made to fill the memory, to take hours or to lie about themselves: rejected, within limits."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from honed.system.layout import Layout
 from zoo import plain
 from zoo.limits import in_child
 
-#: What one such file may take beyond what it weighs itself.
+#: Memory that reading one such file may take beyond its own size.
 MAX_BYTES = 700 * 2**20
 CPU_SEC = 60
 MiB = 2**20
 
-#: Reads a file and says what came of it.
+#: Reads a file.
 Read = Callable[[Path], object]
 
 
 def refusal(read: Read, path: Path) -> str:
-    """The message with which it is refused; empty where it is not."""
+    """Return the message with which the file is rejected, or an empty text."""
     try:
         read(path)
     except HonedError as error:
@@ -90,7 +90,7 @@ def header(tensors: object, *, length: int | None = None) -> bytes:
 
 
 def png(width: int, height: int) -> bytes:
-    """A PNG of that size, of which nothing is there."""
+    """Return a PNG whose header claims that size, with hardly any image data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -102,7 +102,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def wav(*, data_bytes: int) -> bytes:
-    """A WAV file that says it has so many bytes of sound."""
+    """Return a WAV file whose header claims so many bytes of sound."""
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
@@ -211,7 +211,7 @@ def test_it_is_refused_within_limits_and_told_in_a_line(
 
 
 def test_a_list_of_files_that_calls_itself_a_video_opens_none_of_them(tmp_path: Path) -> None:
-    """FFmpeg would: nobody was asked whether the job may read them."""
+    """FFmpeg would open them, although nobody checked whether the job may read them."""
     pytest.importorskip("av")
     from zoo.fuzz import _recordings
 
@@ -224,7 +224,7 @@ def test_a_list_of_files_that_calls_itself_a_video_opens_none_of_them(tmp_path: 
 
 @pytest.mark.slow
 def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(tmp_path: Path) -> None:
-    """By the helper itself, in a process that has nothing yet."""
+    """The helper itself rejects it, in a fresh process."""
     pytest.importorskip("pyarrow")
     import pyarrow
     import pyarrow.parquet
@@ -265,7 +265,7 @@ def test_an_event_that_is_nested_too_deeply_is_counted_and_passed_over(depth: in
 
 
 def test_a_result_with_half_characters_and_a_message_of_megabytes_still_makes_an_entry(tmp_path: Path) -> None:
-    """An entry that cannot be written would keep the job running for ever."""
+    """An entry that cannot be written would keep the job running forever."""
     path = tmp_path / "attempts/1/result.json"
     path.parent.mkdir(parents=True)
     error = {"code": "mask_invalid", "message": "\ud800\x1b[2J" * 10**6, "hint": "\udfff"}

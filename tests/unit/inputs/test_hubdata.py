@@ -1,4 +1,4 @@
-"""Which files of a hub's data set are a job's rows."""
+"""The files of a hub's data set that contain a job's rows."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_patterns_of_a_card_match_as_a_shells(pattern: str, meant: list[str]) ->
 
 
 def test_no_pattern_takes_for_ever() -> None:
-    """The test ends: what backtracks over this one would not."""
+    """The test ends: a matcher that backtracks would not finish this pattern."""
     many = f"---\nconfigs:\n- config_name: default\n  data_files: '{'*a' * 60}/{'**/a/' * 40}*b'\n---\n".encode()
     name = "/".join(["a" * 200, *["a"] * 60, "c.jsonl"])
     assert "no such data file" in refusal([name], many)

@@ -1,4 +1,4 @@
-"""What lies where a model should: told as what it is, with the place of the model where that is known."""
+"""Paths that lie where a model should: each is reported as what it is, with the model's path where that is known."""
 
 from __future__ import annotations
 

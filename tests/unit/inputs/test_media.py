@@ -1,4 +1,4 @@
-"""Images, videos and sounds, on real files drawn and written here."""
+"""Images, videos and sounds, on real files created here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def image_at(path: Path, limits: MediaLimits = ANY) -> Image.Image:
 
 
 def told(path: Path, kind: Kind = "image") -> str:
-    """What is said of a broken file, the same by a look at it and by decoding, but for what the header hides."""
+    """Return the message about a broken file: equal from a probe and from decoding, but for faults hidden by the
+    header."""
     one = Media(kind, path)
     with pytest.raises(MediaError) as caught:
         match kind:
@@ -52,7 +53,7 @@ def write_wave(path: Path, samples: np.ndarray, rate: int = 16000, num_channels:
 
 
 def write_video(path: Path, num_frames: int = 30, rate: int = 10, size: tuple[int, int] = (64, 48)) -> Path:
-    """A video whose n-th frame is of gray 8 n."""
+    """Write a video whose n-th frame has the gray level 8 n."""
     import av
 
     with av.open(str(path), "w") as container:

@@ -1,4 +1,4 @@
-"""What an image, a video or a sound becomes, read from files as the hub has them; the numbers are the families' own."""
+"""Token counts of images, videos and sounds, read from files as the hub has them; the numbers are the families' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures on predictions: what each says, and what counts as an answer."""
+"""Metrics on predictions: their values, and the part of a text that counts as the answer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_metric_says_how_near_an_answer_is(name: str, text: str, truth: str, e
 
 
 def test_an_answer_that_cannot_be_parsed_counts_nothing_and_stands_beside() -> None:
-    """A model that falls silent must not look better for it."""
+    """A model that stops answering must not look better for it."""
     truths = ["[0, 0, 1, 1]"] * 4
     silent = score.score(["[0, 0, 1, 1]", "", "I cannot tell.", "?"], truths, [score.find("box_iou")])
     assert silent.figures == {"box_iou": 0.25, "box_iou_parsable": 0.25}
@@ -130,7 +130,7 @@ def test_rouge_l_is_the_longest_common_subsequence_of_the_textbook(text: str, tr
 
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Installs a package of the administrator's with one metric, `shout`."""
+    """A function that installs a package as an administrator would, with one metric, `shout`."""
 
     def install(code: str) -> None:
         (tmp_path / "house_metrics.py").write_text(code)
@@ -180,7 +180,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest() -> None:
 
 
 def test_empty_reasoning_that_a_template_has_taught_is_no_part_of_the_answer() -> None:
-    """Qwen3's template trains it before each answer and leaves it out of the prompt."""
+    """Qwen3's template trains empty reasoning before each answer and omits it from the prompt."""
     found = score.score(["<think>\n\n</think>\n\nCairo."], ["Cairo."], [score.find("exact_match")])
     assert found.figures["exact_match"] == 1
     kept = score.score(["<think>a</think>b"], ["<think>a</think>b"], [score.find("exact_match")])

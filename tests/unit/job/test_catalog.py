@@ -1,4 +1,4 @@
-"""Every job in memory: what is asked of all of them."""
+"""All jobs in memory, and the queries about all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was written, held against the truth."""
+"""Predictions compared with the reference."""
 
 from __future__ import annotations
 

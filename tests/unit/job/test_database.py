@@ -1,4 +1,4 @@
-"""honed.db: any event whatever is counted once, and nothing in it stops the daemon."""
+"""honed.db: any event is counted once, and no content stops the daemon."""
 
 from __future__ import annotations
 

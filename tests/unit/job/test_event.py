@@ -1,4 +1,4 @@
-"""Event lines: what a worker writes is what the daemon reads, and noise is neither."""
+"""Event lines: the daemon reads them as the worker wrote them, and skips noise."""
 
 from __future__ import annotations
 

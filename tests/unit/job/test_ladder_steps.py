@@ -1,4 +1,4 @@
-"""What is taken off first when memory runs out, and that the batch of a step stays what it was."""
+"""The order of the adjustments when memory runs out; the effective batch size never changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from honed.spec.training import TrainingSpec
 
 
 def steps(phase: str = "train", *, seen: Media = Media(), is_sure: bool = True, **spec: Any) -> list[str]:  # noqa: B008
-    """All the way down."""
+    """Return the texts of all steps of the ladder, from the top to the bottom."""
     taken: list[Adjustment] = []
     while (
         step := out_of_memory.next_step(
@@ -76,7 +76,7 @@ def test_what_is_smaller_in_the_phase_where_memory_ran_out_comes_first() -> None
 def test_predictions_are_halved_from_as_many_as_are_asked_at_a_time(
     predictions: dict[str, Any], guard: dict[str, Any] | None, first: int | None
 ) -> None:
-    """A step that makes no batch smaller would be a restart for nothing."""
+    """A step that makes no batch smaller would be a useless restart."""
     spec = JobSpec.model_validate(
         {"base_model": "/m", "datasets": [{"path": "/d.jsonl"}], "predictions": predictions, "guard": guard}
     ).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""A run whose loss never left where it began, or ended higher, is told of; one that learns never is."""
+"""A run whose loss never fell, or ended higher, is warned about; one that learns never is."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def run(
     spread: float = 0.0,
     seed: int = 0,
 ) -> list[Told]:
-    """A run by its loss at each share of it. `noise` is drawn anew each step; `spread` is the rows' own, whose batches
-    come once an epoch, in another order each time."""
+    """Judge a run with this loss at each share of its steps. `noise` is drawn anew for each step; `spread` is the rows'
+    own: their batches come once an epoch, in another order each time."""
     rng = random.Random(seed)
     per_epoch = max(round(steps / epochs), 1)
     rows = [rng.gauss(0, spread) for _ in range(per_epoch)]

@@ -1,4 +1,4 @@
-"""What a worker tells, as the daemon's log has it."""
+"""A worker's events in the daemon's log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def tell(clock: Clock) -> Tell:
-    """Tells one event; returns what the log has of it."""
+    """A function that logs one event and returns its log records."""
     records: list[logging.LogRecord] = []
     log = logging.Logger("test", logging.DEBUG)
     handler = logging.Handler()
@@ -49,7 +49,7 @@ def tell(clock: Clock) -> Tell:
 
 
 def test_no_words_of_a_row_are_in_the_log(tell: Tell) -> None:
-    """Whoever reads the journal is not who may read the data."""
+    """Users who may read the journal may not read the data."""
     [record] = tell("example", segments=[{"text": "Why?\n", "trained": False}, {"text": "So.", "trained": True}])
     assert record.levelno == logging.DEBUG
     assert record.getMessage() == "job 7 (capitals): the first example is rendered"

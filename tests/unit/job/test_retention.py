@@ -1,4 +1,4 @@
-"""What may go and what must stay; and a removal that can be killed between any two operations."""
+"""Removable and protected files; and a removal that can be killed between any two operations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_lies_beyond_any_limit_goes_the_oldest_first(limits: Limits, gone: 
 
 
 def entry(spool: Spool, number: int, state: State, **keys: Any) -> Job:
-    """A job with a directory, as it lies after an attempt."""
+    """Create a job with a directory as an attempt leaves it."""
     files = spool.job_layout(number)
     directory = str(files.output_dir)
     plan = keys.pop("plan", {})
@@ -115,14 +115,14 @@ def test_staged_copies_go_with_their_job_unless_another_names_them(spool: Spool)
 
 
 def give_up(spool: Spool, number: int) -> None:
-    """As the daemon does, its rows apart."""
+    """Remove a job as the daemon does, except for its rows in the database."""
     if (job := spool.job(number)) is not None:
         spool.prune(job)
     removal.remove_job(spool, spool.layout, number)
 
 
 def after_a_crash(root: Path) -> Spool:
-    """What the next daemon does, its rows apart."""
+    """Do what the next daemon does after a crash, except for the database, and return its spool."""
     spool = Spool(Layout(root))
     spool.recover()
     Arrivals(spool).recover()
@@ -180,7 +180,7 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
 
 
 def test_a_clock_that_was_set_ages_nothing(spool: Spool) -> None:
-    """A machine that boots in 2035, until its clock is set right, must not lose what is thirty days old."""
+    """A machine that boots in 2035, until its clock is corrected, must not delete jobs as older than thirty days."""
     layout = spool.layout
     entry(spool, 1, State.SUCCEEDED)
     ticks, wall = [0.0], [spool.changed_at(Job(1, "", 0, "", 0, "", state=State.SUCCEEDED))]

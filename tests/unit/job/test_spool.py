@@ -1,4 +1,4 @@
-"""The spool: what lies where is the truth, through every crash."""
+"""The spool: the place of each file is its state, through every crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from honed.system.error import EnvironmentInvalidError, SpecError
 from honed.system.layout import Layout
 
 MAX_BYTES = 1000
-#: A user whom no file here belongs to.
+#: A user who owns no file here.
 SUBMITTER = 12345
 
 
@@ -286,14 +286,14 @@ def test_no_name_makes_a_refusal_somebody_elses(spool: Spool) -> None:
 
 
 class Crash(BaseException):
-    """The process is gone; nobody catches it."""
+    """The end of the process, which no code catches."""
 
 
 OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir")
 
 
 class Faults:
-    """Makes the n-th file operation of Python's os module fail: by a crash before it or after it, or by an error."""
+    """A fault in the n-th file operation of Python's os module: a crash before or after it, or an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_seen = 0
@@ -326,7 +326,7 @@ def recovered(spool: Spool) -> Arrivals:
 
 
 def life(spool: Spool, *, names: list[str]) -> None:
-    """A pass of everything: take what lies in incoming/, refuse some, run and finish the rest."""
+    """Run one pass: take the files from incoming/, reject some, run and finish the rest."""
     arrivals = recovered(spool)
     claims = arrivals.claims()
     claims += [claim for each in arrivals.dropped() if (claim := arrivals.claim(each.path)) is not None]
@@ -351,7 +351,7 @@ def run(spool: Spool) -> None:
 
 
 def life_together(spool: Spool, *, names: list[str]) -> None:
-    """The same, many arrivals at a time; what stands in one's place is as if it had been raised."""
+    """Run the same pass with many arrivals at a time; an error returned in place of a result is raised."""
 
     def good(found: list[Any]) -> list[Any]:
         for error in [each for each in found if isinstance(each, Exception)]:
@@ -373,14 +373,14 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
 
 
 def verify(spool: Spool, names: list[str]) -> None:
-    """Each dropped file became exactly one job or one refusal, and nothing else lies about."""
+    """Check that each dropped file became exactly one job or one rejection, and that nothing else is left."""
     done = [job.source for job in spool.jobs(State.SUCCEEDED)]
     refused = [path.name for path in spool.rejected_dir.iterdir() if path.suffix != ".reason"]
     assert sorted(done + refused) == sorted(names)
     assert not [name for name in done if name.startswith("bad")]
     unreadable = {
         name for name in refused if not name.startswith("bad")
-    }  # to honed, for one EACCES, its dropper's doing
+    }  # honed takes one EACCES for a file that its owner made unreadable
     assert all("may not read" in (spool.rejected_dir / f"{name}.reason").read_text() for name in unreadable)
     assert len(unreadable) <= 1
     for state in set(State) - {State.SUCCEEDED}:

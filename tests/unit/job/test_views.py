@@ -1,4 +1,4 @@
-"""The views of honed.db: what other tools read, and may lean on."""
+"""The views of honed.db: a stable interface for other tools."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ JOB = Job(
 
 
 def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
-    """As another tool would: read-only, by the views alone."""
+    """Query as another tool would: read-only, through the views alone."""
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
         return db.execute(sql).fetchall()
 

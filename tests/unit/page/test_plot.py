@@ -1,4 +1,4 @@
-"""Axes that one can read, and no spike lost."""
+"""Plots with readable axes, in which no spike is lost."""
 
 from __future__ import annotations
 

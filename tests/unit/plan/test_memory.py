@@ -1,4 +1,4 @@
-"""Memory and disk before the run: sums over shapes, what is refused, and what is proposed instead."""
+"""Estimates of memory and disk before the run: sums over shapes, rejected jobs, and proposed changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> BaseModelInfo:
 
 
 def llama(model: BaseModelInfo, *, hidden: int, mlp: int, layers: int, vocabulary: int, kv: int) -> BaseModelInfo:
-    """A model of published shapes, of which only the headers are known."""
+    """Return a model of published shapes, of which only the headers exist."""
     shapes = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)}
     for layer in (f"model.layers.{number}" for number in range(layers)):
         shapes |= {f"{layer}.self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
@@ -315,7 +315,7 @@ _PROPOSAL = re.compile(r"(\w+): (\w+)")
 
 
 def test_every_proposal_fits_when_it_is_taken(mistral_7b: BaseModelInfo) -> None:
-    """What the words say is put into a job file, and that job is estimated."""
+    """Each proposal of the hint is written into a job file, and that job is estimated."""
     training = {"gradient_checkpointing": False, "per_device_train_batch_size": 4}
     hint = refused(mistral_7b, L4, make(training=training)).hint
     for words in hint.split("; or "):
@@ -365,7 +365,7 @@ PHOTO = Row(num_text_tokens=40, media=(Facts("image", "JPEG", 4000, 3000),))
 
 @pytest.fixture
 def seeing(model: BaseModelInfo) -> BaseModelInfo:
-    """Qwen2.5-VL 3B, as far as its config and its processor's file go."""
+    """Return Qwen2.5-VL 3B, as far as its config and its processor's file go."""
     files = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
     (model.path / "preprocessor_config.json").write_text(json.dumps(files))
     tensors = (

@@ -1,4 +1,4 @@
-"""Settings that a run is too short for, and learning rates beyond all usual ones, are told with the number."""
+"""Warnings, with the number, about settings that do not fit so short a run and about unusual learning rates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_steps_of_a_run(training: dict[str, Any], keys: dict[str, Any], num_
 
 
 EVALUATED: dict[str, Any] = {"eval_split": 0.1}
-#: What is set, what else the job has, and how what is said of it begins.
+#: The training settings, the job's other keys, and the beginning of the warning.
 UNFIT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"warmup_steps": 500}, {}, "training.warmup_steps: 500 of at most 20 steps: the learning rate gets to 4%"),
     ({"warmup_steps": 15}, {}, "training.warmup_steps: 15 of at most 20 steps: more than half of the run, 75%, is"),

@@ -1,4 +1,4 @@
-"""Packing is refused, by name and before anything is loaded, for models that would mix the rows."""
+"""Packing is rejected, by name and before anything is loaded, for models that would mix the rows."""
 
 from __future__ import annotations
 

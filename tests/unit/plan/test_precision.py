@@ -1,4 +1,4 @@
-"""Every precision rule, each with the failure that it prevents; then the invariants over the whole space."""
+"""Every precision rule, with the failure that it prevents; then the invariants over the whole space."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HALF = ("bfloat16", "float16")
 
 
 def model(stored: str = "bfloat16", model_type: str = "qwen3", **fields: Any) -> BaseModelInfo:
-    """A base model of 1000 parameters, stored in that dtype."""
+    """Return a base model of 1000 parameters, stored in that dtype."""
     known: dict[str, Any] = {
         "path": Path("/m"),
         "model_type": model_type,
@@ -107,7 +107,7 @@ RULES: list[Rule] = [
     ("Gemma stored in float16 overflows in it", NEW, "float16", "gemma2", {}, ("bfloat16", "bf16", "float32")),
     ("T5 overflows in float16", OLD, "float32", "t5", {}, ("float32", "none", "float32")),
     ("mT5 overflows in float16", OLD, "bfloat16", "mt5", {"full": True}, ("float32", "none", None)),
-    # Gradients beyond it: the loss is finite, and every step is skipped.
+    # Gradients beyond 65504: the loss is finite, and every step is skipped.
     ("Gemma 4's gradients overflow in float16", OLD, "bfloat16", "gemma4_text", {}, ("float32", "none", "float32")),
     ("Qwen3-MoE's gradients overflow in float16", OLD, "bfloat16", "qwen3_moe", {}, ("float32", "none", "float32")),
     ("GLM-4's gradients overflow in float16", OLD, "bfloat16", "glm4_moe", {}, ("float32", "none", "float32")),
@@ -185,7 +185,7 @@ def test_precision_follows_the_rule(
 
 @pytest.mark.parametrize(("device", "dtype"), [("H100", "float16"), ("T4", "auto"), ("CPU", "float32")])
 def test_a_bfloat16_adapter_beside_a_model_in_another_dtype_is_refused(device: str, dtype: str) -> None:
-    """Under fp16 a GradScaler cannot unscale its gradients; beside float32 its dtype is no one's wish."""
+    """Under fp16 a GradScaler cannot unscale its gradients; with float32 weights nobody can want this dtype."""
     with pytest.raises(SpecError, match="adapter_dtype: bfloat16 goes with a model in bfloat16") as raised:
         decide(device, model(), dtype=dtype, adapter_dtype="bfloat16")
     assert "adapter_dtype: auto" in raised.value.hint
@@ -214,7 +214,7 @@ def test_eight_bits_that_overflow_on_their_way_through_float16_are_warned_about(
 
 
 def test_quantization_on_an_apple_gpu_is_full_precision_where_that_fits_and_else_refused() -> None:
-    """bitsandbytes does not run there: the field report's four-bit model took 8 GB instead of 2, without a word."""
+    """bitsandbytes does not run there: the field report's 4-bit model silently took 8 GB instead of 2."""
     config = {
         "dtype": "bfloat16",
         "vocab_size": 1000,
@@ -242,14 +242,14 @@ def test_quantization_on_an_apple_gpu_is_full_precision_where_that_fits_and_else
 
 
 def test_a_dtype_that_the_device_has_not_is_refused_and_not_replaced() -> None:
-    """Your setup doesn't support bf16/gpu; or, worse, emulates it."""
+    """Prevent "Your setup doesn't support bf16/gpu" or, worse, emulated bfloat16."""
     with pytest.raises(SpecError, match=r"Tesla T4 \(compute capability 7\.5\) has less") as raised:
         decide("T4", model(), dtype="bfloat16")
     assert "dtype: auto" in raised.value.hint
 
 
 def test_an_apple_gpu_has_bfloat16_from_macos_14_on() -> None:
-    """Your setup doesn't support bf16/gpu."""
+    """Prevent "Your setup doesn't support bf16/gpu"."""
     old = dataclasses.replace(DEVICES["MPS"], has_bfloat16=False)
     with pytest.raises(SpecError, match="needs macOS 14"):
         precision.decide(spec(dtype="bfloat16"), model(), old)
@@ -258,19 +258,19 @@ def test_an_apple_gpu_has_bfloat16_from_macos_14_on() -> None:
 
 
 def test_full_fine_tuning_in_float16_is_warned_about_where_it_is_not_computed_in_it() -> None:
-    """An fp16 flag that does nothing; and, on a GPU, the standard recipe under a GradScaler, which needs no word."""
+    """Prevent an fp16 flag without effect. On a GPU float16 under a GradScaler is standard, without a warning."""
     assert "float16 autocast exists on CUDA alone" in decide("CPU", model(), full=True, dtype="float16").warnings[0]
     assert "bfloat16 instead" in decide("L4", model("float16", "gemma2"), full=True, dtype="float16").warnings[0]
     assert decide("T4", model(), full=True, dtype="float16").warnings == ()
 
 
 def test_float16_by_name_for_a_family_that_overflows_is_warned_about() -> None:
-    """A loss that is not a number."""
+    """Prevent a NaN loss."""
     assert "gemma2" in decide("H100", model("bfloat16", "gemma2"), dtype="float16").warnings[0]
 
 
 def test_apple_gpus_get_full_precision_with_a_warning_for_quantization() -> None:
-    """Four times the memory that was asked for, without a word."""
+    """Prevent a silent use of four times the memory asked for."""
     found = decide("MPS", model(), quantization="4bit")
     assert found.quantization == "none"
     assert found.compute_dtype is None
@@ -278,7 +278,7 @@ def test_apple_gpus_get_full_precision_with_a_warning_for_quantization() -> None
 
 
 def test_a_checkpoint_quantized_by_bitsandbytes_stays_so() -> None:
-    """A compute dtype from the checkpoint's config beside another load dtype."""
+    """Prevent a compute dtype from the checkpoint's config that differs from the load dtype."""
     found = precision.decide(spec(), quantized(load_in_4bit=True), DEVICES["T4"])
     assert (found.quantization, found.compute_dtype, found.load_dtype) == ("4bit", "float16", "float16")
     assert precision.decide(spec(), quantized(load_in_8bit=True), DEVICES["T4"]).quantization == "8bit"
@@ -298,7 +298,7 @@ def test_a_checkpoint_quantized_by_bitsandbytes_stays_so() -> None:
 def test_a_quantized_checkpoint_that_cannot_be_trained_so_is_refused(
     given: BaseModelInfo, device: str, keys: dict[str, Any], message: str
 ) -> None:
-    """A failure after the model is loaded."""
+    """Prevent a failure after the model is loaded."""
     with pytest.raises(ModelError, match=message) as raised:
         precision.decide(spec(**keys), given, DEVICES[device])
     assert raised.value.hint
@@ -306,13 +306,13 @@ def test_a_quantized_checkpoint_that_cannot_be_trained_so_is_refused(
 
 @pytest.mark.parametrize("name", ["H100", "T4", "CPU", "MPS"])
 def test_attention_is_sdpa_unless_asked(name: str) -> None:
-    """FlashAttention chosen because it is installed, beside quantized weights."""
+    """Prevent FlashAttention with quantized weights, chosen only because it is installed."""
     found = precision.decide(spec(), model(), DEVICES[name], has_flash_attn=True)
     assert found.attn_implementation == "sdpa"
 
 
 def test_attention_that_sdpa_computes_wrongly_is_eager() -> None:
-    """A model trained with attention scores that are not its own."""
+    """Prevent training with attention scores that differ from the model's own."""
     assert decide("H100", model(model_type="gemma2")).attn_implementation == "eager"
     asked = decide("H100", model(model_type="gemma2"), attn_implementation="sdpa")
     assert asked.attn_implementation == "sdpa"
@@ -332,14 +332,14 @@ def test_attention_that_sdpa_computes_wrongly_is_eager() -> None:
 def test_flash_attention_that_cannot_be_is_refused(
     device: str, keys: dict[str, Any], has_flash_attn: bool, message: str
 ) -> None:
-    """RuntimeError: FlashAttention only support fp16 and bf16 data type."""
+    """Prevent "RuntimeError: FlashAttention only support fp16 and bf16 data type"."""
     asked = spec(attn_implementation="flash_attention_2", **keys)
     with pytest.raises(SpecError, match=message):
         precision.decide(asked, model(), DEVICES[device], has_flash_attn=has_flash_attn)
 
 
 def test_flash_attention_by_name_is_had_where_it_can_be_and_warned_about_beside_quantized_weights() -> None:
-    """QLoRA with FlashAttention dies where something has cast norms or adapters to float32."""
+    """QLoRA with FlashAttention fails if norms or adapters were cast to float32."""
     asked = spec(attn_implementation="flash_attention_2")
     assert precision.decide(asked, model(), DEVICES["A100"], has_flash_attn=True).warnings == ()
     asked = spec(attn_implementation="flash_attention_2", quantization="4bit")
@@ -365,7 +365,7 @@ TUNINGS: tuple[dict[str, Any], ...] = (
 
 
 def check_invariants(job: JobSpec, given: BaseModelInfo, device: Device, *, has_flash_attn: bool = False) -> None:
-    """What holds whatever was asked: the choices fit together and the device, or it is refused with what to do."""
+    """Check that the choices fit together and fit the device, or that the job is rejected with a hint."""
     asked, full = job.dtype, precision.is_full(job)
     try:
         found = precision.decide(job, given, device, has_flash_attn=has_flash_attn)
@@ -455,7 +455,7 @@ def test_whatever_is_asked_of_whatever_is_stored_on_whatever_there_is_the_choice
 
 @pytest.mark.parametrize("outer", ["paligemma", "some_wrapper"])
 def test_a_model_around_gemma_has_gemmas_numbers(outer: str) -> None:
-    """Gemma's float16 overflow and its capped attention scores do not go away inside another model."""
+    """Gemma's float16 overflow and its capped attention scores remain inside another model."""
     wrapped = model(model_type=outer, config={"dtype": "bfloat16", "text_config": {"model_type": "gemma2"}})
     found = decide("T4", wrapped)
     assert (found.load_dtype, found.fp16, found.attn_implementation) == ("float32", False, "eager")

@@ -1,4 +1,4 @@
-"""The rungs of full fine-tuning: which a job is planned on, by the device's memory and by name, and that it stays."""
+"""The rungs of full fine-tuning: the one a job is planned on, by the device's memory or by name, and its permanence."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_predictions_with_float32_weights_beside_compensated_ones_are_counted() 
     ("size", "first", "then"), [("3B", H100, L4), ("3B", L4, H100), ("3B", A100, CPU), ("1B", T4, H100)]
 )
 def test_a_plan_that_is_made_again_keeps_the_rung(size: str, first: Device, then: Device) -> None:
-    """A run that goes on with other weights or another optimizer than its checkpoint has is another run."""
+    """A run that resumes with weights or an optimizer other than its checkpoint's is another run."""
     before = make(model(size), first)
     after = make(model(size), then, pinned=rung.pinned(before.as_dict()["precision"]))
     assert chosen(after) == chosen(before)
@@ -316,7 +316,7 @@ def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: s
 
 
 def test_flash_attention_goes_with_float32_weights_under_autocast() -> None:
-    """Refused for a model that is loaded in float32, although it is computed with in bfloat16."""
+    """FlashAttention was rejected for a model loaded in float32, although the model is computed in bfloat16."""
     job = spec(attn_implementation="flash_attention_2")
     found = precision.decide(job, model("1B"), H100, has_flash_attn=True)
     assert (found.load_dtype, found.attn_implementation) == ("float32", "flash_attention_2")

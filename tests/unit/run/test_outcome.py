@@ -1,4 +1,4 @@
-"""Success needs two witnesses; everything else has a code."""
+"""Success needs two witnesses; every other outcome has a code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
         (SUCCESS, Exit(0, None), "succeeded"),
         (SUCCESS, Exit(3, None), "killed"),
         (SUCCESS, Exit(None, 11), "killed"),
-        # Killed from outside after its last word, or seen by nobody: what it did is done, and not done again.
+        # Killed from outside after it wrote its result, or with an unknown exit: its work is complete and not repeated.
         (SUCCESS, Exit(None, 9), "succeeded"),
         (SUCCESS, Exit(None, None), "succeeded"),
         (FAILURE, Exit(81, None), "mask_invalid"),
@@ -38,7 +38,7 @@ FAILURE = {"outcome": "failed", "error": {"code": "mask_invalid", "message": "m"
         (None, Exit(None, 9), "killed"),
         (None, Exit(None, None), "killed"),
         ([], Exit(0, None), "killed"),
-        # What systemd knows, and the kernel's killer, of a worker that could say nothing itself.
+        # The cause comes from systemd or the OOM killer where the worker could write no result itself.
         (None, Exit(None, 6, service_result="watchdog"), "stalled"),
         (None, Exit(None, 9, service_result="oom-kill"), "out_of_memory"),
         (None, Exit(None, 9, was_out_of_memory=True), "out_of_memory"),
@@ -71,7 +71,7 @@ def test_a_torn_result_is_none(tmp_path: Path) -> None:
 
 
 def test_what_a_result_has_that_nobody_could_write_down_is_taken_out_or_it_is_none(tmp_path: Path) -> None:
-    """Python's reader of JSON takes lone surrogates, NaN and nesting without end; who writes them does not."""
+    """Python's JSON reader accepts lone surrogates, NaN and unlimited nesting; strict JSON writers do not."""
     path = tmp_path / "result.json"
     failure = {"code": "mask_invalid", "message": "\ud800 m", "hint": "h", "fix": {"\ud800": 1}}
     path.write_text(json.dumps({"outcome": "failed", "error": failure, "metrics": {"a\ud800": float("nan"), "b": 1.0}}))

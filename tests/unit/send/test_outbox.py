@@ -1,4 +1,4 @@
-"""The outbox: whatever is cut off, garbled or full, whole rows are read once and in order."""
+"""The outbox: whatever is truncated, garbled or full, complete rows are read once and in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reading(step: int, num_bytes: int = 1) -> Reading:
 
 
 def read_all(path: Path, *, max_rows: int = 3, max_bytes: int = 1 << 20) -> list[int]:
-    """The steps of all rows, as a sender gets them that is started anew for each batch."""
+    """Return the steps of all rows, as read by a sender that is restarted for each batch."""
     found: list[int] = []
     while True:
         position = outbox.read_cursor(path)

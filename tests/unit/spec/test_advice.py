@@ -1,4 +1,4 @@
-"""Keys of other tools, by their values: the remedy keeps what was asked for, or says what is given up."""
+"""Keys of other tools, with their values: the remedy keeps what was asked for, or says what is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from honed.system.error import SpecError
 ROOT = Path(__file__).resolve().parents[3]
 BAD_SPECS = sorted(path for path in (ROOT / "tests/data/bad_specs").iterdir() if path.suffix != ".expected")
 LEAST: dict[str, Any] = {"base_model": "/srv/models/m", "datasets": [{"path": "/srv/data/d.jsonl"}]}
-GONE = object()  #: the key is taken out, and nothing is written for it
+GONE = object()  #: the key is removed without a replacement
 
 
 def problems(data: dict[str, Any]) -> tuple[Problem, ...]:
@@ -29,7 +29,7 @@ def problems(data: dict[str, Any]) -> tuple[Problem, ...]:
 
 
 def check_fix(data: dict[str, Any], problem: Problem) -> None:
-    """That a fix mends its fault, makes no new one where it writes, and says so where it gives something up."""
+    """Check that a fix removes its fault, adds no new one where it writes, and says so where it gives something up."""
     before = {(each.key, each.message) for each in problems(data)}
     after = {(each.key, each.message) for each in problems(mended(data, problem.fix))}
     assert (problem.key, problem.message) not in after
@@ -65,8 +65,8 @@ def test_each_fix_of_a_bad_spec_mends_its_fault_and_makes_none(path: Path) -> No
     assert len(left) <= len(unmended) + 1, left
 
 
-#: What other tools' users write, and what becomes of it when its fix is applied: dotted keys and their values, no key
-#: for what is left out, and None for what honed does not do. The words are part of the hint.
+#: Settings of other tools, and the result of applying the fix: dotted keys and their values, no key for a removed
+#: setting, and None for one that honed does not support. The words are part of the hint.
 VALUES: list[tuple[str, Any, dict[str, Any] | None, str]] = [
     # by hand, from notebooks
     ("lora", "qlora", {"lora": {}, "quantization": "4bit"}, "quantization: 4bit"),
@@ -318,7 +318,7 @@ VALUES: list[tuple[str, Any, dict[str, Any] | None, str]] = [
 
 
 def settle(data: dict[str, Any], rounds: int = 3) -> dict[str, Any]:
-    """The data with what the checks say applied until they say nothing more that can be."""
+    """Return the data after applying the checks' fixes until none is left."""
     for _ in range(rounds):
         found = problems(data)
         fix = {key: value for problem in reversed(found) for key, value in problem.fix.items()}

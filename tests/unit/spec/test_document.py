@@ -1,4 +1,4 @@
-"""Job files as text: one meaning in three formats, the line of every key, and a refusal in time for anything else."""
+"""Job files as text: one meaning in three formats, the line of every key, and a quick rejection of anything else."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_aliases_beyond_the_limits_and_without_meaning_are_refused(text: str, sa
     "text", ["a: *secret", "a: &secret 1\nb: &secret 2", "a: &secret [*secret]", "a: *" + "s" * 9000]
 )
 def test_a_text_that_looks_like_an_alias_or_an_anchor_is_a_quote(text: str) -> None:
-    """Such as `*important*`: it is told to its owner alone, and not without end."""
+    """An example is `*important*`: the text is shown to its owner alone, and shortened."""
     with pytest.raises(SpecError) as caught:
         parse(text.encode(), ".yaml")
     assert "secret" in caught.value.told or "sss" in caught.value.told

@@ -1,4 +1,4 @@
-"""What is wrong with a job file: the faults one by one, and the edits that mend them, as data."""
+"""Faults of a job file one by one, and the edits that fix them, as data."""
 
 from __future__ import annotations
 

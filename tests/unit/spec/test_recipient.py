@@ -1,4 +1,4 @@
-"""Whom a job may have told: the border between a job file and the network."""
+"""The recipients that a job may name: the border between a job file and the network."""
 
 from __future__ import annotations
 
@@ -157,4 +157,4 @@ def test_a_notice_whose_receiver_is_down_is_not_read_at_each_look(tmp_path: Path
     messenger.reload(NotifyConfig(retry_delay_sec=600, max_retry_delay_sec=600))
     for _ in range(10):
         messenger._look()
-    assert messenger.num_read <= 20 + 2  # and of the one that is tried, once more
+    assert messenger.num_read <= 20 + 2  # and again for the one that is tried

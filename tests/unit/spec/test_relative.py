@@ -1,4 +1,4 @@
-"""Relative paths in a job file: taken from its place, in a text that else stays as it is."""
+"""Relative paths in a job file: resolved from the file's directory, while the rest of the text stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""honed.toml that is wrong: told like a job file, with key, line and the name that was meant."""
+"""Errors in honed.toml: reported as in a job file, with key, line and the name that was probably meant."""
 
 from __future__ import annotations
 

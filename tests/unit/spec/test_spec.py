@@ -1,4 +1,4 @@
-"""Job specs: what loads, what is refused, and in which words."""
+"""Job specs: which load, and which are rejected with which messages."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_predictions_have_a_share_of_the_run_unless_their_number_is_asked_for() 
     asked = loads({**LEAST, "predictions": {"num_samples": 50}})
     assert asked.predictions.max_share is None
     assert loads({**LEAST, "predictions": {"num_samples": 50, "max_share": 0.2}}).predictions.max_share == 0.2
-    # plan.json has every key, and must not be read as a wish.
+    # plan.json has every key, and its defaults must not count as explicit settings.
     for each in (loads(LEAST), asked):
         assert JobSpec.model_validate(each.model_dump(mode="json")) == each
 
@@ -327,7 +327,7 @@ def _toml(value: Any) -> str:
 
 
 class _Quoting(yaml.SafeDumper):
-    """PyYAML writes some texts plainly that others read as numbers, such as 08."""
+    """A dumper that quotes all texts: PyYAML writes some without quotes that others read as numbers, such as 08."""
 
 
 _Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))

@@ -1,4 +1,4 @@
-"""Who may read what, held against the kernel's own answer."""
+"""Users' rights to read and write paths, compared with the kernel's own answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 from honed.system import access
 from honed.system.access import ENTER, READ, WRITE, Acl, Person
 
-#: A user and a group that nothing on this machine belongs to.
+#: A user and a group that own nothing on this machine.
 STRANGER = Person(54321, frozenset({54321, 54322}), "stranger")
 
 
 def may_really(path: Path, who: Person, wanted: int) -> bool:
-    """Ask the kernel: a child that has become that user."""
+    """Ask the kernel, in a child process that becomes that user."""
     code = (
         f"import os; os.setgroups({sorted(who.gids)}); os.setgid({min(who.gids)}); os.setuid({who.uid})\n"
         f"print(os.access({str(path)!r}, {wanted}))"
@@ -36,7 +36,7 @@ def supports_acls(path: Path) -> bool:
 
 @pytest.fixture
 def open_dir() -> Iterator[Path]:
-    """A directory that everybody can get at; pytest's own are closed."""
+    """A directory that everybody can enter; pytest's own are closed."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         path.chmod(0o755)
@@ -116,7 +116,7 @@ def test_a_link_is_followed_through_every_directory_on_its_way(open_dir: Path) -
     assert found is not None
     assert found.path == closed
     (through / "loop").symlink_to("loop")
-    assert access.obstacle(through / "loop", STRANGER) is None  # whoever opens it is told
+    assert access.obstacle(through / "loop", STRANGER) is None  # opening it raises the error
 
 
 def test_a_number_that_no_user_has_is_somebody_without_groups() -> None:
@@ -131,7 +131,7 @@ def test_an_instance_elsewhere_has_no_workers_user_of_its_own(tmp_path: Path) ->
 
 @needs_root
 def test_who_can_write_a_file_besides_its_owner_is_told(open_dir: Path) -> None:
-    """By real users and groups: `daemon` and `bin` have a group each, of which they are the only member."""
+    """The users and groups are real: `daemon` and `bin` each have a group of which they are the only member."""
     daemon, bin_ = access.person("daemon"), access.person("bin")
     assert daemon is not None
     assert bin_ is not None
@@ -165,8 +165,8 @@ def test_who_can_write_a_file_besides_its_owner_is_told(open_dir: Path) -> None:
 
 @needs_root
 def test_who_can_put_something_else_in_a_paths_place(tmp_path: Path) -> None:
-    """The owner of a directory above it, whoever can write one, in a sticky one the owner of what is there; links are
-    gone through, and what nobody else can make is nobody's."""
+    """The owner of a directory above the path can, whoever can write to one, and in a sticky one the entry's owner.
+    Links are followed, and the result is empty where nobody else can replace the path."""
 
     def make(name: str, uid: int = 0, mode: int = 0o755) -> Path:
         path = tmp_path / name

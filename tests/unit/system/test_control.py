@@ -1,4 +1,4 @@
-"""Who asks is known from the socket."""
+"""The socket identifies the user who asks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from honed.system.layout import Layout
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, list[Request]]]:
-    """A server that notes who asked."""
+    """A server that records its requests."""
     selector, asked, is_over = selectors.DefaultSelector(), [], threading.Event()
 
     def answer(request: Request) -> Any:

@@ -1,4 +1,4 @@
-"""A bus that is away, or does not answer, costs a moment and is said; the rest is tried in a booted systemd."""
+"""A bus that is missing or does not answer: a short delay and an error. The rest is tested in a booted systemd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices, without a GPU: what NVML would say is said by a module of its name, put in its place."""
+"""Devices, without a GPU: a fake module in place of NVML gives its answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nvmlSystemGetDriverVersion(): return "570.1"
 
 
 def probe_with(tmp_path: Path, code: str, *, no_driver: bool = False) -> str:
-    """What a fresh process says that finds that NVML."""
+    """Return the output of a fresh process that imports that NVML."""
     (tmp_path / "pynvml.py").write_text(FAKE_NVML.replace("{no_driver}", str(no_driver)))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(device.__file__).parents[2]}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)

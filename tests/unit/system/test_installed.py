@@ -1,4 +1,4 @@
-"""Versions and windows, without importing what they are of."""
+"""Versions and their windows, read without importing the packages."""
 
 from __future__ import annotations
 

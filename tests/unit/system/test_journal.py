@@ -1,4 +1,4 @@
-"""The journal's native protocol, against a socket that receives as journald does."""
+"""The journal's native protocol, with a socket that receives as journald does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from honed.system.log import JournalHandler, about
 
 
 class Receiver:
-    """journald's end: whole entries, also those that come as a sealed memfd."""
+    """journald's end: complete entries, also those that come as a sealed memfd."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class Receiver:
 
 
 def decode(data: bytes) -> dict[str, str]:
-    """An entry, taken apart as the protocol says."""
+    """Parse an entry according to the protocol."""
     fields = {}
     while data:
         line, _, rest = data.partition(b"\n")
@@ -152,7 +152,7 @@ def test_text_from_a_job_file_paints_no_terminal(receiver: Receiver) -> None:
 
 
 def test_the_journal_is_used_only_where_it_reads_our_own_stderr() -> None:
-    """JOURNAL_STREAM is inherited: a child whose stderr goes elsewhere must not believe it."""
+    """JOURNAL_STREAM is inherited: a child whose stderr is redirected must ignore it."""
     code = "from honed.system import log; print(type(log._handler()).__name__)"
     read_fd, write_fd = os.pipe()
     info = os.fstat(write_fd)

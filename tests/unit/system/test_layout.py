@@ -1,4 +1,4 @@
-"""Where a job's files are looked for."""
+"""The places in which a job's files are looked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of any length over the control socket, and many pieces of work on files side by side."""
+"""Answers of any length over the control socket, and many concurrent tasks on files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What something took is the same, whoever sets the clock on the wall."""
+"""Durations that stay the same when somebody sets the wall clock."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_an_entry_of_an_older_honed_tells_what_its_attempts_took() -> None:
 
 
 class Wall:
-    """A clock on the wall beside one that nobody sets; `dates` what it says, and a calendar that looks at it."""
+    """A wall clock beside a clock that nobody sets; `says` is its time, and `calendar` observes both."""
 
     def __init__(self, says: float) -> None:
         self.ticks, self.says = 0.0, says
         self.calendar = Calendar(clock=lambda: self.ticks, now=lambda: self.says)
 
     def go_on(self, seconds: float, *, jump: float = 0.0) -> float:
-        """Returns by how much it was set, as the calendar sees it."""
+        """Let time pass, and return by how much the wall clock was set according to the calendar."""
         self.ticks += seconds
         self.says += seconds + jump
         return self.calendar.look()
@@ -81,7 +81,7 @@ def test_what_is_dated_before_the_clock_was_set_forward_is_as_old_as_it_is() -> 
 
 
 def test_what_is_older_than_a_clock_that_was_behind_until_it_was_set_right_is_old() -> None:
-    """A machine boots in 1970; its files are of its last boot."""
+    """A machine boots in 1970; its files are from its previous boot."""
     wall = Wall(10.0)
     wall.go_on(60, jump=1.8e9)
     assert (wall.age(1.7e9), wall.age(30.0)) == (1e8 + 70, 40)

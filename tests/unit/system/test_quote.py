@@ -1,4 +1,4 @@
-"""What is quoted of a job's files: marked on its way, in no log, and whole for those who may read the job."""
+"""Quotes from a job's files: marked in transit, in no log, and complete for users who may read the job."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_what_nobody_catches_is_told_without_its_words_in_any_thread() -> None:
 
 
 def test_what_the_check_of_a_job_file_stumbles_over_is_in_its_answer_and_not_in_the_journal(tmp_path: Path) -> None:
-    """Nor what a library prints then, in Python or in C."""
+    """The same holds for a library's output during the check, from Python or from C."""
     code = (
         "import os, sys; from honed.check import preflight\n"
         "def fail(_, data, **__):\n"

@@ -1,4 +1,4 @@
-"""Where a token or key comes from, and what is said of one that is none."""
+"""The sources of a token or key, and the message about an invalid one."""
 
 from __future__ import annotations
 

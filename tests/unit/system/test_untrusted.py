@@ -1,4 +1,4 @@
-"""Nothing that a worker puts in the place of its files leads honed astray, or holds it up."""
+"""No file that a worker puts in place of its own misleads honed or blocks it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_plain_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["a link", "a pipe"])
 def test_what_lies_in_the_way_of_a_file_that_is_written_whole_is_put_away(tmp_path: Path, what: str) -> None:
-    """A job's directory is its worker's, too: the hidden name beside start.json could be anything."""
+    """The worker can write to its job's directory: the temporary file of start.json could be anything."""
     path = Layout(tmp_path).job(7).start_path
     path.parent.mkdir(parents=True)
     PLANTED[what](path.with_name(f".{path.name}.tmp"))

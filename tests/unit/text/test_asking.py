@@ -1,4 +1,4 @@
-"""A generation prompt beside what stands before the turn in its row."""
+"""A generation prompt compared with the text before the turn in its row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPEN = "<|im_start|>assistant\n"
 def test_a_prompt_is_as_trained_or_not(asked: str, before: str, turn: str, is_fine: bool) -> None:
     found = asking.compare(asked, before + turn, len(before))
     assert (found is None) == is_fine
-    # Of two templates, only what follows the words that were said last is compared.
+    # For two templates, only the text after the last message is compared.
     found = asking.compare_tails("A." + asked, "Be brief." + before + turn, len(before) + 9, "?")
     assert (found is None) == (is_fine or "3+3" in asked)
 

@@ -1,4 +1,4 @@
-"""The share of a run that predictions may take, on a clock of the test's own."""
+"""The share of a run's time that predictions may take, on a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
 def simulate(
     share: float | None, *, step_sec: float, round_sec: float, num_steps: int = 100, progress: Progress | None = None
 ) -> tuple[list[int], float, float]:
-    """A run with an evaluation each 10 steps: the steps that had predictions, their time, and the run's."""
+    """Simulate an evaluation every 10 steps; return the steps that had predictions, their time, and the run's time."""
     clock = Clock()
     progress = progress or Progress()
     budget = Budget(share, progress, clock=clock)

@@ -77,7 +77,7 @@ def _assignment(root: Path, kind: str, hostile: str) -> Assignment:
 
 
 def _without_code(text: str) -> str:
-    """Markdown without its code spans, each of which ends with as many backticks as it begins with."""
+    """Return Markdown without its code spans, each of which ends with as many backticks as it begins with."""
     kept, place = "", 0
     while place < len(text):
         if text[place] == "\\":

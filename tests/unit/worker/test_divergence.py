@@ -1,4 +1,4 @@
-"""A run that is lost is stopped within a few steps; a noisy one never."""
+"""A diverging run is stopped within a few steps; a noisy one never."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def watch(kept: dict[str, Any] | None = None, suspect: str = "", **spec: Any) ->
 
 
 def healthy(seed: int, num_steps: int) -> list[tuple[float, float]]:
-    """Batches of one or two rows: a warm-up with large gradients, a falling loss, and heavy tails in both."""
+    """Return losses and gradient norms of tiny batches: a warm-up with large norms, a falling loss, heavy tails in
+    both."""
     chance = random.Random(seed)
     return [
         (
@@ -37,7 +38,7 @@ def test_ten_thousand_noisy_steps_do_not_trip_it() -> None:
 
 
 def test_data_that_changes_does_not_trip_it() -> None:
-    """Rows in an order of their own: the second half is new to a model that knows the first by heart."""
+    """The rows are unshuffled: the second half is new to a model that has memorized the first."""
     look = watch()
     figures = [(3.0, 2.0)] * 10 + [(0.01, 0.02)] * 200 + [(4.5, 5.0)] * 50
     for step, (loss, norm) in enumerate(figures):

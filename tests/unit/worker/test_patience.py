@@ -1,4 +1,4 @@
-"""How long a run may be silent, learned from the run."""
+"""The longest allowed silence of a run, learned from the run."""
 
 from __future__ import annotations
 

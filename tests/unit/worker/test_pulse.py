@@ -1,4 +1,4 @@
-"""What a worker tells its unit, received as systemd does."""
+"""A worker's messages to its unit, received as systemd does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stored adapter beside its base model: one that fits only in part would go on from zeros, or be merged in part."""
+"""Checks that a stored adapter fits its base model: a partial fit would resume from zeros, or be merged in part."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from honed.inputs.basemodel import read_header
 from honed.system.error import ModelError
 
-#: What to do about an adapter that does not fit.
+#: Advice for an adapter that does not fit.
 OTHER_BASE = "name the base_model that it was trained on: see base_model_name_or_path in its adapter_config.json"
 
 
 def check_fits(empty: Any, adapter_dir: Path) -> None:
-    """Raises ModelError for an adapter that fits a model only in part, as peft itself finds on one without weights.
+    """Raise ModelError for an adapter that fits a model only in part, as peft itself finds on a model without weights.
 
-    `empty`, on meta, is wrapped in the adapter and good for nothing else afterwards.
+    `empty`, on meta, is wrapped in the adapter and cannot be used for anything else afterwards.
     """
     import peft
     import torch
@@ -29,8 +29,10 @@ def check_fits(empty: Any, adapter_dir: Path) -> None:
 
 
 def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> Any:
-    """The model with its modules wrapped in place, and an adapter's stored tensors in them. Raises ModelError where
-    these do not fit it, or only in part."""
+    """Wrap the model's modules in place, load an adapter's stored tensors into them, and return the wrapped model.
+
+    Raises ModelError where the tensors do not fit the model, or only in part.
+    """
     import peft
 
     try:
@@ -44,9 +46,10 @@ def wrap(model: Any, config: Any, state: dict[str, Any], adapter_dir: Path) -> A
 
 
 def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
-    """Raises ModelError where peft has left weights of an adapter out, or has begun some from zeros: what it `found`.
+    """Raise ModelError if peft left out weights of an adapter, or started some from zeros, according to `found`.
 
-    Weights beside some that the model's class passes over had no gradient, as those of layers that share keys.
+    Weights beside those that the model's class ignores are accepted: they had no gradient, as in layers that share
+    keys.
     """
     lacking = sorted(name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name)
     model = wrapped.get_base_model()
@@ -61,6 +64,6 @@ def check_fitted(adapter_dir: Path, wrapped: Any, found: Any) -> None:
 
 
 def is_passed_over(model: Any, name: str) -> bool:
-    """Whether a model's class says that it leaves a stored weight of this name out."""
+    """Return True if a model's class declares that it ignores a stored weight of this name."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(each, name) for each in patterns)

@@ -1,17 +1,16 @@
 """Audit of the loaded model against the plan: every parameter, by role, dtype and device.
 
-    base        what is not one of the others: in the planned dtype
-    quantized   bitsandbytes' storage, whose dtype says nothing; what it computes in is looked at instead
-    adapter     what peft added: in the adapter's own dtype, as everything that is trained beside a frozen base
-    norm        may stay in float32, which some backends and families keep it in
+    base        parameters of no other role: in the planned dtype
+    quantized   bitsandbytes' storage, whose dtype says nothing; its compute dtype is checked instead
+    adapter     added by peft: in the adapter's own dtype, as everything that is trained beside a frozen base
+    norm        may stay in float32, in which some backends and families keep it
     vision, audio, projector
-                towers of eyes and ears, and what leads from them into the language model: as base, and never quantized
-                by us
-    meta        not there (offloaded): passed over
+                the encoders, and what leads from them into the language model: as base, and never quantized by honed
+    meta        not there (offloaded): skipped
 
-A difference is mended where no bit of the checkpoint is lost by it, and said; any other ends the job with
-precision_mismatch, as does a dtype that is another by the time weights are saved. `model.config.dtype` counts too,
-since libraries read it instead of looking at the parameters.
+A difference is fixed and reported where the fix loses no bit of the checkpoint. Any other ends the job with
+precision_mismatch, as does a dtype that has changed by the time weights are saved. `model.config.dtype` counts too,
+since libraries read it instead of the parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b|\btrainable_tokens_")
 _NORM = re.compile(r"norm|\bln_|layernorm", re.IGNORECASE)
 #: The classes in which bitsandbytes keeps quantized weights.
 _QUANTIZED = {"Params4bit": "4bit", "Int8Params": "8bit"}
-#: Dtypes from which the planned one can still be reached as loading would have: nothing is rounded away yet.
+#: Dtypes from which a cast gives what loading in the planned dtype would have: nothing is rounded away yet.
 _WIDE = ("float32", "float64")
 #: Parameters that an error names.
 MAX_NAMED = 5
@@ -40,7 +39,7 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Count:
-    """So many parameters of a kind."""
+    """Number of parameters of one role, dtype and device."""
 
     role: str
     dtype: str
@@ -50,7 +49,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found at one moment of a run, after what could be mended was."""
+    """State of the model at one moment of a run, after all that could be fixed was fixed."""
 
     when: str  #: loaded, adapted, built, resumed, restored, saved
     counts: tuple[Count, ...]
@@ -69,16 +68,16 @@ class Audit:
 
 
 class Auditor:
-    """Holds one run's model against its plan whenever something may have changed it, and tells each time."""
+    """Comparison of one run's model with its plan, made and logged whenever something may have changed the model."""
 
     def __init__(self, precision: Precision, events: EventWriter, *, backend: str = "transformers") -> None:
         self._precision = precision
         self._events = events
         self._is_other = backend != "transformers"
-        self._dtypes: dict[str, Any] = {}  #: of each parameter, when it was last looked at
+        self._dtypes: dict[str, Any] = {}  #: of each parameter, at the last audit
 
     def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
-        """Count, mend and tell; `mended` is what the caller had to. Raises PrecisionError, naming the parameters."""
+        """Count, fix and report; `mended` lists the caller's fixes. Raises PrecisionError, naming the parameters."""
         with self._advised():
             found = examine(model, self._precision, when, mended=mended)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -88,20 +87,24 @@ class Auditor:
         return found
 
     def saved(self, model: Any) -> Audit:
-        """The last look, once full fine-tuning's weights are cast to what they are saved in: that was planned, and is
-        no difference. Raises PrecisionError where one is left in another dtype."""
+        """Audit the model after full fine-tuning's weights are cast to the dtype in which they are saved.
+
+        The cast was planned, and is no difference. Raises PrecisionError where a weight is left in another dtype.
+        """
         self._precision = replace(self._precision, load_dtype=str(self._precision.save_dtype), bf16=False, fp16=False)
         return self.model(model, "saved")
 
     def trainer(self, trainer: Any) -> None:
-        """Raises PrecisionError where the trainer would compute in another precision than the planned one."""
+        """Raise PrecisionError if the trainer would compute in another precision than the planned one."""
         with self._advised():
             check_arguments(trainer.args, self._precision)
             check_accelerator(trainer.accelerator, self._precision)
 
     def unchanged(self, model: Any) -> None:
-        """Raises PrecisionError where a parameter has another dtype than at the last look. Casting it back would only
-        hide that it was rounded."""
+        """Raise PrecisionError if a parameter's dtype has changed since the last audit.
+
+        Casting it back would only hide that it was rounded.
+        """
         changed = [
             f"{name} was {_name(self._dtypes[name])} and is {_name(parameter.dtype)}"
             for name, parameter in model.named_parameters()
@@ -118,7 +121,7 @@ class Auditor:
 
     @contextmanager
     def _advised(self) -> Iterator[None]:
-        """Errors say of the other backend what it can do, where there is another."""
+        """Add advice on the transformers backend to errors under another backend."""
         try:
             yield
         except PrecisionError as error:
@@ -129,7 +132,7 @@ class Auditor:
 
 
 def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str] = ()) -> Audit:
-    """What the model is, brought to what was planned. Raises PrecisionError for what cannot be."""
+    """Bring the model to the planned precision and return its audit. Raises PrecisionError for what cannot be fixed."""
     quantization = _quantization(model)
     if quantization != precision.quantization:
         raise PrecisionError(
@@ -155,7 +158,7 @@ def examine(model: Any, precision: Precision, when: str, *, mended: Sequence[str
 
 
 def role(name: str, parameter: Any) -> str:
-    """One of base, quantized, adapter, norm, vision, audio, projector, meta."""
+    """Return a parameter's role: base, quantized, adapter, norm, vision, audio, projector or meta."""
     if parameter.device.type == "meta":
         return "meta"
     if type(parameter).__name__ in _QUANTIZED or not parameter.is_floating_point():
@@ -168,7 +171,7 @@ def role(name: str, parameter: Any) -> str:
 
 
 def count(model: Any) -> tuple[Count, ...]:
-    """Parameters by role, dtype and device. bitsandbytes packs two 4-bit ones into a byte."""
+    """Count parameters by role, dtype and device. bitsandbytes packs two 4-bit ones into a byte."""
     found: Counter[tuple[str, str, str]] = Counter()
     for name, parameter in model.named_parameters():
         is_packed = type(parameter).__name__ == "Params4bit" and not parameter.is_floating_point()
@@ -178,7 +181,7 @@ def count(model: Any) -> tuple[Count, ...]:
 
 
 def describe(found: Audit, precision: Precision) -> str:
-    """The line that a person looks for when a dtype is wrong: what the model is in, what it trains in, and why."""
+    """Return the log line to read when a dtype is wrong: the model's dtype, the training precision, and the reasons."""
     flags = "bf16 autocast" if precision.bf16 else "fp16 autocast" if precision.fp16 else "no autocast"
     why = "; ".join(f"{choice}: {reason}" for choice, reason in precision.reasons.items())
     beside = f", {precision.quantization} weights" if precision.quantization != "none" else ""
@@ -193,7 +196,7 @@ def describe(found: Audit, precision: Precision) -> str:
 
 
 def _mend_parameters(model: Any, precision: Precision) -> list[str]:
-    """Bring each parameter into its dtype, in place; says what was done. Raises PrecisionError for lost bits."""
+    """Cast each parameter to its planned dtype, in place; return the changes. Raises PrecisionError for lost bits."""
     import torch
 
     changed: dict[tuple[str, str, str], int] = {}
@@ -219,7 +222,7 @@ def _mend_parameters(model: Any, precision: Precision) -> list[str]:
 
 
 def _planned(model: Any, precision: Precision) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Each parameter that the plan speaks of, with the dtypes that it may have, the wanted one first."""
+    """Yield each parameter that the plan covers, with the dtypes that it may have, the planned one first."""
     kept = {
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
@@ -236,7 +239,7 @@ def _planned(model: Any, precision: Precision) -> Iterator[tuple[str, Any, tuple
 
 
 def _mend_compute_dtype(model: Any, precision: Precision) -> list[str]:
-    """What 4-bit layers compute in: a checkpoint that was stored quantized brings the dtype of another day along."""
+    """Set the compute dtype of 4-bit layers, which a checkpoint stored quantized brings along; return the changes."""
     import torch
 
     if precision.quantization != "4bit" or precision.compute_dtype is None:
@@ -260,10 +263,10 @@ def _mend_config(model: Any, precision: Precision) -> list[str]:
 
 
 def _check_quantized_share(model: Any) -> None:
-    """Raises PrecisionError for a model of which one layer is quantized and most are not.
+    """Raise PrecisionError for a model most of whose layers are not quantized though some are.
 
-    Heads, towers, routers and what the checkpoint leaves out stay as they are, in every family: more than there is
-    quantized is left out by none.
+    In every family heads, encoders, routers and the layers that the checkpoint excludes stay unquantized. They never
+    have more weights than the quantized layers.
     """
     import torch
 
@@ -288,7 +291,7 @@ def _quantization(model: Any) -> str:
 
 
 def _model_dtype(counts: Sequence[Count]) -> str | None:
-    """The dtype of most parameters: base first, else whatever there is beside quantized ones and adapters."""
+    """Return the dtype of most base parameters, or of most others beside quantized ones and adapters."""
     for roles in (("base",), ("norm", "vision", "audio", "projector")):
         found: Counter[str] = Counter()
         for each in counts:
@@ -307,7 +310,7 @@ def _name(dtype: Any) -> str | None:
 
 
 def check_arguments(arguments: Any, precision: Precision) -> None:
-    """Raises PrecisionError where the trainer's final flags are not the planned ones: a backend may flip them."""
+    """Raise PrecisionError if the trainer's final flags are not the planned ones: a backend may flip them."""
     planned, final = (precision.bf16, precision.fp16), (bool(arguments.bf16), bool(arguments.fp16))
     if planned != final:
         raise PrecisionError(
@@ -316,9 +319,9 @@ def check_arguments(arguments: Any, precision: Precision) -> None:
 
 
 def check_accelerator(accelerator: Any, precision: Precision) -> None:
-    """Raises PrecisionError unless accelerate will do what the flags say.
+    """Raise PrecisionError unless accelerate will do what the flags say.
 
-    On a CPU it takes fp16 and then neither autocasts nor scales: what it calls itself proves nothing.
+    On a CPU it accepts fp16 and then neither autocasts nor scales, so its `mixed_precision` alone proves nothing.
     """
     planned = "bf16" if precision.bf16 else "fp16" if precision.fp16 else "no"
     wanted = (planned, planned != "no", planned == "fp16")

@@ -1,4 +1,4 @@
-"""The model card of an output, README.md: Markdown, with names and paths that are another person's words."""
+"""The model card of an output, README.md: Markdown, with names and paths that other people chose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from honed.worker.assignment import Assignment
 
 
 def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str:
-    """The card of an output; `manifest` names the file beside it that has the rest."""
+    """Return the model card of an output; `manifest` names the file beside it that has the rest."""
     spec, metrics = assignment.spec, facts["metrics"]
     if spec.kind == "merge":
         return _merged(assignment, manifest)
@@ -54,17 +54,17 @@ def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str
 
 
 def _yaml(text: str) -> str:
-    """A string of YAML, which has no pairs of surrogates for a character as JSON has."""
+    """Return a string of YAML, which cannot write a character as a pair of surrogates, as JSON does."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _text(given: object) -> str:
-    """Text that Markdown shows as it is: it makes no image that a reader's browser would load, and no link."""
+    """Escape text for Markdown, so that it makes no link, and no image that a reader's browser would load."""
     return re.sub(r"([\\`*\[\]<>!])", r"\\\1", _line(given))
 
 
 def _code(given: object) -> str:
-    """The same, as a name in a program is set."""
+    """Return text as a Markdown code span."""
     text = _line(given)
     ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if text[:1] in ("`", " ") or text[-1:] in ("`", " ") else ""
@@ -76,7 +76,7 @@ def _line(given: object) -> str:
 
 
 def _task(base: Path) -> str:
-    """The hub's word for what a model does, by what its processor takes."""
+    """Return the Hub's name for the model's task, from the inputs that its processor takes."""
     files = [path.read_text(encoding="utf-8", errors="replace") for path in base.glob("*processor_config.json")]
     sees, hears = (any(word in text for text in files) for word in ("image_processor_type", "feature_extractor_type"))
     match sees, hears:

@@ -1,7 +1,7 @@
-"""Full fine-tuning's weights as they will be saved: cast once, at the end, and for each look at them on the way.
+"""Casts of full fine-tuning's weights to the dtype in which they are saved: at the end, and for each use before it.
 
-Float32 masters are more than a checkpoint stores. What is asked of the model (predictions, scores, the guard) is asked
-of the weights that its user will have; the masters are put back bit for bit, so that training does not notice.
+Float32 master weights hold more than a checkpoint stores. Predictions, scores and the guard use the weights that the
+model's user will have. The master weights are put back bit for bit, so that training is not affected.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ MAX_NAMED = 3
 
 
 def computed_dtype(precision: Precision) -> str:
-    """What a forward pass outside of training computes in.
+    """Return the dtype in which a forward pass outside of training computes.
 
-    The dtype that is saved where training computes in the same, so the device can; else the rounded numbers are
+    It is the saved dtype if training computes in it, which shows that the device can; else the rounded numbers are
     widened again.
     """
     if precision.master_weights == "compensated" and _is_cast(precision):
-        return "float32"  # which the remainders reach beyond bfloat16 in
+        return "float32"  # in which the remainders reach beyond bfloat16
     autocast = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else precision.load_dtype
     return autocast if autocast == precision.save_dtype else precision.load_dtype
 
 
 @contextlib.contextmanager
 def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterator[None]:
-    """Have the model hold the numbers that will be saved; afterwards its own again, the same storage.
+    """Have the model hold the numbers that will be saved; afterwards restore its own, in the same storage.
 
-    `optimizer`: what keeps the remainders of compensated weights, once there are any. Needs as much memory as weights
-    of `computed_dtype` do, at moments at which there are no gradients.
+    `optimizer` keeps the remainders of compensated weights, once there are any. Needs as much memory as weights of
+    `computed_dtype`, at moments at which there are no gradients.
     """
     import torch
 
@@ -42,7 +42,7 @@ def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterato
 
     kept: list[tuple[Any, Any]] = []
     is_compensated, is_kept = precision.master_weights == "compensated", bool(overflowing(model, precision))
-    # What has no remainder is the same number in float32.
+    # A weight without a remainder is the same number in float32.
     is_same = precision.save_dtype == "float32" and not is_compensated
     if not _is_cast(precision) or is_same or (is_kept and not is_compensated):
         yield
@@ -60,7 +60,7 @@ def as_saved(model: Any, precision: Precision, optimizer: Any = None) -> Iterato
 
 
 def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
-    """Cast what was trained, remainders included, to the dtype that is saved, in place; says why where it was not."""
+    """Cast what was trained, remainders included, to the saved dtype, in place; return the reason where it was not."""
     import torch
 
     from honed.worker.train.optimizer import master
@@ -80,7 +80,7 @@ def cast(model: Any, precision: Precision, optimizer: Any = None) -> str:
 
 
 def _tell(config: Any, dtype: Any) -> None:
-    """Have a config say the dtype, and those in it of a model that sees or hears: other programs read theirs."""
+    """Set the dtype in a config and its sub-configs, which other programs read for vision and audio models."""
     config.dtype = dtype
     for name in getattr(config, "sub_configs", None) or ():
         if (inner := getattr(config, name, None)) is not None:
@@ -88,7 +88,7 @@ def _tell(config: Any, dtype: Any) -> None:
 
 
 def overflowing(model: Any, precision: Precision) -> list[str]:
-    """The names of the weights that float16 has no numbers for, where it is what is saved."""
+    """Return the names of the weights that exceed float16's range, if that is the saved dtype."""
     import torch
 
     if precision.save_dtype != "float16":
@@ -102,8 +102,10 @@ def _is_cast(precision: Precision) -> bool:
 
 
 def _targets(model: Any, save_dtype: str) -> Iterator[tuple[Any, Any]]:
-    """Every parameter and stored buffer of floating point, with its dtype in the output: what transformers loads in
-    float32 whatever is asked is saved so."""
+    """Yield every parameter and stored buffer of floating point, with its dtype in the output.
+
+    Weights that transformers loads in float32 whatever is requested are also saved in it.
+    """
     import torch
 
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

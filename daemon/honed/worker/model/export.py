@@ -1,4 +1,4 @@
-"""The output, made whole beside its place and renamed into it: adapter or model, tokenizer, model card, manifest.
+"""Export of the output, completed beside its place and renamed into it: adapter or model, tokenizer, card, manifest.
 
 .<name>.tmp  ──►  <output_dir>/  adapter_model.safetensors | model.safetensors …, tokenizer, README.md, honed.json
                                  merged/  a whole checkpoint in one dtype, where save_merged asks for it (merge.py)
@@ -26,7 +26,7 @@ from honed.worker.model.load import load_config
 
 MANIFEST = "honed.json"
 
-#: Linux's, for renameat2.
+#: Linux constants for renameat2.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -39,11 +39,13 @@ def export(
     progress: Callable[[int, int], None],
     is_regressed: bool = False,
 ) -> tuple[dict[str, str], Exception | None]:
-    """Write everything, sync it, and put it in its place. Returns the artifacts, name to path, and what went wrong with
-    the merge alone: the adapter is kept then. `progress` is called with (done, of) as the merge goes on.
+    """Write everything, sync it, and rename it into place.
 
-    Before the rename there is nothing at `output_dir`; after it, all. An earlier attempt's output is replaced. What has
-    regressed lies beside it, so that nobody who waits for an output takes it for one.
+    Returns the artifacts, name to path, and the error of a merge that failed, if any: the adapter is kept then.
+    `progress` is called with (done, of) during the merge.
+
+    Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
+    The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
     """
     target = _beside_as_regressed(assignment) if is_regressed else assignment.output_dir
     artifacts = {"output_dir": str(target)}
@@ -69,7 +71,7 @@ def export(
 
 
 def _beside_as_regressed(assignment: Assignment) -> Path:
-    """With the job's number in its name where another job's lies there, which had the same output directory before."""
+    """Return the place of a regressed output, with the job's number in its name where another job's lies there."""
     place = assignment.output_dir.with_name(f"{assignment.output_dir.name}.regressed")
     if not place.exists() or _owner(place) == _identity(assignment.plan):
         return place
@@ -77,13 +79,15 @@ def _beside_as_regressed(assignment: Assignment) -> Path:
 
 
 def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | None]]:
-    """Remove what an earlier run of this job, which had regressed, has left beside the output; yields each, and what
-    keeps it from being removed. Another job's stays, and what does not say whose it is."""
+    """Remove regressed outputs of an earlier run of this job; yield each, and the error that keeps it.
+
+    Another job's output stays, and so does one that does not name its job.
+    """
     name, number = assignment.output_dir.name, assignment.job_id
     for found in (f"{name}.regressed", f"{name}.{number}.regressed"):
         place = assignment.output_dir.with_name(found)
         gone = place.with_name(f".{found}.old")
-        shutil.rmtree(gone, ignore_errors=True)  # a kill left it
+        shutil.rmtree(gone, ignore_errors=True)  # left by a killed process
         if _owner(place) != _identity(assignment.plan):
             continue
         try:
@@ -96,15 +100,16 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
 
 
 def _copy_processor(base: Path, made: Path) -> None:
-    """What a model that sees or hears needs beside its weights and tokenizer, unchanged by the training."""
-    for path in base.iterdir():  # not glob, which passes over what may not be read
+    """Copy the files that a vision or audio model needs beside its weights and tokenizer; training does not change
+    them."""
+    for path in base.iterdir():  # not glob, which silently skips what may not be read
         if path.name.endswith("processor_config.json") or path.name == "chat_template.json":
             shutil.copyfile(path, made / path.name)
 
 
 @contextlib.contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """An empty directory beside a target, for what is made whole before it is renamed."""
+    """Make an empty directory beside a target, to complete an output in before the rename."""
     durable.make_dir(target.parent)
     made = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(made, ignore_errors=True)
@@ -112,14 +117,14 @@ def beside(target: Path) -> Iterator[Path]:
     try:
         yield made
     except EnvironmentInvalidError:
-        raise  # `place` has said that it lies there
+        raise  # the error of `place` says that the output lies there
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
 
 
 def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target: Path | None = None) -> None:
-    """Add model card and manifest to an output made beside its place, sync it, and put it there."""
+    """Add model card and manifest to an output made beside its place, sync it, and rename it into place."""
     (made / "README.md").write_text(card.made(assignment, facts, manifest=MANIFEST), encoding="utf-8")
     manifest = _manifest(assignment, facts)
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -129,8 +134,11 @@ def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target:
 
 
 def _open_up(made: Path) -> None:
-    """Give every file the mode that the umask allows: safetensors makes its own with 0600, whatever that is, and then
-    neither the daemon nor who dropped the job could read what was trained."""
+    """Give every file the mode that the umask allows.
+
+    safetensors creates files with mode 0600 whatever the umask is. Then neither the daemon nor the job's owner could
+    read the output.
+    """
     umask = os.umask(0o077)
     os.umask(umask)
     for path in durable.below(made):
@@ -139,9 +147,9 @@ def _open_up(made: Path) -> None:
 
 
 def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
-    """Rename `beside` to `target`, over an empty directory or what an earlier attempt of the same job put there.
+    """Rename `beside` to `target`, over an empty directory or the output of an earlier attempt of the same job.
 
-    At every moment one of the two lies there, whole, where the file system can exchange names (ext4, xfs, btrfs can).
+    At every moment one of the two is there, whole, if the file system can exchange names (ext4, xfs, btrfs can).
     """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -166,8 +174,10 @@ def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one step. False where that was not done: NFS and FUSE know no such step, and what
-    else is wrong a plain rename meets again, and says."""
+    """Exchange two names in one step; return False if that was not done.
+
+    NFS and FUSE do not support it. Any other problem occurs again in a plain rename, which reports it.
+    """
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
@@ -175,7 +185,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def sync(directory: Path) -> None:
-    """Make a directory and all that is in it durable."""
+    """Sync a directory and everything in it to disk."""
     for path in durable.below(directory):
         if path.is_dir():
             durable.sync_dir(path)
@@ -195,12 +205,12 @@ def _owner(target: Path) -> tuple[int, str] | None:
 
 
 def _identity(manifest: Any) -> tuple[int, str]:
-    """Whose it is: the job's number, and the instance whose numbers these are."""
+    """Return the owner of an output: the job's number, and the instance that numbered it."""
     return int(manifest["job"]["id"]), str(manifest["job"].get("instance", ""))
 
 
 def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> None:
-    """The adapter as it was saved, into the base as it is stored: whole, though training quantized it."""
+    """Merge the saved adapter into the base model as it is stored: unquantized, even if training quantized it."""
     merge.merge(
         assignment.base_model_path,
         adapter_dir,

@@ -1,8 +1,8 @@
-"""The base model's generation settings (generation_config.json): kept away from predictions, kept for the output.
+"""The base model's generation settings (generation_config.json): not used in predictions, kept for the output.
 
-transformers fills each setting that a call of `generate` leaves open from the model's own, so a base that ships a
-`repetition_penalty` has one in "greedy" answers, too. In `neutral` a model has none that shapes the choice of tokens.
-What transformers does not know stays: a model's class may need it.
+transformers fills in each setting that a call of `generate` leaves open from the model's own. A base that ships a
+`repetition_penalty` would use it in "greedy" answers, too. `neutral` resets all settings that shape the choice of
+tokens. Settings that transformers does not know stay: a model's class may need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "generation_config.json"
-#: What stays the base's: the ids and words that begin, end and fill answers, and how a call is made: it changes none.
+#: Settings of the base that stay: ids and words that begin, end and fill answers, and those that change no token.
 KEPT = frozenset(
     {
         "bos_token_id",
@@ -29,8 +29,8 @@ KEPT = frozenset(
         "_from_model_config",
     }
 )
-#: What is as if the base said nothing of it. Anything else that transformers knows is treated the same way; a test
-#: holds both lists against the installed version.
+#: Settings that are reset, as if the base had none. Anything else that transformers knows is treated the same way; a
+#: test compares both lists with the installed version.
 NEUTRAL = frozenset(
     {
         # length and time of an answer, which are the job's
@@ -109,7 +109,7 @@ NEUTRAL = frozenset(
 
 @contextmanager
 def neutral(model: Any) -> Iterator[None]:
-    """The model, and each part of it that generates by itself, without the settings that shape the choice of tokens."""
+    """Reset the settings that shape the choice of tokens, in the model and in each part that generates by itself."""
     from transformers import GenerationConfig
 
     known = {name: value for name, value in vars(GenerationConfig()).items() if name not in KEPT}
@@ -125,8 +125,11 @@ def neutral(model: Any) -> Iterator[None]:
 
 
 def savable(model: Any) -> AbstractContextManager[None]:
-    """What a model is saved in: transformers refuses to write settings that contradict each other, as checkpoints have
-    them which an older version wrote (a temperature without do_sample)."""
+    """Return a context in which the model can be saved.
+
+    transformers refuses to write settings that contradict each other (a temperature without do_sample), which
+    checkpoints of older versions contain.
+    """
     for config in _configs(model):
         try:
             config.validate(strict=True)
@@ -136,25 +139,26 @@ def savable(model: Any) -> AbstractContextManager[None]:
 
 
 def restore(base_dir: Path, made: Path) -> None:
-    """Give an output the base's own file, where it has one and the output is a whole model."""
+    """Give an output the base's own file, if the base has one and the output is a whole model."""
     if (made / FILE).exists() and (base_dir / FILE).is_file():
         shutil.copyfile(base_dir / FILE, made / FILE)
 
 
 def end_ids(model: Any) -> list[int]:
-    """The tokens at which answers end, by the base's own settings: Llama-3.1's have `<|eom_id|>`, which ends a call."""
+    """Return the tokens at which answers end, by the base's settings: Llama-3.1's have `<|eom_id|>`, which ends a
+    call."""
     found = (getattr(config, "eos_token_id", None) for config in _configs(model))
     ids: Any = next((each for each in found if each is not None), [])
     return [int(each) for each in ([ids] if isinstance(ids, int) else ids)]
 
 
 def stop_strings(model: Any) -> Any:
-    """Words at which answers end, by the base's own settings."""
+    """Return the words at which answers end, by the base's own settings."""
     return next((config.stop_strings for config in _configs(model) if getattr(config, "stop_strings", None)), None)
 
 
 def _configs(model: Any) -> list[Any]:
-    """Each configuration once, the outermost model's first."""
+    """Return each generation config once, the outermost model's first."""
     found = {id(config): config for each in model.modules() if (config := each.__dict__.get("generation_config"))}
     if not found:
         return []

@@ -1,8 +1,8 @@
-"""The model and its tokenizer, in the planned precision, through one of two backends.
+"""Loading of the model and its tokenizer, in the planned precision, through one of two backends.
 
 A backend is a few functions behind one interface: `import_libraries`, before which nothing of the training stack may be
-imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. `make_room` comes before
-the trainer, `building` is around its making. The tokenizer is the same for both.
+imported, `load_base`, and `attach_adapter`; the model is audited after each of the last two. `make_room` is called
+before the trainer is built, `building` while it is built. The tokenizer is the same for both.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """What loads a model."""
+    """The interface of a library that loads a model."""
 
     name: str
 
     @property
     def told(self) -> Sequence[str]:
-        """What a load has to tell the job's owner."""
+        """Messages about the load for the job's owner."""
 
     def import_libraries(self) -> None:
         """Import the training stack, in the order that this backend needs."""
 
     def load_base(self, assignment: Assignment) -> Any:
-        """The base model as planned, whatever the checkpoint looks like. Raises ModelError or BackendError."""
+        """Load the base model as planned, whatever the checkpoint looks like. Raises ModelError or BackendError."""
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
-        """The model in a new adapter, or in the one to go on from; a full fine-tuning gets its model back."""
+        """Wrap the model in a new adapter, or in the one to continue from; full fine-tuning gets its model back."""
 
     def make_room(self, model: Any, num_tokens: int) -> None:
-        """Let rows and prompts of so many tokens through whole."""
+        """Let rows and prompts of so many tokens through without truncation."""
 
     def building(self) -> AbstractContextManager[None]:
-        """Around the making of the trainer, whose class may be the backend's own."""
+        """Wrap the construction of the trainer, whose class may be the backend's own."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     model: Any
     tokenizer: Any
-    told: tuple[str, ...] = ()  #: to the job's owner
+    told: tuple[str, ...] = ()  #: messages for the job's owner
 
 
 def choose(name: str) -> Backend:
-    """The backend of that name, with nothing imported yet."""
+    """Return the backend of that name, with nothing imported yet."""
     match name:
         case "unsloth":
             from honed.worker.model.unsloth_backend import UnslothBackend
@@ -75,14 +75,14 @@ def choose(name: str) -> Backend:
 
 
 def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
-    """Load both. Raises ModelError, BackendError where it is Unsloth that fails, or PrecisionError."""
+    """Load model and tokenizer. Raises ModelError, PrecisionError, or BackendError if Unsloth fails."""
     from transformers import set_seed
 
     set_seed(assignment.seed)  # the adapter's first weights are drawn
     tokenizer = load_tokenizer(assignment)
     try:
         model = backend.load_base(assignment)
-        # What is frozen is frozen before it is looked at, or a base would be taken for what is trained.
+        # Freeze before the audit, or it would take a frozen base for trained weights.
         freeze(model, assignment)
         auditor.model(model, "loaded")
         model = backend.attach_adapter(model, assignment)
@@ -98,9 +98,10 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
 
 
 def freeze(model: Any, assignment: Assignment) -> None:
-    """Freeze what is not trained: the base beside an adapter, and the parts that full fine-tuning leaves as they are.
+    """Freeze all that is not trained: the base beside an adapter, and the parts that full fine-tuning leaves as they
+    are.
 
-    Raises ModelError where the job names or trains a part that the model does not have.
+    Raises ModelError if the job names or trains a part that the model does not have.
     """
     is_adapted, wanted = assignment.precision.adapter_dtype is not None, trained_parts(assignment.spec)
     there = {modality.part(name) for name, _ in model.named_parameters()}
@@ -116,7 +117,7 @@ def freeze(model: Any, assignment: Assignment) -> None:
             parameter.requires_grad_(False)
 
 
-#: What torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects say of it.
+#: Messages of torch's CPU allocator, C++, CUDA and its libraries, Metal, and the loader of shared objects.
 _OUT_OF_MEMORY_WORDS = (
     "can't allocate memory",
     "std::bad_alloc",
@@ -128,7 +129,7 @@ _OUT_OF_MEMORY_WORDS = (
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device's memory ran out, or the machine's: torch has a class for the first alone."""
+    """Tell whether memory ran out, the device's or the machine's: torch has a class for the first alone."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -140,9 +141,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def load_config(assignment: Assignment) -> Any:
-    """The model's config, under the model_type of the spec where config.json has none, or one that has another name.
+    """Return the model's config, under the spec's model_type where config.json has none or another name for it.
 
-    Always a config object: what loads a quantized model reads `model_type` from it, which no dict would have.
+    The result is always a config object: code that loads a quantized model reads the attribute `model_type`, which a
+    dict lacks.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -160,9 +162,9 @@ def load_config(assignment: Assignment) -> Any:
 
 
 def load_tokenizer(assignment: Assignment) -> Any:
-    """The base model's tokenizer, with a chat template of the job's own where it names one, and a pad token.
+    """Load the base model's tokenizer, with the job's own chat template if it names one, and a pad token.
 
-    A vision model's is that of its processor, which keeps its template in a file that tokenizers pass over.
+    A vision model's template is that of its processor, in a file that tokenizers ignore.
 
     Padding is masked in the labels and in the attention, so the end token can stand in: nothing is added to the
     embeddings.
@@ -190,7 +192,7 @@ def load_tokenizer(assignment: Assignment) -> Any:
 
 
 def load_processor(assignment: Assignment, tokenizer: Any) -> Processor:
-    """The base model's processor, around the job's tokenizer. Raises DatasetError where it has none."""
+    """Load the base model's processor, around the job's tokenizer. Raises DatasetError if it has none."""
     from honed.worker.rows import processor
 
     return processor.load(assignment, tokenizer, assignment.spec.media.limits)

@@ -1,10 +1,10 @@
-"""A merge: the adapter goes into the base model tensor by tensor, and the model is never in memory as a whole.
+"""Merge of an adapter into its base model, tensor by tensor: the model is never in memory as a whole.
 
     stored tensor ── has its module a part in the adapter? peft's own merge of it, in float32 ──► cast ──► shard
 
-The model is built without weights and wrapped by peft; a module gets its weights for as long as it is merged. So every
-form of LoRA that peft merges is merged here, and what is not a module with tensors of its own on disk is refused by
-name. What was written is read again: every parameter in the asked dtype, and no other.
+The model is built without weights and wrapped by peft; a module gets its weights only while it is merged. So every form
+of LoRA that peft merges is merged here, and modules without tensors of their own on disk are refused by name. The
+written files are read again, to check that every parameter is in the requested dtype, and no other.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from honed.worker.assignment import Assignment
 from honed.worker.model import adapter
 from honed.worker.stop import Stop
 
-#: Bytes of one file of weights.
+#: Largest size of one file of weights, in bytes.
 MAX_SHARD_BYTES = 4 * 1024**3
-#: Seconds between words on how far it is.
+#: Seconds between progress events.
 TELL_INTERVAL_SEC = 1.0
-#: What is copied from the base model's directory: no weights, nothing of other tools.
+#: Files copied from the base model's directory: no weights, nothing of other tools.
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 NOT_COPIED = re.compile(r"config\.json|honed\.json|.*\.index\.json|adapter_config\.json|README.*|requirements\.txt")
 TOKENIZER = re.compile(
     r"tokenizer.*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|.*\.model"
     r"|tekken\.json|chat_template\.jinja|.*\.tiktoken"
 )
-#: safetensors' word for a dtype, by torch's.
+#: safetensors' name for a dtype, by torch's name.
 WORDS = {torch_word: word for word, (torch_word, _) in DTYPES.items()}
 
-#: Called with how many of how many tensors are written; may raise, to stop.
+#: Called with the numbers of written and of all tensors; may raise, to stop.
 Progress = Callable[[int, int], None]
 
 
 def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
-    """The whole story of a merge job. Returns the artifacts; what it raises ends the attempt."""
+    """Run a merge job from beginning to end. Returns the artifacts; any exception ends the attempt."""
     from honed.worker.model import export, load
     from honed.worker.run import versions
 
@@ -99,7 +99,7 @@ def tell(job: Assignment, events: EventWriter, stop: Stop) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """Summary of a written checkpoint."""
 
     num_tensors: int
     num_changed: int
@@ -148,7 +148,7 @@ def merge(
 
 
 class _Base:
-    """The stored tensors by name; the files are mapped, so that a tensor takes memory while it is looked at alone."""
+    """The stored tensors by name. The files are memory-mapped, so that a tensor takes memory only while it is used."""
 
     def __init__(self, path: Path, model_type: str) -> None:
         info = basemodel.inspect(path, model_type=model_type)
@@ -168,7 +168,7 @@ class _Base:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Have the files open meanwhile."""
+        """Keep the files open inside the context."""
         from safetensors import safe_open
 
         with contextlib.ExitStack() as stack:
@@ -178,7 +178,7 @@ class _Base:
         self._files.clear()
 
     def read(self, name: str) -> Any:
-        """A tensor; bitsandbytes' quantized ones come back in float32."""
+        """Read a tensor; bitsandbytes' quantized ones are returned in float32."""
         if self.tensors[name].dtype not in ("uint8", "int8") or self._quantization is None:
             return self._get(name)
         module = name.removesuffix(".weight")
@@ -194,7 +194,7 @@ class _Base:
         )
 
     def is_float(self, name: str) -> bool:
-        """Whether it is a parameter: a floating tensor, or a quantized one."""
+        """Return True if the tensor is a parameter: a floating tensor, or a quantized one."""
         return self.tensors[name].dtype in FLOAT_DTYPES or (
             self._quantization is not None
             and name.endswith(".weight")
@@ -209,9 +209,9 @@ class _Base:
 
 
 def _skeleton(config: Any, *, trust_remote_code: bool) -> Any:
-    """The model as it is loaded, with a placeholder of one number for each parameter.
+    """Build the model as it is loaded, with a placeholder of one number for each parameter.
 
-    Not on the meta device: peft moves an adapter to where its module is, and would throw it away there.
+    It is not on the meta device: peft moves an adapter to its module's device, and would lose it there.
     """
     import torch
 
@@ -263,7 +263,7 @@ class _Mixture:
         self.names = [*base.tensors, *(name for name in extra if name not in base.tensors)]
 
     def tensor(self, name: str, dtype: str) -> Tensor:
-        """What will be written under a stored name."""
+        """Return the name, dtype and shape of the tensor that will be written under a stored name."""
         stored = self._base.tensors.get(name)
         shape = self._shapes.get(self._names.get(name, ""))
         if stored is None:
@@ -283,7 +283,7 @@ class _Mixture:
         return self._changed(parameter)
 
     def _part(self, parameter: str) -> str | None:
-        """The name of the module with a part in the adapter that a parameter belongs to."""
+        """Return the name of the module in the adapter that a parameter belongs to; None if there is none."""
         parts = parameter.split(".")
         return next(
             (place for end in range(len(parts), 0, -1) if (place := ".".join(parts[:end])) in self._parts), None
@@ -297,7 +297,7 @@ class _Mixture:
         return not leaves or parameter.removeprefix(f"{place}.") in leaves
 
     def _trained(self, parameter: str) -> Any:
-        """What the adapter holds in place of a parameter, such as a bias; None where it holds none."""
+        """Return the adapter's replacement for a parameter, such as a bias; None where it has none."""
         module, _, leaf = parameter.rpartition(".")
         with contextlib.suppress(AttributeError):
             found = getattr(self._model.get_submodule(module), leaf)
@@ -313,7 +313,7 @@ class _Mixture:
         return self._last[1][parameter.removeprefix(f"{place}.")]
 
     def _merge_module(self, place: str) -> dict[str, Any]:
-        """A module's merged tensors, by their names in it."""
+        """Return a module's merged tensors by their names in it."""
         import torch
         from peft.utils.other import ModulesToSaveWrapper
 
@@ -326,7 +326,7 @@ class _Mixture:
         own = {leaf: each for leaf, each in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
         for leaf, parameter in own.items():
             if _is_placeholder(parameter):
-                # A tensor of its own: what is mapped must not be written to.
+                # A copy: mapped memory must not be written to.
                 read = self._read(f"{place}.{leaf}").to(torch.float32, copy=True)
                 setattr(layer, leaf, torch.nn.Parameter(read.reshape(parameter.shape), requires_grad=False))
         with torch.no_grad():
@@ -339,7 +339,8 @@ class _Mixture:
         return values
 
     def _begin_as_in_training(self, layer: Any) -> None:
-        """PiSSA and OLoRA take the adapter's first weights out of the base: do so again, then put the trained back."""
+        """Take the adapter's first weights out of the base, as PiSSA and OLoRA did in training, then restore the
+        trained ones."""
         if self._init not in ("pissa", "olora"):
             return
         trained = {name: each.data for name, each in layer.named_parameters() if ".base_layer" not in f".{name}"}
@@ -349,11 +350,12 @@ class _Mixture:
                 each.data = trained[name]
 
     def _split(self, parameter: str) -> dict[str, Any]:
-        """A merged parameter that is stored in several tensors, such as experts: those again, by their stored names."""
+        """Split a merged parameter that is stored as several tensors, such as experts; return these by their stored
+        names."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self._last_split[0] != parameter:
-            self._last_split = (parameter, {})  # the one before is let go first
+            self._last_split = (parameter, {})  # releases the previous one first
             self._last_split = (parameter, revert_weight_conversion(self._model, {parameter: self._changed(parameter)}))
         return self._last_split[1]
 
@@ -368,7 +370,7 @@ class _Mixture:
         return converter.convert(parameter, model=self._model, config=self._model.config)[parameter]
 
     def _stored_as(self, parameter: str) -> str:
-        """The parameter itself, or one that it is tied to, whichever the files have."""
+        """Return the parameter itself, or one that it is tied to, whichever the files contain."""
         if parameter in self._stored:
             return parameter
         source = self._ties.get(parameter, parameter)
@@ -391,7 +393,7 @@ class _Mixture:
                 )
 
     def _untied(self) -> dict[str, str]:
-        """Tied tensors that the adapter makes differ: each is stored from now on. Stored name → parameter."""
+        """Return tied tensors that the adapter makes differ, which are stored separately: stored name → parameter."""
         import torch
 
         found: dict[str, str] = {}
@@ -408,7 +410,7 @@ class _Mixture:
 
 @dataclass(frozen=True)
 class _Member:
-    """What a stored tensor is of a parameter that several are put together to, in transformers' own words."""
+    """A stored tensor that is one of several from which a parameter is built, in transformers' own terms."""
 
     parameter: str
     pattern: str
@@ -416,9 +418,10 @@ class _Member:
 
 
 def _parameter_names(model: Any, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, _Member]]:
-    """Stored name → the parameter that is loaded from it alone, and stored name → its part in one of several tensors.
+    """Map stored names to the parameters loaded from them alone, and stored names to their parts in combined
+    parameters.
 
-    Both by transformers' own rules; what it passes over is in neither.
+    Both follow transformers' own rules; tensors that it ignores are in neither.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -439,7 +442,7 @@ def _parameter_names(model: Any, stored: Mapping[str, Tensor]) -> tuple[dict[str
 
 
 def _attach(model: Any, adapter_dir: Path) -> str:
-    """Wrap the model's modules in place, load the adapter, and return how its weights began."""
+    """Wrap the model's modules in place, load the adapter, and return how its weights were initialized."""
     import peft
     import torch
     from safetensors.torch import load_file
@@ -463,7 +466,7 @@ def _attach(model: Any, adapter_dir: Path) -> str:
 
 
 def _wrappers(part: Any) -> list[Any]:
-    """peft's wrappers of parameters that are no module's weight, such as stacked experts: one in another."""
+    """Return peft's wrappers of parameters that are no module's weight, such as stacked experts; they are nested."""
     from peft.tuners.lora.layer import ParamWrapper
 
     found = []
@@ -474,7 +477,7 @@ def _wrappers(part: Any) -> list[Any]:
 
 
 def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:
-    """The modules that peft wrapped, by the names that they had. Raises ModelError for one that is not merged here."""
+    """Yield the modules that peft wrapped, by their former names. Raises ModelError for one that is not merged here."""
     from peft.tuners.lora import layer as lora
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -493,7 +496,7 @@ def _parts(model: Any, adapter_dir: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    """Cut into files of at most `max_bytes`; a larger tensor has one for itself."""
+    """Divide tensors into files of at most `max_bytes`; a larger tensor gets a file of its own."""
     shards: list[list[Tensor]] = [[]]
     num_bytes = 0
     for each in tensors:
@@ -527,7 +530,7 @@ def _write(
 
 
 def _header(shard: list[Tensor]) -> bytes:
-    """A safetensors file's beginning. Written by hand, since the library wants a whole file's tensors at once."""
+    """Return the beginning of a safetensors file; the library would need all of the file's tensors at once."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for each in shard:
@@ -539,7 +542,7 @@ def _header(shard: list[Tensor]) -> bytes:
 
 
 def _bytes(planned: Tensor, value: Any, dtype: str) -> memoryview:
-    """A tensor in its dtype, as it lies on disk. Raises PrecisionError where a number leaves the dtype's range."""
+    """Return a tensor in its dtype, as it is on disk. Raises PrecisionError if a number leaves the dtype's range."""
     import torch
 
     assert tuple(value.shape) == planned.shape, planned.name
@@ -574,7 +577,7 @@ def _write_config(base_dir: Path, target: Path, config: Any, dtype: str, *, arch
 
 
 def _copy_files(base_dir: Path, adapter_dir: Path, target: Path, chat_template: str | None, *, with_code: bool) -> None:
-    """The tokenizer and the rest that is no weights; the tokenizer is the adapter's where one lies there."""
+    """Copy the tokenizer and other files without weights; the tokenizer is the adapter's own if it has one."""
     has_own = any(all((adapter_dir / name).is_file() for name in row) for row in basemodel.TOKENIZER_FILES)
     for path in sorted(base_dir.iterdir()):
         is_wanted = path.suffix in COPIED_SUFFIXES and not NOT_COPIED.fullmatch(path.name) and path.is_file()
@@ -589,7 +592,7 @@ def _copy_files(base_dir: Path, adapter_dir: Path, target: Path, chat_template: 
 
 
 def _check(target: Path, planned: list[Tensor], dtype: str) -> None:
-    """Read the written files' headers. Raises PrecisionError, naming what is not in `dtype`."""
+    """Read the written files' headers. Raises PrecisionError, naming the tensors that are not as planned."""
     try:
         found = {each.name: each for each in basemodel.inspect(target).tensors}
     except HonedError as error:

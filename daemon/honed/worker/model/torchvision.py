@@ -1,6 +1,6 @@
-"""A torchvision that was built for another torch: mended enough for transformers to import it.
+"""Repair of a torchvision that was built for another torch, enough for transformers to import it.
 
-Each process of the environment imports this module as it starts: what it imports itself costs them all.
+Each process of the environment imports this module at its start: imports made here would slow down all of them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-#: Operators that torchvision describes to torch on import, whether its compiled half has defined them or not.
+#: Operators that torchvision describes to torch on import, even if its compiled half has not defined them.
 _DESCRIBED = ("nms", "qnms")
 
-_LIBRARY: Any = None  #: a library of operators ends with the object that stands for it
+_LIBRARY: Any = None  #: kept here, as a library of operators ends with its object
 
 
 def mend() -> None:
-    """From now on, define what torchvision's compiled half would, where it does not load, once torchvision is imported.
+    """Have missing operators of torchvision's compiled half defined when torchvision is imported.
 
-    The registries have no torchvision for a torch without CUDA. Beside one, `import torchvision` ends in `operator
-    torchvision::nms does not exist`, and with it the import of nearly any model. Processors use none of the two.
-    Nothing is imported here: Unsloth wants to be before torch.
+    The registries have no torchvision for a torch without CUDA. Beside such a torch, `import torchvision` ends in
+    `operator torchvision::nms does not exist`, and with it the import of nearly any model. Processors use neither of
+    the two operators. Nothing is imported here: Unsloth must be imported before torch.
     """
     if "torchvision" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Finds torchvision where it is, and has its operators looked after before it runs."""
+    """Import hook that finds torchvision in its usual place, and has its missing operators defined before it runs."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -36,14 +36,15 @@ class TransformersBackend:
         return attach_adapter(model, assignment)
 
     def make_room(self, model: Any, num_tokens: int) -> None:
-        """It cuts nothing."""
+        """Do nothing: this backend truncates no rows."""
 
     def building(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None] = lambda _text: None) -> Any:
-    """The base model, as planned. `tell` hears which stored weights it has no place for."""
+    """Load the base model as planned. `tell` is called with a message about stored weights that the model has no place
+    for."""
     import torch
 
     precision = assignment.precision
@@ -54,13 +55,13 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     if not own:
         options["quantization_config"] = quantization_config(precision, empty)
     elif isinstance(own, dict) and precision.compute_dtype is not None:
-        own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored one is that of another machine
+        own["bnb_4bit_compute_dtype"] = precision.compute_dtype  # the stored dtype is that of another machine
     if assignment.spec.adapter:
         adapters.check_fits(empty, Path(assignment.spec.adapter))
     if torch.cuda.is_available():
         options["device_map"] = {"": 0}
     if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
-        options["use_safetensors"] = True  # no pickle that came after the check
+        options["use_safetensors"] = True  # no pickle that appeared after the check
     model, info = model_class(config).from_pretrained(
         assignment.base_model_path,
         config=config,
@@ -79,11 +80,11 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
 
 
 def check_complete(assignment: Assignment, config: Any) -> Any:
-    """The model without weights. Raises ModelError, before any is read, for weights that no file names and for those
-    that the model should have a place for.
+    """Build the model without weights, and compare its names with the stored ones before any weight is read.
 
-    Only where every stored name, or every one of the model's, is one of the other's: what is stored under other names
-    is known once it is loaded.
+    Raises ModelError for weights that no file names, and for stored ones that the model should have a place for.
+    Compares only where every stored name, or every one of the model's, is also the other's: weights under other names
+    are checked when they are loaded.
     """
     import torch
 
@@ -105,13 +106,14 @@ def check_complete(assignment: Assignment, config: Any) -> Any:
 
 
 def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
-    """The stored names that are none of the model's, but for those that its class says it passes over."""
+    """Return the stored names that are not among the model's, except those that its class declares to ignore."""
     names = {name for name in stored if not QUANTIZATION_STATE.search(name)} - set(model.state_dict())
     return {name for name in names if not adapters.is_passed_over(model, name)}
 
 
 def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
-    """What is missing; transformers would train on random numbers in its place, with a warning in a log."""
+    """Return the error for missing weights; transformers would train on random numbers instead, with a warning in a
+    log."""
     return ModelError(
         f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
         hint="the checkpoint is incomplete, or is of another architecture than its config.json says",
@@ -119,12 +121,13 @@ def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
 
 
 def trained_config(config: Any) -> Any:
-    """The config of what is trained: of a model that also speaks, the part that reads, hears, sees and writes."""
+    """Return the config of the trained model: for one that also speaks, the part that reads, hears, sees and writes."""
     return getattr(config, "thinker_config", config)
 
 
 def model_class(config: Any) -> Any:
-    """The auto class for a config: a model that sees or hears whole, though one for text may have its name, too."""
+    """Return the auto class for a config: for vision and audio models the whole model's, even if one for text
+    exists."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -142,17 +145,17 @@ def model_class(config: Any) -> Any:
 
 
 def quantization_config(precision: Precision, model: Any = None) -> Any:
-    """bitsandbytes' config as planned, or None.
+    """Return bitsandbytes' config as planned, or None.
 
-    Eyes, ears and what leads from them into the language model stay as they are: they are a small part of the weights,
-    and what they lose no adapter of the language model gives back. `model` tells which they are; it may be on meta.
+    Vision and audio encoders and projectors are not quantized: they are a small part of the weights, and no adapter of
+    the language model makes up for their loss. `model` shows which modules they are; it may be on meta.
     """
     import torch
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
     left_out = [] if model is None else [re.escape(name) for name, kind in roots(model).items() if kind != "language"]
-    # Naming any leaves transformers' own choice out, the head.
+    # Naming any module replaces transformers' own choice, the head.
     skipped = [*left_out, *get_keys_to_not_convert(model)] if left_out else None
     match precision.quantization:
         case "4bit":
@@ -170,7 +173,8 @@ def quantization_config(precision: Precision, model: Any = None) -> Any:
 
 
 def roots(model: Any) -> dict[str, Part]:
-    """The uppermost module of each part, `""` for the whole: a projector may lie within the eyes it leads from."""
+    """Return the topmost module of each part, `""` for the whole: a projector may lie within the encoder it leads
+    from."""
     found: dict[str, Part] = {"": "language"}
     for name, _ in model.named_modules():
         if name and modality.part(name) != modality.part(name.rpartition(".")[0]):
@@ -179,7 +183,7 @@ def roots(model: Any) -> dict[str, Part]:
 
 
 def quantized_senses(model: Any) -> list[str]:
-    """The parameters of eyes, ears and projector that bitsandbytes has quantized, by name."""
+    """Return the names of encoder and projector parameters that bitsandbytes has quantized."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -188,10 +192,10 @@ def quantized_senses(model: Any) -> list[str]:
 
 
 def keep_trainable_layout(model: Any) -> None:
-    """Keep 4-bit weights as backward needs them.
+    """Keep 4-bit weights in the layout that backward needs.
 
     On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a Linear4bit in place at its first forward in eval mode, and
-    never back; backward through the packed weight is wrong. Our predictions at step 0 are such a forward.
+    never back; backward through the packed weight is wrong. The predictions at step 0 are such a forward.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -199,11 +203,10 @@ def keep_trainable_layout(model: Any) -> None:
 
 
 def attach_adapter(model: Any, assignment: Assignment) -> Any:
-    """Wrap the model in a new LoRA adapter, or in the one to go on from; a full fine-tuning gets its model back.
+    """Wrap the model in a new LoRA adapter, or in the one to continue from; full fine-tuning gets its model back.
 
-    peft's prepare_model_for_kbit_training is left out: it would cast every norm, embedding and head of a quantized
-    model to float32, against the plan. What it does besides, freezing and input gradients, get_peft_model and
-    SFTTrainer do.
+    peft's prepare_model_for_kbit_training is not used: it would cast every norm, embedding and head of a quantized
+    model to float32, against the plan. get_peft_model and SFTTrainer do its other work, freezing and input gradients.
     """
     spec = assignment.spec
     if not spec.adapter and spec.lora is None:
@@ -214,7 +217,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         model = peft.PeftModel.from_pretrained(model, spec.adapter, is_trainable=True)
         found = model.load_adapter(
             spec.adapter, "default", is_trainable=True
-        )  # again: from_pretrained keeps the report
+        )  # load again: from_pretrained does not return the report
         adapters.check_fitted(Path(spec.adapter), model, found)
     elif spec.lora is not None:
         check_parts(model, assignment)
@@ -227,11 +230,11 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
 
 
 def spare_frozen(model: Any) -> None:
-    """Have no gradients computed for eyes and ears in which nothing is trained.
+    """Avoid gradients for vision and audio encoders in which nothing is trained.
 
-    For gradient checkpointing, transformers makes the first embedding of every part ask for some
-    (enable_input_require_grads): frozen eyes would keep what they saw, see it twice, and be gone back through for
-    nothing. Parts that have no embedding are passed over there.
+    For gradient checkpointing, transformers makes the first embedding of every part require gradients
+    (enable_input_require_grads). A frozen encoder would keep its activations, run twice, and take part in the backward
+    pass for nothing. transformers skips parts that have no embedding.
     """
     for name, module in model.named_modules():
         is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
@@ -244,7 +247,7 @@ def _no_embedding() -> None:
 
 
 def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
-    """peft's LoraConfig as the spec has it, with the parts of the model left out that the job does not train."""
+    """Return the arguments of peft's LoraConfig from the spec, with the parts excluded that the job does not train."""
     lora = assignment.spec.lora
     assert lora is not None
     options = lora.model_dump(exclude_unset=False, exclude_none=True, exclude=set(PART_KEYS.values()))
@@ -258,7 +261,8 @@ def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
 
 
 def _in_layers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The same, where layers are chosen among modules that are not listed, for which peft has no way: with a list."""
+    """Return the options with target modules as a list where layers are chosen among unlisted ones; peft needs the
+    list."""
     layers, wanted = options.get("layers_to_transform"), options["target_modules"]
     if not layers or not isinstance(wanted, str):
         return options
@@ -275,7 +279,7 @@ def _in_layers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _untrained(model: Any, wanted: frozenset[Part]) -> str:
-    """A regular expression for the names of all modules in parts that get no adapter; empty where there are none.
+    """Return a regular expression for the names of all modules in parts without an adapter; empty if there are none.
 
     Parts lie within each other, so each is taken without those below it.
     """
@@ -292,7 +296,7 @@ def _untrained(model: Any, wanted: frozenset[Part]) -> str:
 
 
 def target_pattern(model: Any, options: dict[str, Any]) -> str:
-    """The layers that peft would choose for these options, as one regular expression for their whole names."""
+    """Return the layers that peft would choose for these options, as one regular expression for their whole names."""
     wanted, excluded = options["target_modules"], options.get("exclude_modules", "")
     head = model.get_output_embeddings()
     heads = {name for name, module in model.named_modules() if module is head}
@@ -305,8 +309,10 @@ def target_pattern(model: Any, options: dict[str, Any]) -> str:
 
 
 def check_parts(model: Any, assignment: Assignment) -> None:
-    """Raises ModelError where the job trains a part that the model has not, or that has no layers for an adapter, or
-    names a module to be trained whole that is not there: peft says nothing of that."""
+    """Raise ModelError if the job trains a part that the model lacks, or one that has no layers for an adapter.
+
+    The error is also raised where modules_to_save names a module that does not exist: peft does not report that.
+    """
     lora = assignment.spec.lora
     every = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for name in (lora and lora.modules_to_save) or ():
@@ -331,9 +337,9 @@ def check_parts(model: Any, assignment: Assignment) -> None:
 
 
 def check_adapted(model: Any, assignment: Assignment) -> None:
-    """Raises ModelError where no module got an adapter in a part that the job trains.
+    """Raise ModelError if no module got an adapter in a part that the job trains.
 
-    Families name the layers of their eyes as they like: a list of names that fits the language model may miss them all.
+    Families choose their own names for an encoder's layers: a list that fits the language model may miss them all.
     """
     reached = {modality.part(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     for kind in sorted(trained_parts(assignment.spec) - reached):
@@ -345,7 +351,7 @@ def check_adapted(model: Any, assignment: Assignment) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """Layers that an adapter can stand beside, GPT-2's Conv1D among them."""
+    """Return the names of layers that an adapter can stand beside, including GPT-2's Conv1D."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -354,7 +360,7 @@ def _linear_names(model: Any) -> list[str]:
 
 
 def cast_trainable(model: Any, precision: Precision) -> list[str]:
-    """Bring every trainable parameter into the planned dtype, in place; returns the names of those that were not."""
+    """Cast every trainable parameter to the planned dtype, in place; return the names of those that had another."""
     import torch
 
     if precision.adapter_dtype is None:

@@ -14,12 +14,13 @@ from honed.system.error import BackendError, HonedError, said
 from honed.worker.assignment import Assignment
 from honed.worker.model.load import is_out_of_memory, load_config
 
-#: Tokens that a model is loaded for where the job cuts nothing: what its rows need is known later.
+#: Tokens that a model is loaded for where the job truncates nothing: the need of its rows is only known later.
 UNCUT_LENGTH = 1024
 
 
 class UnslothBackend:
-    """The quick one. Whatever goes wrong in it is a BackendError, since the process it patched is of no more use."""
+    """The fast backend. Every failure in it is a BackendError, since the process that it has patched is of no more
+    use."""
 
     name = "unsloth"
 
@@ -41,7 +42,7 @@ class UnslothBackend:
             return _attach_adapter(model, assignment)
 
     def make_room(self, model: Any, num_tokens: int) -> None:
-        """Unsloth takes a row's first `max_seq_length` tokens, with a word to its own log; each layer has its own."""
+        """Raise each layer's `max_seq_length`: Unsloth truncates rows to it, and says so only in its own log."""
         for module in model.modules():
             if getattr(module, "max_seq_length", num_tokens) < num_tokens:
                 module.max_seq_length = num_tokens
@@ -52,8 +53,11 @@ class UnslothBackend:
 
 @contextmanager
 def _blamed(*, has_rows: bool) -> Iterator[None]:
-    """Every failure is Unsloth's, but those that another backend would meet, too: memory's, and what honed says.
-    Where it has seen no row, its words are of the model and the machine, and the log has them."""
+    """Raise failures as BackendError, except those that another backend would meet, too: lack of memory, honed's
+    errors.
+
+    Before Unsloth has seen rows, its message concerns only the model and the machine, and is logged.
+    """
     try:
         yield
     except HonedError:
@@ -81,7 +85,7 @@ def _load_base(assignment: Assignment, told: list[str]) -> Any:
         load_in_4bit=precision.quantization == "4bit",
         load_in_8bit=precision.quantization == "8bit",
         full_finetuning=is_full,
-        # Left out, whole weights may go to bfloat16 and its trainer turns autocast off; adapters are float32 anyway.
+        # Without it Unsloth may take bfloat16 weights, and its trainer turns autocast off; adapters are float32 anyway.
         **({"float32_mixed_precision": precision.load_dtype == "float32"} if is_full else {}),
         attn_implementation=precision.attn_implementation,
         trust_remote_code=spec.trust_remote_code,
@@ -96,10 +100,13 @@ def _load_base(assignment: Assignment, told: list[str]) -> Any:
 
 
 def max_seq_length(assignment: Assignment) -> int:
-    """What Unsloth is told to load for: never more than the model has positions, or it would stretch them (RoPE
-    scaling), which nobody has asked for and no other program that loads the adapter does."""
+    """Return the length that Unsloth loads for: never more than the model has positions.
+
+    Unsloth would stretch them (RoPE scaling), which the job did not ask for and other programs that load the adapter do
+    not do.
+    """
     length = assignment.spec.training.max_length or UNCUT_LENGTH
-    positions = getattr(load_config(assignment), "max_position_embeddings", None)  # it goes by no inner config's
+    positions = getattr(load_config(assignment), "max_position_embeddings", None)  # Unsloth reads no inner config
     return min(length, positions) if isinstance(positions, int) and positions > 0 else length
 
 
@@ -121,7 +128,7 @@ def _attach_adapter(model: Any, assignment: Assignment) -> Any:
     if _sees(assignment):
         parts = trained_parts(assignment.spec)
         options |= {key: part in parts for part, key in PART_KEYS.items() if part != "projector"}
-        # What Unsloth makes of all-linear turns every part on and leaves projectors out.
+        # Unsloth's own all-linear turns every part on and leaves projectors out.
         if not isinstance(options["target_modules"], str) or options["target_modules"] == "all-linear":
             options["target_modules"] = target_pattern(model, options)
     model = _loader(assignment).get_peft_model(
@@ -137,7 +144,8 @@ def _attach_adapter(model: Any, assignment: Assignment) -> Any:
 
 
 def _loader(assignment: Assignment) -> Any:
-    """Unsloth's class for the model: that for vision, where a text model's would pass its eyes over in silence."""
+    """Return Unsloth's class for the model: vision models need their own, as that for text silently ignores the
+    encoder."""
     from unsloth import FastLanguageModel, FastVisionModel
 
     return FastVisionModel if _sees(assignment) else FastLanguageModel
@@ -152,7 +160,8 @@ def _is_checkpointed(assignment: Assignment) -> bool:
 
 
 def check_senses(model: Any) -> None:
-    """Raises BackendError where eyes or ears were quantized: Unsloth goes by names, and has not those of Idefics3."""
+    """Raise BackendError if an encoder was quantized: Unsloth excludes them by name, and does not know those of
+    Idefics3."""
     from honed.worker.model.transformers_backend import quantized_senses
 
     if names := quantized_senses(model):
@@ -163,9 +172,9 @@ def check_senses(model: Any) -> None:
 
 
 def _check_complete(model: Any, assignment: Assignment) -> None:
-    """Raises ModelError where weights were drawn at random for want of stored ones: Unsloth does not say so itself.
+    """Raise ModelError if weights were initialized at random for lack of stored ones: Unsloth does not report that.
 
-    transformers marks each parameter that it has read. A mark can be lost on the way: only what no file names counts.
+    transformers marks each parameter that it has read. Marks can be lost, so only parameters that no file names count.
     """
     from honed.worker.model.transformers_backend import incomplete
 
@@ -180,9 +189,9 @@ def _check_complete(model: Any, assignment: Assignment) -> None:
 
 
 def _check_placed(model: Any, assignment: Assignment, told: list[str]) -> None:
-    """Raises ModelError for stored weights that layers lack, and tells of others that are left out.
+    """Raise ModelError for stored weights that layers lack, and report others that are left out.
 
-    Only where every parameter is stored under its own name: otherwise names say nothing.
+    This compares names only where every parameter is stored under its own name: otherwise they say nothing.
     """
     from honed.worker.model.transformers_backend import unplaced
 

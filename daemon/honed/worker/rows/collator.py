@@ -1,4 +1,4 @@
-"""Batches of rows with images, videos and sounds, which are decoded as they are needed."""
+"""Batches of rows with images, videos and sounds, which are decoded when they are needed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from honed.worker.rows.processor import Processor
 
 Side = Literal["left", "right"]
 
-#: What the tensors that have a number for each token are filled up with; 0 for any other.
+#: Padding of the tensors that have a number for each token; 0 for any other.
 _FILLERS = {"labels": IGNORED}
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a row is made of again, whenever it is needed."""
+    """The inputs from which a row is processed anew whenever it is needed."""
 
     name: str  #: for people
     text: str  #: as rendered; some templates write today's date
@@ -28,9 +28,9 @@ class Source:
 
 
 class MediaChangedError(DatasetError):
-    """A file that is no more what it was when the rows were counted.
+    """A file that has changed since the rows were counted.
 
-    Torch wraps what a loader's process raises in a text with its traceback; the sentence is the last line of it.
+    Torch wraps an exception of a loader's process in a text with its traceback; the message is the last line of it.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -40,7 +40,7 @@ class MediaChangedError(DatasetError):
 
 
 class Collator:
-    """Rows to a batch: media decoded and processed, floating inputs in the model's dtype, padded on the right."""
+    """Collation of rows to a batch: media processed, floating inputs in the model's dtype, padding on the right."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Collator:
         )
 
     def _tensors(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """One row, cut where the data stage has cut it. Raises MediaChangedError if it is another row by now."""
+        """Return the tensors of one row, truncated as in the data stage. Raises MediaChangedError if the row has
+        changed."""
         import torch
 
         ids, place = list(row["input_ids"]), row["source"]
@@ -104,10 +105,10 @@ def merge(
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
 ) -> dict[str, Any]:
-    """One batch of batches of one.
+    """Merge batches of one row into one batch.
 
-    What has a number for each token is padded on the given side; anything else, as long as there are media of its kind,
-    is put end to end, with zeros where another row's is larger. Floating tensors come out in `dtype`.
+    Tensors with a number for each token are padded on the given side. Any other, as long as there are media of its
+    kind, is put end to end, with zeros where another row's is larger. Floating tensors are returned in `dtype`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""From the job's data sets to token ids and labels, every row accounted for."""
+"""Conversion of the job's data sets to token ids and labels, with every row accounted for."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ if TYPE_CHECKING:
     from honed.worker.rows.collator import Source
     from honed.worker.rows.processor import Processor
 
-#: Rows whose images, videos and sounds are decoded at once; Pillow, PyAV and torch let other threads run meanwhile.
+#: Rows whose media are decoded in parallel; Pillow, PyAV and torch let other threads run meanwhile.
 NUM_THREADS = 4
-#: Of the histogram of the rows' lengths, at most.
+#: Maximum number of bins in the histogram of the rows' lengths.
 NUM_BINS = 40
-#: How many files that cannot be used are named; the rest is counted.
+#: Unusable files that are named; the rest is counted.
 MAX_NAMED = 5
 
 
 @dataclass
 class Rows:
-    """Rows ready to train on, or to evaluate."""
+    """Rows ready for training or evaluation."""
 
     dataset: Any  #: datasets.Dataset with input_ids and labels; beside media, `source`: the number of a Source, or -1
     examples: list[Example]  #: as long as the dataset
     truncated: list[bool]
-    by_ids: dict[int, int] = field(repr=False)  #: hash of a row's token ids -> its place
-    first_segments: list[dict[str, Any]]  #: the first row, taken apart
+    by_ids: dict[int, int] = field(repr=False)  #: hash of a row's token ids -> its index
+    first_segments: list[dict[str, Any]]  #: the first row, in trained and untrained pieces
     num_tokens: int = 0
     num_trained_tokens: int = 0
-    longest: int = 0  #: tokens of the longest, as trained on
+    longest: int = 0  #: tokens of the longest row, as trained on
     num_truncated: int = 0
-    longest_uncut: int = 0  #: tokens of the longest, before they were cut; of those that could be encoded
-    num_dropped: int = 0  #: nothing was left to train on once they were cut, or the template refuses them
-    num_cut_off: int = 0  #: of those dropped: all that would be trained on was cut off
+    longest_uncut: int = 0  #: tokens of the longest row that could be encoded, before truncation
+    num_dropped: int = 0  #: skipped rows: nothing was left to train on after truncation, or the template refuses them
+    num_cut_off: int = 0  #: skipped because all that would be trained on was cut off
     first_dropped: str = ""
-    num_broken: int = 0  #: of those dropped: a file that is missing or cannot be read
+    num_broken: int = 0  #: skipped because a file is missing or cannot be read
     broken: list[str] = field(default_factory=list)  #: the first few, each with its file and its fault
-    num_too_long: int = 0  #: of those dropped: a part of their media would have been cut off
+    num_too_long: int = 0  #: skipped because a part of their media would have been cut off
     too_long: list[str] = field(default_factory=list)  #: the first few
-    num_silenced: int = 0  #: of those dropped: the template leaves out all that a turn says
+    num_silenced: int = 0  #: skipped because the template leaves out all that a turn says
     first_silenced: str = ""
-    lost: Tally = field(default_factory=Tally)  #: what the template leaves out of the others
-    mismatches: Mismatches = field(default_factory=Mismatches)  #: those asked for otherwise than they are trained
+    lost: Tally = field(default_factory=Tally)  #: parts of the other rows that the template leaves out
+    mismatches: Mismatches = field(default_factory=Mismatches)  #: rows whose prompt differs from training
 
     def place(self, input_ids: Sequence[int]) -> int | None:
         return self.by_ids.get(hash(tuple(input_ids)))
@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass
 class MediaRows:
-    """What rows with images, videos and sounds need besides their tokens, while they are encoded and ever after."""
+    """State of rows with images, videos and sounds, beside their tokens, during encoding and training."""
 
     processor: Processor
     spec: JobSpec
@@ -87,18 +87,18 @@ class MediaRows:
 
 @dataclass(frozen=True)
 class Data:
-    """All that the run trains on, and is measured with."""
+    """All data that the run trains on, and is measured with."""
 
     train: Rows
     held_out: Rows | None
     counts: dict[str, Any]
     hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
     media: MediaRows | None  #: None where all rows are text
-    read: tuple[dataset.Counts, ...]  #: of each data set, those held out too
-    num_dropped: int  #: of the rows to train on and of those held out
+    read: tuple[dataset.Counts, ...]  #: of each data set, including those held out
+    num_dropped: int  #: skipped, of the rows to train on and of those held out
     first_dropped: str
-    advice: str = ""  #: what helps where the template leaves out what rows say
-    advice_on_asking: str = ""  #: and where turns are asked for otherwise than they are trained
+    advice: str = ""  #: for rows of which the template leaves out parts
+    advice_on_asking: str = ""  #: for rows whose prompt differs from training
     trained: Census = field(default_factory=Census)  #: of the rows to train on, as they were read
     measured: Census = field(default_factory=Census)  #: of those held out
 
@@ -108,7 +108,7 @@ class Data:
         return max(rows.longest for rows in (self.train, self.held_out) if rows is not None)
 
     def told(self) -> list[str]:
-        """What became of rows that cannot be used or are left out, for their owner."""
+        """Return messages for the owner about rows that cannot be used, are skipped, or lose parts."""
         both = [rows for rows in (self.train, self.held_out) if rows is not None]
         broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
         too_long, num_too_long = [text for rows in both for text in rows.too_long], sum(r.num_too_long for r in both)
@@ -156,9 +156,9 @@ class Data:
 def build(
     assignment: Assignment, chat: ChatFormat, stop: Stop, load_processor: Callable[[], Processor] | None = None
 ) -> Data:
-    """Read, mix, split and encode. Raises DatasetError where nothing is left to train on.
+    """Read, mix, split and encode the data. Raises DatasetError if nothing is left to train on.
 
-    The processor is loaded where a row has media, and takes part in `chat` from then on.
+    The processor is loaded if a row has media, and takes part in `chat` from then on.
     """
     spec = assignment.spec
     has_template = bool(chat.tokenizer.chat_template)
@@ -245,7 +245,7 @@ def build(
 
 
 def _hint(rows: Rows) -> str:
-    """What helps where every row was left out."""
+    """Return advice for the case that every row was skipped."""
     if rows.num_broken * 2 > rows.num_dropped:
         return "put the files where the rows say, or name their directory with `media_dir`"
     if rows.num_silenced * 2 > rows.num_dropped:
@@ -256,8 +256,10 @@ def _hint(rows: Rows) -> str:
 
 
 def _check_silenced(both: Sequence[Rows]) -> None:
-    """Raises DatasetError where the template does not show what too many rows are to teach. Few may be held out: one of
-    them is a small share of all."""
+    """Raise DatasetError if the template hides what too many rows are to teach.
+
+    Training and held-out rows count together: few may be held out, and one of them is a small share of all.
+    """
     num_rows = sum(len(rows.examples) + rows.num_dropped for rows in both)
     num_silenced = sum(rows.num_silenced for rows in both)
     if num_silenced > MAX_SILENCED_SHARE * num_rows:
@@ -269,8 +271,10 @@ def _check_silenced(both: Sequence[Rows]) -> None:
 
 
 def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> Rows:
-    """What a trial trains on: the longest row and some others, again and again until they fill a batch of `size`, or
-    where rows are packed, one of `num_tokens`. Each of them comes once before any comes again."""
+    """Return the rows of a trial: the longest and some others, repeated until they fill a batch.
+
+    The batch has `size` rows, or `num_tokens` tokens where rows are packed. Each row comes once before any comes again.
+    """
     lengths = [len(ids) for ids in rows.dataset["input_ids"]]
     longest = lengths.index(max(lengths))
     others = [place for place in range(len(lengths)) if place != longest]
@@ -291,7 +295,7 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
 
 
 def lengths(numbers: Iterable[int]) -> dict[str, Any]:
-    """How many rows have how many tokens: `counts` of bins that are `width` wide, the first of which begins at 0."""
+    """Return a histogram of row lengths: `counts` of bins that are `width` wide, the first of which begins at 0."""
     found = list(numbers)
     width = max(1, -(-(max(found) + 1) // NUM_BINS))
     counts = [0] * (max(found) // width + 1)
@@ -301,7 +305,7 @@ def lengths(numbers: Iterable[int]) -> dict[str, Any]:
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:
-    """Raises ModelError where a token that occurs has no row in the embeddings.
+    """Raise ModelError if a token that occurs has no row in the embeddings.
 
     A tokenizer may know more tokens than its model, as long as nobody uses them: Gemma 3's and CodeLlama's do.
     """
@@ -319,7 +323,8 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
 def encode(
     examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop, media: MediaRows | None = None
 ) -> Rows:
-    """Token ids and labels, the first `max_length` of them. A row with nothing left that can be learned is dropped."""
+    """Encode rows to token ids and labels, at most `max_length` of them. A row with nothing left to learn is
+    skipped."""
     from datasets import Dataset
 
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": []} | ({"source": []} if media else {})
@@ -358,7 +363,7 @@ def encode(
 def _encoded(
     examples: Iterable[Example], chat: ChatFormat, stop: Stop, media: MediaRows | None
 ) -> Iterator[tuple[Example, Encoded | DatasetError]]:
-    """Each row, or why it cannot be used, in order; those with media are decoded a few at a time."""
+    """Yield each row, or the error that makes it unusable, in order; those with media are decoded a few at a time."""
     if media is None:
         for example in examples:
             stop.check()
@@ -378,7 +383,7 @@ def _encoded(
 
 
 def _begin(example: Example, chat: ChatFormat, media: MediaRows, pool: ThreadPoolExecutor) -> Callable[[], Encoded]:
-    """What gives the row, once the pool has processed it."""
+    """Begin to encode a row in the pool; return a function that waits for it and returns the row."""
     if not example.media:
         return partial(chat.encode, example)
     try:
@@ -410,7 +415,7 @@ def _cut(whole: Encoded, max_length: int | None) -> Encoded | DatasetError:
 
 
 def _drop(rows: Rows, example: Example, error: DatasetError, media: MediaRows | None) -> None:
-    """Leave a row out, or end the job for it, as `media.broken` and `media.too_long` say."""
+    """Skip a row, or end the job because of it, as `media.broken` and `media.too_long` say."""
     place = where(example)
     reason = error.said if error.said.startswith(place) else f"{place}: {error.said}"
     match error:

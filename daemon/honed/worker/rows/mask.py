@@ -1,4 +1,5 @@
-"""The check before the first step: real batches, as the trainer will see them, held against the rows they came from."""
+"""The check before the first step: real batches, as the trainer will see them, compared with the rows they came
+from."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ from honed.text.maskcheck import placeholder_ids
 from honed.worker.rows.data import Data, Rows
 from honed.worker.train.prediction import random_state_kept
 
-#: The rows were encoded well: what a collator does to them after that goes by its version and by packing.
+#: The rows were encoded correctly; what a collator then does to them depends on its version and on packing.
 _HINT = (
     "what lies between the rows and the model has changed them: leave out `training.packing` and "
     "`training.padding_free`, look at the versions with `honectl doctor`, and report it"
 )
-#: Batches that are looked at: enough to meet each kind of row of a mixture, little beside a step.
+#: Batches that are checked: enough to meet each kind of row of a mixture, and quick beside a step.
 NUM_BATCHES = 8
 
 
 def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> None:
-    """Raises MaskError, with decoded evidence, unless what is trained on is what the rows' assistants say.
+    """Raise MaskError, with decoded evidence, unless the trained text is what the rows' assistants say.
 
-    Beside images, videos and sounds, none of their tokens may be trained on, nor those that begin and end them: the
-    model's config names them, and its processor, and its tokenizer.
+    In rows with images, videos and sounds, no token of theirs may be trained on, nor those that begin and end them: the
+    model's config, its processor and its tokenizer name these.
     """
     forbidden: frozenset[int] = frozenset()
     if data.media is not None:
@@ -43,7 +44,7 @@ def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> No
 
 
 def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
-    """The examples of a batch, padding taken off and packing taken apart."""
+    """Yield the examples of a batch, without padding, and packed rows one by one."""
     if "attention_mask" in batch:
         for ids, labels, seen in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             yield ids[seen.bool()].tolist(), labels[seen.bool()].tolist()
@@ -66,14 +67,14 @@ def _check_example(
     is_packed: bool,
 ) -> None:
     place = rows.place(input_ids)
-    if place is None and is_packed:  # a packing that splits rows: the pieces are nobody's whole turn
+    if place is None and is_packed:  # packing that splits rows: a piece is no whole turn
         return
     if place is None:
         raise MaskError(
             f"a batch holds tokens that are no row's: {quote.mark(repr(chat.decode(input_ids)[:200]))}",
             hint=_HINT,
         )
-    # The first token is nobody's prediction; a packing masks it for its own reasons.
+    # The first token is never predicted; packing masks it for its own reasons.
     labels = [rows.dataset[place]["labels"][0], *labels[1:]]
     chat.check_trained(
         input_ids, labels, rows.examples[place], is_truncated=rows.truncated[place], placeholder_ids=forbidden
