@@ -1,5 +1,4 @@
-"""Estimate of the memory that a forward pass keeps for the backward pass, from a config's widths: rough, and rather too
-small than too large."""
+"""Estimate of the memory that a forward pass keeps for the backward pass, from a config's widths: rough, and low."""
 
 from __future__ import annotations
 
@@ -149,8 +148,7 @@ def num_bytes(
 
 
 def _towers_bytes(spec: JobSpec, model: BaseModelInfo, choices: Precision, media: Cost, unit: int) -> float:
-    """Return the bytes that the larger of the vision and audio encoders keeps: all layers if trained, else one at a
-    time."""
+    """Return the bytes that the larger encoder (vision or audio) keeps: all layers if trained, else one at a time."""
     if not media.positions:
         return 0
     is_trained = bool(precision.trained_parts(spec) & {"vision", "audio"})

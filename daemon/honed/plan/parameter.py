@@ -120,8 +120,7 @@ class Trained:
 
 
 def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
-    """Return the parameters that the checkpoint's tensors become once loaded; one without a name for pickled
-    weights."""
+    """Return the parameters that the checkpoint's tensors become once loaded; one nameless one for pickled weights."""
     if not model.tensors:
         return (Parameter("", (model.num_parameters,), "other"),)
     tensors = {

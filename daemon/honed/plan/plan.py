@@ -190,8 +190,7 @@ def _descend(looked: Sequence[tuple[Precision, Memory]], spec: JobSpec) -> tuple
 def _merge(
     spec: JobSpec, model: BaseModelInfo, device: Device, *, reserve_bytes: int, adapter: AdapterInfo | None
 ) -> Plan:
-    """Plan a merge, with one precision for every parameter. Only sums of weights are computed: in float32, on the
-    CPU."""
+    """Plan a merge, with one precision for every parameter. Only sums are computed: in float32, on the CPU."""
     stored = model.stored_dtype if model.stored_dtype in MERGED_DTYPES else "float32"
     reasons = {
         "load_dtype": "what the base model stores" if spec.dtype == "auto" else "as the job asks",
@@ -216,8 +215,7 @@ def _merge(
 def choose_backend(
     spec: JobSpec, model: BaseModelInfo, choices: Precision, device: Device, installed: Installed
 ) -> Backend:
-    """Choose Unsloth where it is faster and changes nothing; by name, where it does what is planned, else
-    BackendError."""
+    """Choose Unsloth where it is faster and changes nothing; by name, where it does the plan, else BackendError."""
     obstacle = _unsloth_obstacle(spec, model, choices, device, installed)
     match spec.backend:
         case "transformers":

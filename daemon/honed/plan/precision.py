@@ -22,7 +22,7 @@ from honed.system.error import ModelError, SpecError
 #: bfloat16 in hardware begins with Ampere, and so does FlashAttention 2.
 BFLOAT16_CAPABILITY = (8, 0)
 #: LLM.int8() multiplies on the int8 tensor cores that Turing introduced. On a V100 the loss is silently 0.0
-#: (bitsandbytes#343), and its authors say that it supports 4-bit but not 8-bit (bitsandbytes#529).
+#: (bitsandbytes#343), and its authors say that a V100 supports 4-bit, not 8-bit (bitsandbytes#529).
 INT8_CAPABILITY = (7, 5)
 #: Families, by the beginning of their model_type, that exceed float16's range (65504): some in their activations, so
 #: that the loss is not a number, others in the backward pass alone, so that gradients are not and steps are skipped.

@@ -72,8 +72,7 @@ def remedies(
     media: tuple[str, ...] = (),
     num_frames: int = 0,
 ) -> Iterator[Change]:
-    """Yield up to three of the smallest changes that make a job fit: single ones, else up to two of the shortest
-    chains.
+    """Yield the smallest changes that make a job fit: up to three single ones, else up to two of the shortest chains.
 
     `media`: the kinds of media in the rows; `num_frames`: the number of frames taken of the longest video.
     """

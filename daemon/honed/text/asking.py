@@ -22,8 +22,7 @@ _NUM_BEFORE, _NUM_SHOWN = 24, 48
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A generation prompt that differs from the text before the turn; both are shown from a little before the
-    difference."""
+    """A generation prompt that differs from the text before the turn; both begin a little before the difference."""
 
     asked: str
     trained: str

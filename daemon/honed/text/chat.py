@@ -95,9 +95,7 @@ class Encoded:
         default=(), repr=False, compare=False
     )  #: for each image, video or sound: its text, and the label that people see
     omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: parts of the row that the template leaves out
-    mismatch: Mismatch | None = field(
-        default=None, compare=False
-    )  #: set if the prompt of its last turn differs from training
+    mismatch: Mismatch | None = field(default=None, compare=False)  #: of its last turn's prompt with training
 
     @property
     def labels(self) -> list[int]:
@@ -121,8 +119,7 @@ class Encoded:
         return found
 
     def truncate(self, max_length: int | None) -> Encoded:
-        """Cut the row to its first `max_length` tokens, as the trainer does. Raises MediaCutError if media would be
-        cut."""
+        """Cut the row to its first `max_length` tokens, as trainers do. Raises MediaCutError if that cuts media."""
         if max_length is None or len(self.input_ids) <= max_length:
             return self
         if max_length < self.media_end:
@@ -145,7 +142,7 @@ class Rendered:
     spans: tuple[Span, ...]  #: the trained parts
     places: tuple[Place, ...]  #: the places of its media
     omitted: tuple[Omission, ...] = ()  #: parts of the row that the template leaves out
-    mismatch: Mismatch | None = None  #: set if the prompt of its last turn differs from training
+    mismatch: Mismatch | None = None  #: of its last turn's prompt with training
 
 
 #: A processor's side of a row: expands a rendered text and its media, in order of occurrence.
@@ -547,8 +544,7 @@ class ChatFormat:
         return replace(chat._encode_spans(conversation.text, spans, example), omitted=omitted, mismatch=mismatch)
 
     def _mismatch(self, conversation: Conversation, spans: Sequence[Span], example: Example) -> Mismatch | None:
-        """Return how the prompt for the row's last turn differs from the text that it was trained to continue, or
-        None."""
+        """Return how the prompt of the row's last turn differs from the text that precedes the turn in training."""
         last, (start, _), asker = max(conversation.trained_indices), spans[-1], self._asker(example)
         if not last:
             return None
@@ -564,8 +560,7 @@ class ChatFormat:
         return asking.compare_tails(asked, conversation.text, start, asking.said_before(example.messages, last))
 
     def _omitted(self, conversation: Conversation, example: Example) -> tuple[Omission, ...]:
-        """Return the parts of the row that the template leaves out. Raises SilencedError if it silences a trained
-        turn."""
+        """Return the parts of the row that the template leaves out. Raises SilencedError if a trained turn is empty."""
         found = self._found(example, conversation.text)
         for i in conversation.trained_indices if found else ():
             assert self._finder is not None
@@ -608,8 +603,7 @@ class ChatFormat:
         ]
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
-        """Return the template's text, with the end of a last turn that it leaves out. Raises one of
-        `TEMPLATE_ERRORS`."""
+        """Return the template's text, with the last turn's end if it lacks that. Raises one of `TEMPLATE_ERRORS`."""
         text = self._render(messages, tools, self._call_form, prompt=prompt)
         probe, is_told = self._cached_probe, bool(messages) and messages[-1]["role"] == "assistant"
         return probe.close(text, messages[-1]) if probe is not None and is_told and not prompt else text
@@ -699,8 +693,7 @@ class ChatFormat:
         return Encoded(ids, trained, tuple(text[a:b] for a, b in spans), pieces)
 
     def _tokenize(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool], Any] | None:
-        """Tokenize the text as one; return ids, mask and pieces, or None if a token reaches from a turn into other
-        words."""
+        """Return ids and mask of the text tokenized as one; None if a token reaches from a turn into other words."""
         ids, ends = self._ids_and_ends(text)
         if ends is None:
             ranges = [self._range_by_prefix(text, ids, span) for span in spans]
@@ -720,8 +713,7 @@ class ChatFormat:
         return ids, trained, self._pieces(text, ids, ends)
 
     def _distrust(self, text: str, ends: list[int]) -> list[int] | None:
-        """Return offsets that contradict the tokens if they account for the text by decoding; else stop using
-        offsets."""
+        """Keep offsets that contradict the tokens if they account for the text by decoding; else distrust all."""
         ids = self._ids(text)
         cuts = [n for n in range(0, len(ids), max(1, len(ids) // 16)) if n and ends[n - 1] != ends[n]]
         if all(squeeze(self.decode(ids[:n])) == squeeze(text[: ends[n - 1]]) for n in cuts):
@@ -730,8 +722,7 @@ class ChatFormat:
         return None
 
     def _tokenize_apart(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool], Any]:
-        """Return ids, mask and pieces with the text cut at the turns' ends first, as in generation: prompt, then
-        answer."""
+        """Return ids and mask with the text cut at the turns' ends first, as in generation: prompt, then answer."""
         ids: list[int] = []
         trained: list[bool] = []
         cuts = [0, *[cut for span in spans for cut in span], len(text)]
@@ -751,8 +742,7 @@ class ChatFormat:
         return ids
 
     def _ids_and_ends(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Return token ids, and the end of each in the text; None for the ends where the tokenizer's offsets are
-        unusable."""
+        """Return token ids and the end of each in the text; no ends where the tokenizer's offsets are unusable."""
         if not self._has_offsets:
             return self._ids(text), None
         batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -767,8 +757,7 @@ class ChatFormat:
         return start, end + (1 if after and end < len(ids) else 0)
 
     def _boundary(self, text: str, ids: list[int], position: int) -> tuple[int, str, str]:
-        """Return (n, before, after): tokens [0, n) end at or before the position; token n crosses it with these
-        texts."""
+        """Return (n, before, after): tokens [0, n) end by the position, and token n crosses it with these texts."""
         prefix = self._ids(text[:position])
         n = common(prefix, ids)
         if n == len(prefix):

@@ -37,9 +37,7 @@ class Expanded:
 
     text: str  #: as it went to the tokenizer
     input_ids: list[int]
-    grids: Mapping[Kind, Sequence[tuple[int, ...]]] = field(
-        default_factory=dict
-    )  #: numbers of patches, in families that count them
+    grids: Mapping[Kind, Sequence[tuple[int, ...]]] = field(default_factory=dict)  #: in patches, if the family has any
 
 
 @dataclass(frozen=True)

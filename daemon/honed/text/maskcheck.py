@@ -147,8 +147,7 @@ class Check:
         return None if _is_simple(message) else (at, len(text))
 
     def _check_front(self, front: str, i: int, run: Span) -> None:
-        """Check the trained text before a message's words: only the template's marks of a turn, nothing from before
-        them."""
+        """Check the trained text before a message's words: only the template's marks of a turn, nothing earlier."""
         probe = self.chat.probe
         leads = {squeeze(lead) for _, lead in probe.fronts}
         if not front or front in leads:
@@ -260,8 +259,7 @@ class Check:
             raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
 
     def _told(self, i: int) -> str:
-        """Return the conversation up to message i, rendered alone, without white space; empty where the template
-        refuses."""
+        """Return the conversation up to message i, rendered alone and without white space; empty if it is refused."""
         try:
             return squeeze(self.chat.render(self.example.messages[: i + 1], self.example.tools))
         except TEMPLATE_ERRORS:

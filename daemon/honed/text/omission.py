@@ -147,9 +147,7 @@ def by_the_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def switches(template: str) -> list[str]:
     """Return the names in a template that may be arguments about reasoning, the likeliest first."""
     named = re.findall(r"(?<![.'\"\w])[a-z_]*(?:think|reason)[a-z_]*(?![\w'\"(])", template)
-    kept = [
-        name for name in named if name not in REASONING_KEYS or name == "thinking"
-    ]  # `thinking` is an argument of DeepSeek-V3.1's
+    kept = [name for name in named if name not in REASONING_KEYS or name == "thinking"]  # as in DeepSeek-V3.1
     return [name for name, _ in Counter(kept).most_common(MAX_SWITCHES)]
 
 
@@ -202,8 +200,7 @@ class Finder:
     def _tried(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, texts: list[_Text], where: float
     ) -> list[Omission]:
-        """Return the parts left out of a rendering with marks at `where` in the texts: 0 is their beginning, 1 their
-        end."""
+        """Return the parts left out of a rendering with marks at `where` in the texts: 0 is the beginning."""
         mark = _mark(messages, tools)
         rendered = self._marked(messages, tools, texts, mark, where)
         if rendered is not None:

@@ -1,5 +1,4 @@
-"""Behaviour of a chat template: learned by rendering marks, and used to find a conversation's turns in its
-rendering."""
+"""Behaviour of a chat template, learned by rendering marks and used to find a conversation's turns in its rendering."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Probe:
     is_open_inside: bool = False  #: only a last turn has an end: one in the middle is followed by other text
 
     def close(self, text: str, message: Mapping[str, Any]) -> str:
-        """Return a rendering whose last turn is the assistant's, with the end of that turn if the template leaves it
-        out."""
+        """Return a rendering that ends in the assistant's turn, with that turn's end if the template leaves it out."""
         missing = self._missing(message)
         return text if not missing or text.rstrip().endswith(self.ends) else text + missing
 
@@ -63,7 +61,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form in which a template takes a call of a tool."""
+    """The form in which a template takes a tool call."""
 
     has_json: bool = False  #: arguments as JSON text, not as an object
     empty: str | None = ""  #: the content of a turn that only calls
@@ -232,8 +230,7 @@ class Conversation:
         return base + shared
 
     def _tail_after(self, k: int) -> str:
-        """Return the text after message k's words when the assistant is asked to continue; empty where that is
-        refused."""
+        """Return the text after message k's words when the assistant is asked to continue; empty if it is refused."""
         told = self._try([*self._messages[:k], *_marked(self._messages[k], _MARKS[0])], prompt=True)
         if not told or _MARKS[0] not in told:
             return ""
@@ -294,8 +291,7 @@ _MEDIA_KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 
 def learn_placeholders(chat: ChatFormat) -> dict[Kind, str]:
-    """Return the text that a template writes for an image, a video or a sound; kinds that it does not know are left
-    out."""
+    """Return the text that a template writes for an image, a video or a sound, for the kinds that it knows."""
     found: dict[Kind, str] = {}
     for kind in _MEDIA_KINDS:
         parts = [{"type": "text", "text": _USER_MARK}, {"type": kind}, {"type": "text", "text": _MARKS[1]}]
@@ -358,8 +354,7 @@ def learn(chat: ChatFormat) -> Probe:
 
 
 def _learn_inner(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
-    """Yield the ends that stand between a turn's reasoning and its answer: gpt-oss' `<|end|>` closes each of the
-    two."""
+    """Yield the ends that stand between a turn's reasoning and its answer: gpt-oss' `<|end|>` closes both."""
     thought, said = _MARKS
     for key in REASONING_KEYS:
         try:
@@ -371,8 +366,7 @@ def _learn_inner(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) ->
 
 
 def _learn_between_calls(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
-    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn with what follows each
-    call."""
+    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn like each call."""
     first, second = _MARKS
     calls = [_call(first), {**_call(second), "id": "call00002"}]
     try:
@@ -467,8 +461,7 @@ def turn_marks(tokenizer: Any) -> list[str]:
 
 
 def learn_calls(render: Callable[[list[dict[str, Any]], CallForm], str]) -> CallForm:
-    """Return the form in which a template shows a call's name and arguments, if possible without Python or JSON in
-    JSON."""
+    """Return the form in which a template shows a call's name and arguments, best without Python or JSON in JSON."""
     mark, key, value = "Qc4calledNx", "Kp6namedRv", "Vw8givenTz"
     call = {"type": "function", "id": "call00001", "function": {"name": mark, "arguments": {key: value}}}
     turns: list[dict[str, Any]] = [
@@ -533,8 +526,7 @@ def _marked(message: Mapping[str, Any], mark: str) -> list[dict[str, Any]]:
 
 
 def _marked_content(content: Any, mark: str) -> Any:
-    """Return the content with its last text replaced by the mark, and its other texts removed; images and sounds
-    stay."""
+    """Return the content with the mark in place of its last text, and no other text; images and sounds stay."""
     if not isinstance(content, list):
         return mark
     texts = [n for n, part in enumerate(content) if part["type"] == "text"]

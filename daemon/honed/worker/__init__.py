@@ -3,15 +3,21 @@
     python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]
 
 It reads the job's plan.json and writes the rest of the job's directory. Nothing in this package imports transformers,
-trl or peft before the backend is chosen: Unsloth has to come before them, and patches them for good.
+trl or peft before the backend is chosen: Unsloth must be imported before them, and patches them for good.
 
-    run.py          the story, top to bottom          assignment.py   what plan.json asks for
-    load.py         model and tokenizer               transformers_backend.py, unsloth_backend.py
-    audit.py        loaded against planned            data.py         rows to token ids and labels
-    mask.py         the check before the first step   trainer.py      SFTTrainer, with whole checkpoints
-    checkpoint.py   manifests, resume, rotation       callback.py     steps and evaluations as events
-    prediction.py   what the model writes             export.py       the output, made whole
-    merge.py        an adapter into its base model, tensor by tensor: a job of its own, or part of the export
-    optimizer.py    AdamW that keeps what rounding to bfloat16 takes      cast.py   weights as they will be saved
-    pulse.py        what systemd is told, where the worker is a unit's
+    run.py                  the stages of an attempt, top to bottom
+    assignment.py           the contents of plan.json
+    pulse.py                signs of life, for honed and systemd
+    model/load.py           model and tokenizer, through transformers_backend.py or unsloth_backend.py
+    model/audit.py          the loaded model compared with the plan
+    model/cast.py           weights as they will be saved
+    model/merge.py          an adapter merged into its base, tensor by tensor: a job of its own, or part of the export
+    model/export.py         the output, completed before it is renamed into place
+    rows/data.py            rows to token ids and labels
+    rows/mask.py            the check before the first step
+    train/trainer.py        SFTTrainer, with whole checkpoints
+    train/checkpoint.py     manifests, resume, rotation
+    train/callback.py       steps and evaluations as events
+    train/prediction.py     predictions for held-out examples
+    train/optimizer.py      AdamW that keeps what rounding to bfloat16 removes
 """

@@ -61,8 +61,7 @@ CAUSES = (
 
 
 def explain(problem: Exception, job: str) -> HonedError:
-    """Return the HonedError for a library's exception. The hint names the command that shows the traceback in the
-    log."""
+    """Return the HonedError for a library's exception. The hint names the command that shows the traceback."""
     name, log = type(problem).__name__, f"`honectl logs --raw {job}` has the traceback"
     text = f"{name}: {said(problem)}"
     for cause in CAUSES:

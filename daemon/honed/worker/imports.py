@@ -24,7 +24,7 @@ def hide_unused(job: Assignment) -> None:
 
 
 def hidden(job: Assignment) -> list[str]:
-    """The packages that a job does not use although they may be installed."""
+    """Return the packages that a job does not use although they may be installed."""
     hidden = [] if "wandb" in job.spec.report_to else ["wandb"]
     is_plain = job.precision.quantization == "none" and job.spec.training.optim in PLAIN_OPTIMIZERS
     if is_plain and job.backend == "transformers" and job.spec.kind != "merge":

@@ -136,8 +136,7 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
 
 
 def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> list[Example]:
-    """Return the examples that are trained on; of large data sets only the beginning, where that makes no
-    difference."""
+    """Return the examples that are trained on; of large data sets the beginning, where that is no different."""
     datasets, seed = list(job_spec.datasets), int(job_spec.training.as_kwargs().get("seed", 42))
     if job_spec.eval_split is None and all(each.fraction is None for each in datasets):
         datasets = [_beginning(each, max(100, 4 * num_rows)) for each in datasets]

@@ -88,8 +88,7 @@ class Pulse:
         self._is_ready = True
 
     def _watchdog(self) -> list[str]:
-        """Return the watchdog's limit for the current phase, if it has changed; it is also written to the pulse
-        file."""
+        """Return the watchdog's limit for the current phase if it has changed, and write the pulse file."""
         learned_sec = self._patience.limit_sec
         upper_sec = (self._watchdog_sec or 0.0) * PATIENCE.get(self._patience.phase, 1)
         limit_sec = upper_sec if learned_sec is None else min(upper_sec, max(self._least_sec, learned_sec))

@@ -42,7 +42,7 @@ from honed.worker.rows import mask
 from honed.worker.stop import Stop
 from honed.worker.train import checkpoint, disk_reserve, examiner, prediction, tracker
 
-#: Seconds between words on how far a merge beside an adapter is.
+#: Seconds between log lines on the progress of a merge in the export.
 MERGE_TOLD_INTERVAL_SEC = 30.0
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
 
@@ -55,9 +55,9 @@ def run(
     stop: Stop | None = None,
     tell: Callable[[str, dict[str, Any]], None] = lambda _kind, _data: None,
 ) -> int:
-    """Try the job once. Leaves events and, once everything else is durable, result.json; returns the exit status.
+    """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
-    Each event is handed to `tell`, too.
+    Each event is also passed to `tell`.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
@@ -76,8 +76,8 @@ def run(
                 story.try_first(job, attempt)
                 if job.spec.trial != "only":
                     story.tell(job, attempt)
-    except Exception as problem:  # noqa: BLE001 - every end of a worker is told
-        with contextlib.suppress(OSError):  # worker.log may lie on the disk that is full: its result is yet to come
+    except Exception as problem:  # noqa: BLE001 - every end of a worker is reported
+        with contextlib.suppress(OSError):  # worker.log may be on the full disk, and the result is still to be written
             traceback.print_exc()
         error = explain(problem, job_dir.name)
         if isinstance(problem, HonedError) and error.evidence:
@@ -112,7 +112,7 @@ def run(
 
 
 def explain(problem: Exception, job: str = "ID") -> HonedError:
-    """The error that this is, in honed's words; `job` is the number of the job that it ended."""
+    """Return honed's error for an exception; `job` is the number of the job that it ended."""
     text = f"{type(problem).__name__}: {said(problem)}"
     match problem:
         case HonedError():
@@ -133,7 +133,7 @@ _MEMORY_HINT = "a smaller per_device_train_batch_size with more gradient_accumul
 
 
 class _Story:
-    """What is known of the run so far, for its result."""
+    """The state of the run so far, for its result."""
 
     def __init__(self, events: EventWriter, stop: Stop) -> None:
         self._events = events
@@ -141,11 +141,11 @@ class _Story:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.artifacts: dict[str, str] = {}
-        self.remark = ""  #: what is to be said of a success
-        self.memory: dict[str, int] = {}  #: bytes really held, as in the event
+        self.remark = ""  #: a remark on a successful run
+        self.memory: dict[str, int] = {}  #: bytes really held, as in the event `memory`
 
     def try_first(self, job: Assignment, attempt: int) -> None:
-        """The job's trial, where it asks for one and does not go on from a checkpoint."""
+        """Run the job's trial, if the job asks for one and does not resume from a checkpoint."""
         has_begun = any(job.layout.checkpoints_dir.glob("checkpoint-*"))
         if not job.spec.trial or (has_begun and job.spec.trial != "only"):
             return
@@ -155,17 +155,17 @@ class _Story:
         level = "info" if found.verdict == "learns" else "warning"
         self._log(level, f"trial: {trial.headline(found)}")
 
-    def tell(self, job: Assignment, attempt: int) -> None:  # noqa: PLR0915 - a straight story stays in one piece
-        """The whole story; each stage begins with a look at the stop flag."""
+    def tell(self, job: Assignment, attempt: int) -> None:  # noqa: PLR0915 - a linear sequence stays in one piece
+        """Run all stages; each begins with a check of the stop flag."""
         started = time.time()
         events, stop, spec, precision = self._events, self._stop, job.spec, job.precision
         events.emit("started", pid=os.getpid(), versions=versions(job.backend), backend=job.backend)
         if job.adjustments:
             events.emit("adjusted", steps=[asdict(each) for each in job.adjustments])
 
-        # Prepare: what an earlier attempt left, then the libraries, in the order that the backend needs.
+        # Prepare: the checkpoint of an earlier attempt, then the libraries, in the order that the backend needs.
         self._stage("prepare")
-        job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be of our group
+        job.layout.checkpoints_dir.mkdir(exist_ok=True)  # its mode is the umask's: honed may be in our group
         durable.sync_dir(job.layout.dir)
         resumed, set_aside = checkpoint.find(job.layout.checkpoints_dir, beat=stop.check)
         for item in set_aside:
@@ -185,7 +185,7 @@ class _Story:
             from honed.worker.train.callback import RunCallback
             from honed.worker.train.watched import WatchedTrainer
         for name in examiner.named_metrics(spec):
-            score.find(name)  # the administrator's may not load
+            score.find(name)  # the administrator's metric may fail to load
 
         self._stage("load")
         auditor = audit.Auditor(precision, events, backend=job.backend)
@@ -276,7 +276,7 @@ class _Story:
         )
 
         if resumed is None and not job.is_trial:
-            said = {text.partition(":")[0] for text in job.plan.get("warnings") or ()}  # at the check, with other words
+            said = {text.partition(":")[0] for text in job.plan.get("warnings") or ()}  # at the check, in other words
             for text in pace.unfit(spec, trainer.num_steps()):
                 if text.partition(":")[0] not in said:
                     self._log("warning", text)
@@ -295,7 +295,7 @@ class _Story:
             trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
             figures = exam.end(trainer.model, trainer.state, trainer.final_step())
             stop.check()
-        except (InterruptedRunError, TimeLimitError, DatasetError):  # the last: a picture that is gone meanwhile
+        except (InterruptedRunError, TimeLimitError, DatasetError):  # DatasetError: an image that has disappeared
             if not job.is_trial:
                 trainer.save()
             raise
@@ -306,7 +306,7 @@ class _Story:
         regression = exam.regression(figures)
 
         if job.is_trial:
-            return  # of which nothing is wanted but what it told
+            return  # only the events of a trial are needed
         self.remark = exam.remark(trainer.state, figures) if regression is None else ""
         trainer.check_weights()
         self._stage("export")
@@ -337,7 +337,7 @@ class _Story:
                 job, trainer.model, loaded.tokenizer, facts, progress=merging, is_regressed=regression is not None
             )
         except InterruptedRunError:
-            trainer.save()  # a merge is stopped, and the training before it is not to be done again
+            trainer.save()  # the merge was stopped; the training before it must not be repeated
             raise
         for name, place in self.artifacts.items():
             events.emit("artifact", name=name, path=place)
@@ -361,13 +361,13 @@ class _Story:
 
 
 def versions(backend: str) -> dict[str, str]:
-    """The packages that matter to this run, imported or not."""
+    """Return the versions of the packages that matter to this run, imported or not."""
     names = [*PACKAGES, *(["unsloth", "unsloth_zoo"] if backend == "unsloth" else [])]
     return {name: found for name in names if (found := installed.version(name)) is not None}
 
 
 def _metrics(state: Any, progress: Any) -> dict[str, float]:
-    """Figures of the whole run, earlier attempts included: transformers' own averages begin anew with each."""
+    """Return metrics of the whole run, earlier attempts included: transformers' own averages restart with each."""
     metrics: dict[str, float] = {"num_trained_tokens": progress.num_trained_tokens}
     losses, last = [], 0
     for entry in state.log_history:

@@ -1,4 +1,4 @@
-"""The wish that a run end: a flag that SIGTERM sets, and that every phase looks at."""
+"""Stop request for a run: a flag that SIGTERM sets, and that every phase checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from honed.system.error import InterruptedRunError
 
 
 class Stop:
-    """Set once, never unset. Whoever looks at it moves, so each look is a `beat` of the run's pulse, which is told,
-    too, of the phase that the run is in.
+    """A flag that is set once and never unset.
+
+    Each check of it shows that the run progresses, and is a `beat` of the run's pulse. The pulse is also told the
+    phase.
     """
 
-    now_in = "prepare"  #: the stage or phase of the run; after an error, the one that it came up in
+    now_in = "prepare"  #: the stage or phase of the run; after an error, the one in which it occurred
     _enter: Callable[[str], None] = staticmethod(lambda _phase: None)
 
     def __init__(self, beat: Callable[[], None] = lambda: None, enter: Callable[[str], None] = lambda _phase: None):
@@ -26,14 +28,14 @@ class Stop:
         self.is_set = True
 
     def check(self) -> None:
-        """Raises InterruptedRunError once the run was asked to stop."""
+        """Give a sign of life, and raise InterruptedRunError once the run was asked to stop."""
         self.beat()
         if self.is_set:
             raise InterruptedRunError("stopped on request", hint="it goes on from its last checkpoint")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around an evaluation, predictions, a checkpoint: what a stage does on the way."""
+        """Enter a phase of a stage (an evaluation, predictions, a checkpoint), and return to the stage after it."""
         before, self.now_in = self.now_in, name
         self._enter(name)
         yield

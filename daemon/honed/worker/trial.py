@@ -1,4 +1,4 @@
-"""A job's trial, in a process of its own: the job itself begins in one that has seen no library and no GPU."""
+"""A job's trial, in a process of its own, so that the job's own process begins without libraries and GPU state."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from honed.system.layout import JobLayout
 from honed.worker.assignment import Assignment
 from honed.worker.stop import Stop
 
-#: Seconds between looks at the trial, and between words on how far it is.
+#: Seconds between looks at the trial, and between log lines on its progress.
 LOOK_INTERVAL_SEC, TOLD_INTERVAL_SEC = 0.1, 10.0
-#: Linux' prctl(2).
+#: A constant of Linux's prctl(2).
 _PR_SET_PDEATHSIG = 1
 
 
 def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop: Stop) -> Findings:
-    """Try the job on a few rows. Raises what ended the trial; a stop ends it, too."""
+    """Try the job on a few rows. Raises the error that ended the trial; a stop ends it, too."""
     layout = JobLayout(job.layout.dir / "trial")
     place = layout.attempt(attempt)
     durable.make_dir(place.dir)
-    place.events_path.unlink(missing_ok=True)  # of a first start, before a fallback
+    place.events_path.unlink(missing_ok=True)  # left by a first start, before a fallback
     place.result_path.unlink(missing_ok=True)
-    shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would go on from one, and tell of fewer steps
+    shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would resume from one, and report fewer steps
     durable.write_json(layout.plan_path, trial.reduced(job.plan, str(layout.output_dir)))
     tell("info", f"a trial first: {trial.NUM_ROWS} rows, a few steps")
-    # What it prints goes where our own words go, to worker.log.
+    # Its output goes to worker.log, as ours does.
     command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)  # noqa: PLW1509
     try:
@@ -60,12 +60,12 @@ def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop
 
 
 def _die_with_parent() -> None:
-    """Nobody but us ends it; a kill -9 of us must not leave it on the GPU."""
+    """Have the trial killed when its parent dies: nobody else ends it, and it must not stay on the GPU."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _follow(process: subprocess.Popen[bytes], path: Path, tell: Callable[[str, str], None], stop: Stop) -> None:
-    """Until it has ended. Only what it tells counts as a sign of life, as with any worker."""
+    """Wait until the trial has ended. Only its events count as signs of life, as with any worker."""
     offset, told_at, is_asked = 0, time.monotonic(), False
     while process.poll() is None:
         if stop.is_set and not is_asked:

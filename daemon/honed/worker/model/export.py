@@ -79,7 +79,7 @@ def _beside_as_regressed(assignment: Assignment) -> Path:
 
 
 def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | None]]:
-    """Remove regressed outputs of an earlier run of this job; yield each, and the error that keeps it.
+    """Remove regressed outputs of an earlier run of this job; yield each, and the error that keeps it, if any.
 
     Another job's output stays, and so does one that does not name its job.
     """
@@ -100,8 +100,7 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
 
 
 def _copy_processor(base: Path, made: Path) -> None:
-    """Copy the files that a vision or audio model needs beside its weights and tokenizer; training does not change
-    them."""
+    """Copy the files that a vision or audio model needs beside weights and tokenizer, unchanged by the training."""
     for path in base.iterdir():  # not glob, which silently skips what may not be read
         if path.name.endswith("processor_config.json") or path.name == "chat_template.json":
             shutil.copyfile(path, made / path.name)

@@ -145,8 +145,7 @@ def restore(base_dir: Path, made: Path) -> None:
 
 
 def end_ids(model: Any) -> list[int]:
-    """Return the tokens at which answers end, by the base's settings: Llama-3.1's have `<|eom_id|>`, which ends a
-    call."""
+    """Return the tokens at which answers end, by the base's settings: Llama-3.1's `<|eom_id|>` ends a call."""
     found = (getattr(config, "eos_token_id", None) for config in _configs(model))
     ids: Any = next((each for each in found if each is not None), [])
     return [int(each) for each in ([ids] if isinstance(ids, int) else ids)]

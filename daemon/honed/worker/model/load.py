@@ -98,8 +98,7 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor) -> Loaded:
 
 
 def freeze(model: Any, assignment: Assignment) -> None:
-    """Freeze all that is not trained: the base beside an adapter, and the parts that full fine-tuning leaves as they
-    are.
+    """Freeze all that is not trained: the base beside an adapter, and the parts that full fine-tuning excludes.
 
     Raises ModelError if the job names or trains a part that the model does not have.
     """

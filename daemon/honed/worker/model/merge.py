@@ -339,8 +339,7 @@ class _Mixture:
         return values
 
     def _begin_as_in_training(self, layer: Any) -> None:
-        """Take the adapter's first weights out of the base, as PiSSA and OLoRA did in training, then restore the
-        trained ones."""
+        """Take the first weights out of the base again, as PiSSA and OLoRA did, then restore the trained ones."""
         if self._init not in ("pissa", "olora"):
             return
         trained = {name: each.data for name, each in layer.named_parameters() if ".base_layer" not in f".{name}"}
@@ -350,8 +349,7 @@ class _Mixture:
                 each.data = trained[name]
 
     def _split(self, parameter: str) -> dict[str, Any]:
-        """Split a merged parameter that is stored as several tensors, such as experts; return these by their stored
-        names."""
+        """Split a merged parameter that is stored as several tensors, such as experts, into these by stored name."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self._last_split[0] != parameter:
@@ -418,8 +416,7 @@ class _Member:
 
 
 def _parameter_names(model: Any, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, _Member]]:
-    """Map stored names to the parameters loaded from them alone, and stored names to their parts in combined
-    parameters.
+    """Map stored names to the parameters loaded from them alone, and to their parts in combined parameters.
 
     Both follow transformers' own rules; tensors that it ignores are in neither.
     """

@@ -43,8 +43,7 @@ class TransformersBackend:
 
 
 def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None] = lambda _text: None) -> Any:
-    """Load the base model as planned. `tell` is called with a message about stored weights that the model has no place
-    for."""
+    """Load the base model as planned. `tell` gets a message about stored weights that the model has no place for."""
     import torch
 
     precision = assignment.precision
@@ -112,8 +111,7 @@ def unplaced(model: Any, stored: Iterable[str]) -> set[str]:
 
 
 def incomplete(assignment: Assignment, missing: list[str]) -> ModelError:
-    """Return the error for missing weights; transformers would train on random numbers instead, with a warning in a
-    log."""
+    """Return the error for missing weights; transformers would only log a warning and train on random numbers."""
     return ModelError(
         f"{assignment.base_model_path}: no weights for {', '.join(missing[:5])}{' …' if missing[5:] else ''}",
         hint="the checkpoint is incomplete, or is of another architecture than its config.json says",
@@ -126,8 +124,7 @@ def trained_config(config: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return the auto class for a config: for vision and audio models the whole model's, even if one for text
-    exists."""
+    """Return the auto class for a config: for vision and audio models the one for the whole, not for text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -173,8 +170,7 @@ def quantization_config(precision: Precision, model: Any = None) -> Any:
 
 
 def roots(model: Any) -> dict[str, Part]:
-    """Return the topmost module of each part, `""` for the whole: a projector may lie within the encoder it leads
-    from."""
+    """Return the topmost module of each part, `""` for the whole; a projector may lie within its encoder."""
     found: dict[str, Part] = {"": "language"}
     for name, _ in model.named_modules():
         if name and modality.part(name) != modality.part(name.rpartition(".")[0]):
@@ -261,8 +257,7 @@ def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
 
 
 def _in_layers(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with target modules as a list where layers are chosen among unlisted ones; peft needs the
-    list."""
+    """Return the options with a list of target modules where layers are chosen by pattern, as peft requires."""
     layers, wanted = options.get("layers_to_transform"), options["target_modules"]
     if not layers or not isinstance(wanted, str):
         return options

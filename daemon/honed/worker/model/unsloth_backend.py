@@ -19,8 +19,7 @@ UNCUT_LENGTH = 1024
 
 
 class UnslothBackend:
-    """The fast backend. Every failure in it is a BackendError, since the process that it has patched is of no more
-    use."""
+    """The fast backend. Every failure in it is a BackendError: the process that it has patched cannot be used on."""
 
     name = "unsloth"
 
@@ -53,8 +52,7 @@ class UnslothBackend:
 
 @contextmanager
 def _blamed(*, has_rows: bool) -> Iterator[None]:
-    """Raise failures as BackendError, except those that another backend would meet, too: lack of memory, honed's
-    errors.
+    """Raise failures as BackendError, except lack of memory and honed's own errors, which any backend would meet.
 
     Before Unsloth has seen rows, its message concerns only the model and the machine, and is logged.
     """
@@ -144,8 +142,7 @@ def _attach_adapter(model: Any, assignment: Assignment) -> Any:
 
 
 def _loader(assignment: Assignment) -> Any:
-    """Return Unsloth's class for the model: vision models need their own, as that for text silently ignores the
-    encoder."""
+    """Return Unsloth's class for the model: the one for text would silently ignore a vision encoder."""
     from unsloth import FastLanguageModel, FastVisionModel
 
     return FastVisionModel if _sees(assignment) else FastLanguageModel
@@ -160,8 +157,7 @@ def _is_checkpointed(assignment: Assignment) -> bool:
 
 
 def check_senses(model: Any) -> None:
-    """Raise BackendError if an encoder was quantized: Unsloth excludes them by name, and does not know those of
-    Idefics3."""
+    """Raise BackendError if an encoder was quantized: Unsloth excludes them by name, and lacks Idefics3's names."""
     from honed.worker.model.transformers_backend import quantized_senses
 
     if names := quantized_senses(model):

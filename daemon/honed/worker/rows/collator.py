@@ -68,8 +68,7 @@ class Collator:
         )
 
     def _tensors(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors of one row, truncated as in the data stage. Raises MediaChangedError if the row has
-        changed."""
+        """Return one row's tensors, truncated as in the data stage. Raises MediaChangedError if the row has changed."""
         import torch
 
         ids, place = list(row["input_ids"]), row["source"]
@@ -107,8 +106,8 @@ def merge(
 ) -> dict[str, Any]:
     """Merge batches of one row into one batch.
 
-    Tensors with a number for each token are padded on the given side. Any other, as long as there are media of its
-    kind, is put end to end, with zeros where another row's is larger. Floating tensors are returned in `dtype`.
+    Tensors with a number for each token are padded on the given side. Any other, whose length depends on the media, is
+    put end to end, with zeros where another row's is larger. Floating tensors are returned in `dtype`.
     """
     import torch
 

@@ -323,8 +323,7 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
 def encode(
     examples: Sequence[Example], chat: ChatFormat, max_length: int | None, stop: Stop, media: MediaRows | None = None
 ) -> Rows:
-    """Encode rows to token ids and labels, at most `max_length` of them. A row with nothing left to learn is
-    skipped."""
+    """Encode rows to at most `max_length` token ids and labels. A row with nothing left to learn is skipped."""
     from datasets import Dataset
 
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": []} | ({"source": []} if media else {})

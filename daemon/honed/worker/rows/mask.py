@@ -1,5 +1,4 @@
-"""The check before the first step: real batches, as the trainer will see them, compared with the rows they came
-from."""
+"""The check before the first step: real batches, as the trainer will see them, compared with the rows in them."""
 
 from __future__ import annotations
 

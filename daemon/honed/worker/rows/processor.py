@@ -1,7 +1,7 @@
-"""The processor of a model that sees or hears: from a rendered row and its media to token ids and tensors.
+"""The processor of a vision or audio model: from a rendered row and its media to token ids and tensors.
 
-Nothing here knows a family. What a processor writes in the place of an image is read from what it hands to its
-tokenizer, for which a stand-in listens.
+Nothing here depends on a family. The text that a processor writes in place of an image is taken from its call of its
+tokenizer, which a stand-in records.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from honed.text.chat import MediaCutError
 from honed.text.expansion import Expanded
 from honed.worker.assignment import Assignment
 
-#: Frames a second that a video's are taken for where no file says: at this rate most processors sample a video.
+#: Frames per second assumed for a video whose file does not say: most processors sample videos at this rate.
 FRAME_RATE = 2.0
 
-#: What a processor has for each kind; without it, most pass over such an argument in silence.
+#: Attributes of a processor for each kind; without them, most processors silently ignore such an argument.
 _PARTS: dict[Kind, tuple[str, ...]] = {
     "image": ("image_processor",),
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
 
-#: Seconds at a sound's end that are exchanged to see whether they matter.
+#: Seconds at a sound's end that are replaced to see whether they matter.
 _TAIL_SEC = 0.1
 
 #: A fast tokenizer cannot be used in two threads at once.
@@ -53,18 +53,18 @@ class Processor:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._limits = limits
         self._is_by_token: dict[str, bool] = {}
-        self._num_heard = 0  # samples: sounds of this length are known to be taken in whole
+        self._num_heard = 0  # samples: sounds up to this length are known to be used in full
 
     @property
     def names_by_token(self) -> list[str]:
-        """The tensors that have a number for each token, as far as rows have been seen."""
+        """The tensors that have a number for each token, as far as rows have been processed."""
         return [name for name, is_by_token in self._is_by_token.items() if is_by_token]
 
     def expand(self, text: str, media: Sequence[Media]) -> Expanded:
         return self.process(text, media).expanded
 
     def process(self, text: str, media: Sequence[Media]) -> Processed:
-        """Decode the media and process the row. Raises DatasetError for one that the processor does not take."""
+        """Decode the media and process the row. Raises DatasetError for a row that the processor refuses."""
         heard = _Listener(self._tokenizer)
         options = self._options(media)
         tensors = self._call(text, options, heard)
@@ -96,10 +96,10 @@ class Processor:
     def _check_sounds(
         self, text: str, media: Sequence[Media], options: Mapping[str, Any], tensors: Mapping[str, Any]
     ) -> None:
-        """Raises MediaCutError for a sound whose end the processor passes over, as Whisper's does after 30 seconds.
+        """Raise MediaCutError for a sound whose end the processor ignores, as Whisper's does after 30 seconds.
 
-        None says so, and their limits have many names: so a longer sound than any before is given a second time with
-        another end, which must make a difference.
+        Processors do not report this, and their limits have many names. So a longer sound than any before is processed
+        again with another end, which must make a difference.
         """
         import numpy as np
 
@@ -121,7 +121,7 @@ class Processor:
             self._num_heard = max(self._num_heard, len(sound))
 
     def _options(self, media: Sequence[Media]) -> dict[str, Any]:
-        """The media as processors take them, decoded. Raises MediaError, which names the file."""
+        """Return the decoded media as arguments for the processor. Raises MediaError, which names the file."""
         for kind in dict.fromkeys(each.kind for each in media):
             if not any(hasattr(self.processor, part) for part in _PARTS[kind]):
                 raise DatasetError(f"{type(self.processor).__name__} takes no {kind}: it has no {_PARTS[kind][0]}")
@@ -147,7 +147,7 @@ class Processor:
 
 
 class _Listener:
-    """In the place of a processor's tokenizer: it does what that does, and keeps what was tokenized."""
+    """Stand-in for a processor's tokenizer: it calls the tokenizer, and keeps the texts and their ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -164,13 +164,13 @@ class _Listener:
         return batch
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_tokenizer":  # asked for by copy, before there is one
+        if name == "_tokenizer":  # copy reads it before it is set
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
 
 
 def load(assignment: Assignment, tokenizer: Any, limits: MediaLimits) -> Processor:
-    """The base model's processor. Raises DatasetError where it has none: the rows are what does not fit."""
+    """Load the base model's processor. Raises DatasetError if it has none: then the rows do not suit the model."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     path, spec = assignment.base_model_path, assignment.spec
@@ -203,7 +203,7 @@ def _are_equal(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
 
 
 def _video(media: Media, limits: MediaLimits) -> tuple[Any, dict[str, Any]]:
-    """A video's frames as one array, and what processors want to know of it: they are sampled already."""
+    """Return a video's frames as one array, and metadata by which processors know that they are sampled already."""
     import numpy as np
 
     frames, rate = medias.frames(media, limits)
@@ -222,13 +222,15 @@ def _video(media: Media, limits: MediaLimits) -> tuple[Any, dict[str, Any]]:
 
 
 def _rate(facts: Sequence[Mapping[str, Any]]) -> float:
-    """Frames a second of a row's videos, for processors that do not look into `video_metadata`: Omni's has one rate
-    for all of them, and takes two where it is given none."""
+    """Return the frames per second of a row's videos, for processors that do not read `video_metadata`.
+
+    Omni's has one rate for all of them, and assumes two if it is given none.
+    """
     return sum(float(each["fps"]) for each in facts) / len(facts)
 
 
 def _grids(tensors: Mapping[str, Any]) -> dict[Kind, list[tuple[int, ...]]]:
-    """The number of patches of each of the media (frames, rows, columns), in families that say."""
+    """Return the numbers of patches of each of the media (frames, rows, columns), in families that report them."""
     kinds: tuple[Kind, ...] = ("image", "video")
     return {
         kind: [tuple(row) for row in tensors[f"{kind}_grid_thw"].tolist()]

@@ -1,4 +1,4 @@
-"""Small pictures of what the model is asked about, for the report: made here, where the files may be read."""
+"""Small pictures of the media in prediction examples, for the report: made here, where the files may be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SAMPLES, MAX_PICTURES, SIZE = 20, 4, 96
 
 
 def tell(questions: Sequence[Question], events: EventWriter) -> None:
-    """One event for all examples with pictures, where there are any. One whose file is broken has none."""
+    """Send one event with the thumbnails of all examples, if there are any. A broken file has no thumbnail."""
     rows = [
         {"sample_index": index, "thumbnails": [made for each in question.media[:MAX_PICTURES] if (made := _of(each))]}
         for index, question in enumerate(questions[:MAX_SAMPLES])
@@ -27,7 +27,7 @@ def tell(questions: Sequence[Question], events: EventWriter) -> None:
 
 
 def _of(media: Media) -> str:
-    """A JPEG in base64; of a video its first frame. Empty where there is nothing to see."""
+    """Return a JPEG in base64, of a video its first frame; empty where there is nothing to see."""
     try:
         match media.kind:
             case "image":

@@ -1,1 +1,1 @@
-"""The trainer: checkpoints, evaluation and predictions, room, divergence, trackers."""
+"""The trainer: checkpoints, evaluation and predictions, disk space, divergence, trackers."""

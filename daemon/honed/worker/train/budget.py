@@ -1,4 +1,4 @@
-"""The share of a run that predictions may take: where an evaluation's would take too much, they are left out whole."""
+"""The share of a run that predictions may take: at evaluations where they would take more, they are skipped."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 
 from honed.worker.train.checkpoint import Progress
 
-#: Seconds; a run that is shorter is not saved by it.
+#: Seconds; in a shorter run the limit does not apply.
 MIN_RUN_SEC = 600.0
 
 
 class Budget:
-    """Counts what predictions take. A resumed run goes on with what was counted up to its checkpoint."""
+    """Account of the time that predictions take. A resumed run continues with the account in its checkpoint."""
 
     def __init__(self, share: float | None, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share` of the run; None sets no limit."""
+        """Start the account. Predictions may take `share` of the run; None sets no limit."""
         self._share = share
         self._progress = progress
         self._clock = clock
@@ -26,14 +26,14 @@ class Budget:
         self._round_sec = 0.0
 
     def train(self, step: int) -> None:
-        """The first step of this attempt comes next."""
+        """Note that the first step of this attempt comes next."""
         self._train_began, self._first_step = self._clock(), step
 
     def refusal(self, step: int, num_steps: int) -> str | None:
-        """The reason why a round on the way is to be left out; None where it may be made.
+        """Return the reason why a round during training is to be skipped; None where it may be made.
 
-        What was spent, this round and the one at the end have to fit in the share of what has run so far: so the share
-        holds at every moment, and the rounds that are made lie evenly over the run.
+        The time already spent, this round and the one at the end must fit in the share of the time so far. So the share
+        holds at every moment, and the rounds are spread evenly over the run.
         """
         elapsed_sec = self._clock() - self._began
         if self._share is None or step <= self._first_step or step >= num_steps:
@@ -50,7 +50,7 @@ class Budget:
 
     @contextlib.contextmanager
     def spend(self) -> Iterator[None]:
-        """Around a round of predictions."""
+        """Measure the time of a round of predictions."""
         began = self._clock()
         try:
             yield

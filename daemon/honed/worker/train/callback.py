@@ -1,4 +1,4 @@
-"""The run as it happens: steps, evaluations and predictions as events, and the looks at the clock and the stop flag."""
+"""Callback of a run: steps, evaluations and predictions as events, and checks of the clock and the stop flag."""
 
 # ruff: noqa: ARG002 - transformers hands every callback everything
 from __future__ import annotations
@@ -16,15 +16,15 @@ from honed.system.error import InterruptedRunError
 from honed.worker.stop import Stop
 from honed.worker.train.checkpoint import Progress
 
-#: What a step's event has of the trainer's log.
+#: Metrics that a step's event takes from the trainer's log.
 FIGURES = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
 
 
 class RunCallback(TrainerCallback):
-    """Reports to the daemon. Predicts before it reports an evaluation, so that one cut short is not half told.
+    """Reports to the daemon. Predictions precede an evaluation's report, so that one cut short is not half reported.
 
-    `predict` is given the model, the trainer's state, and whether it may be left out; it returns the scores. `guard`
-    says whether the model is past saving.
+    `predict` receives the model, the trainer's state, and True if the round may be skipped; it returns the scores.
+    `guard` returns True if training is to end.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RunCallback(TrainerCallback):
         self._saved_at = clock()
         self._began: tuple[float, int] = (clock(), 0)
         self._is_save_deferred = False
-        self.is_in_step = False  #: the end of a step is being dealt with, and that of its epoch is not
+        self.is_in_step = False  #: the end of a step is being handled, and not that of its epoch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = (self._clock(), state.global_step)
@@ -76,7 +76,7 @@ class RunCallback(TrainerCallback):
         interval = self._save_interval_sec
         if interval is not None and self._clock() - self._saved_at >= interval:
             control.should_save = True
-        # A checkpoint of an epoch's last step comes after what else the epoch's end brings, or a resume would miss it.
+        # The checkpoint of an epoch's last step follows all other work at the epoch's end, or a resume would miss that.
         if is_epoch_end(state):
             self._is_save_deferred, control.should_save = control.should_save, False
         if isinstance(self._frequency, int) and state.global_step % self._frequency == 0:
@@ -90,9 +90,9 @@ class RunCallback(TrainerCallback):
         self.is_in_step = False
 
     def predict(self, model: Any, state: Any) -> None:
-        """A round that no evaluation asks for. A stop leaves it to the next attempt, and this step's log is written."""
+        """Make a round without an evaluation. A stop leaves it to the next attempt, and this step is still logged."""
         self._progress.is_prediction_due = True
-        with contextlib.suppress(InterruptedRunError):  # whoever looks at the stop flag next raises it again
+        with contextlib.suppress(InterruptedRunError):  # the next check of the stop flag raises it again
             self._predict(model, state, False)
             self._progress.is_prediction_due = False
 
@@ -114,7 +114,7 @@ class RunCallback(TrainerCallback):
         figures = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
         if self._frequency == "eval":
             scores = self._predict(model, state, True)
-            if metrics is not None:  # where the trainer, and early stopping after us, look for the best
+            if metrics is not None:  # the trainer, and early stopping after this callback, choose the best by them
                 metrics.update({f"eval_{PREFIX}{name}": value for name, value in scores.items()})
         is_lost = self._guard(model, state)
         epoch = figures.pop("epoch", state.epoch) or 0.0
@@ -132,5 +132,5 @@ class RunCallback(TrainerCallback):
 
 
 def is_epoch_end(state: Any) -> bool:
-    """Whether the step just done is the last of an epoch, or of the run."""
+    """Tell whether the step just done is the last of an epoch, or of the run."""
     return bool(state.epoch == int(state.epoch)) or state.global_step >= state.max_steps

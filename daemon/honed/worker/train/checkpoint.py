@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there.
 
 checkpoints/.new/checkpoint-N             being written; renamed into place once all of it is durable
-checkpoints/checkpoint-N/MANIFEST.json    the names, sizes and hashes of its files, and what the run needs besides
-checkpoints/checkpoint-N.damaged          set aside: its manifest does not hold, or it has none
-checkpoints/.checkpoint-N.old             on its way out; taken back where a crash left nothing else of its step
+checkpoints/checkpoint-N/MANIFEST.json    the names, sizes and hashes of its files, and the additional state of the run
+checkpoints/checkpoint-N.damaged          set aside: its manifest does not match, or it has none
+checkpoints/.checkpoint-N.old             being removed; restored where a crash left nothing else of its step
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from honed.system import durable
 from honed.worker.train import digest
 
 MANIFEST = "MANIFEST.json"
-#: Without this file there is nothing to go on from, whatever a manifest says.
+#: Without this file a checkpoint cannot be resumed, whatever its manifest says.
 REQUIRED = "trainer_state.json"
 
 _NEW = ".new"
@@ -33,32 +33,32 @@ _OLD = re.compile(r"\.checkpoint-(\d+)\.old")
 
 @dataclass
 class Progress:
-    """What a run must remember besides the trainer's own state."""
+    """State that a run must keep besides the trainer's own."""
 
-    is_evaluation_due: bool = False  #: it was cut short before this checkpoint
-    is_prediction_due: bool = False  #: so was a round of predictions that no evaluation asked for
-    is_epoch_end_due: bool = False  #: and what comes after the last step of an epoch
-    has_ended: bool = False  #: nothing is left to train: it was the last step, or early stopping or the guard said so
+    is_evaluation_due: bool = False  #: an evaluation was cut short before this checkpoint
+    is_prediction_due: bool = False  #: a round of predictions without an evaluation was cut short
+    is_epoch_end_due: bool = False  #: the work after the last step of an epoch was cut short
+    has_ended: bool = False  #: nothing is left to train: the last step, early stopping or the guard ended it
     predicted_step: int | None = None  #: the last step for which predictions were written
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  #: of each round of predictions, by its step
-    guarded: dict[str, float] = field(default_factory=dict)  #: what the guard has measured, by step
+    guarded: dict[str, float] = field(default_factory=dict)  #: the guard's measurements, by step
     elapsed_sec: float = 0.0  #: seconds spent, all attempts together
     num_trained_tokens: int = 0
     data_hashes: dict[str, str] = field(default_factory=dict)  #: sha256 of each data file, as it was read
     guard_before: float | None = None  #: the guard's metric at step 0
-    num_below: int = 0  #: evaluations in a row with it below the line
+    num_below: int = 0  #: consecutive evaluations with it below the line
     prediction_sec: float = 0.0  #: seconds that predictions have taken
     figures_before: dict[str, float] = field(default_factory=dict)  #: eval_loss and the predictions' scores at step 0
     divergence: dict[str, Any] = field(default_factory=dict)  #: the last steps' losses and gradients, see divergence.py
     running_loss: float = 0.0  #: the sum of the losses since `logged_step`, which transformers forgets
-    running_figures: dict[str, list[float]] = field(default_factory=dict)  #: and TRL's figures since then
-    logged_step: int | None = None  #: the last step whose loss was told
-    num_seen_tokens: int = 0  #: by TRL's count, padding left out
-    loss_type: str | None = None  #: how the loss is computed; None in a checkpoint of an earlier version
+    running_figures: dict[str, list[float]] = field(default_factory=dict)  #: TRL's metrics since then
+    logged_step: int | None = None  #: the last step whose loss was logged
+    num_seen_tokens: int = 0  #: by TRL's count, without padding
+    loss_type: str | None = None  #: SFTConfig's; None in a checkpoint of an earlier version
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Progress:
-        """From a manifest; of an earlier version's it lacks some, of a later one's it has more than we know."""
+        """Read the progress in a manifest; an earlier version's lacks some keys, and a later one's has unknown ones."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in found.items() if name in known})
 
@@ -74,10 +74,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SetAside:
-    """One that was not whole."""
+    """A checkpoint that was not whole."""
 
-    name: str  #: what it was
-    path: Path  #: where it lies now
+    name: str  #: its former name
+    path: Path  #: where it is now
     why: str
 
 
@@ -89,7 +89,7 @@ def _no_beat() -> None:
 
 
 def new_dir(checkpoints_dir: Path) -> Path:
-    """An empty directory to write `checkpoint-N` into. What a crash left in it is gone."""
+    """Make an empty directory to write `checkpoint-N` into, without anything that a crash left in it."""
     path = checkpoints_dir / _NEW
     if path.exists():
         shutil.rmtree(path)
@@ -98,10 +98,10 @@ def new_dir(checkpoints_dir: Path) -> Path:
 
 
 def seal(path: Path, progress: Progress, *, beat: Callable[[], None] = _no_beat) -> None:
-    """Make all that lies in `path` durable, and say in a manifest what it is."""
+    """Make all files in `path` durable, and describe them in a manifest."""
     files = sorted(file for file in durable.below(path) if file.is_file() and file.name != MANIFEST)
     for file in files:
-        # safetensors writes files of mode 0600, which shuts out honed and, by the ACL's mask, who dropped the job.
+        # safetensors writes files of mode 0600, which excludes honed and, by the ACL's mask, the job's owner.
         file.chmod(file.stat().st_mode | (path.stat().st_mode & 0o044))
     entries = digest.take(path, [str(file.relative_to(path)) for file in files], beat=beat)
     for directory in (entry for entry in durable.below(path) if entry.is_dir()):
@@ -112,7 +112,7 @@ def seal(path: Path, progress: Progress, *, beat: Callable[[], None] = _no_beat)
 
 
 def put(path: Path, checkpoints_dir: Path) -> Path:
-    """Rename a sealed checkpoint into its place: the commit point. One of the same step gives way to it."""
+    """Rename a sealed checkpoint into its place: the commit point. It replaces one of the same step."""
     place = checkpoints_dir / path.name
     old = checkpoints_dir / f".{path.name}.old"
     if place.exists():
@@ -126,9 +126,9 @@ def put(path: Path, checkpoints_dir: Path) -> Path:
 
 
 def rotate(checkpoints_dir: Path, *, limit: int, keep: set[Path]) -> None:
-    """Remove all but the newest `limit` whole checkpoints and those to `keep`. Called once a newer one is in place.
+    """Remove all but the newest `limit` whole checkpoints and those in `keep`. Called once a newer one is in place.
 
-    Damaged ones go once `limit` whole ones are newer.
+    Damaged ones are removed once `limit` whole ones are newer.
     """
     for leftover in checkpoints_dir.glob(".checkpoint-*.old"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -148,10 +148,10 @@ def rotate(checkpoints_dir: Path, *, limit: int, keep: set[Path]) -> None:
 
 
 def find(checkpoints_dir: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Checkpoint | None, list[SetAside]]:
-    """The newest whole checkpoint, and those newer ones that were not and have been set aside.
+    """Return the newest whole checkpoint, and the newer ones that were damaged and have been set aside.
 
-    Whole means that each file has the size and the hash of its manifest. `beat` is called as they are read, and may
-    raise to stop that.
+    A checkpoint is whole if each file has the size and the hash in its manifest. `beat` is called while files are read,
+    and may raise to stop that.
     """
     if not checkpoints_dir.is_dir():
         return None, []
@@ -167,7 +167,7 @@ def find(checkpoints_dir: Path, *, beat: Callable[[], None] = _no_beat) -> tuple
 
 
 def read(path: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Progress | None, str]:
-    """A checkpoint's progress where it is whole; else None, and why it is not."""
+    """Return a checkpoint's progress if it is whole; else None, and the reason."""
     if path.is_symlink() or not path.is_dir():
         return None, "it is no directory of its own"
     try:
@@ -198,13 +198,13 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
 
 
 def _named(checkpoints_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """What has such a name, whatever it is, by step."""
+    """Return all entries with such a name, even if they are no directories, by step."""
     found = ((pattern.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _take_back(checkpoints_dir: Path) -> None:
-    """A crash between the two renames of `put` leaves the newest step's checkpoint under its old name alone."""
+    """Restore the newest step's checkpoint where a crash between the two renames of `put` left only its old name."""
     newest = max((step for step, _ in _named(checkpoints_dir, _NAME)), default=-1)
     for step, old in _named(checkpoints_dir, _OLD):
         if step > newest:
@@ -214,7 +214,7 @@ def _take_back(checkpoints_dir: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Out of the way, under a name that nobody has. Raises OSError where the directory cannot be changed."""
+    """Rename a checkpoint to an unused `.damaged` name. Raises OSError if the directory cannot be changed."""
     name = f"{path.name}.damaged"
     number = 1
     while (place := path.with_name(name if number == 1 else f"{name}-{number}")).exists() or place.is_symlink():

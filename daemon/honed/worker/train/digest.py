@@ -1,7 +1,7 @@
 """Check of a directory's files against their sizes and sha256: read in pieces, by a few threads at a time.
 
 A file of one piece has its plain sha256; a larger one a list, one for each piece, so that a single file of many
-gigabytes is read by all threads. hashlib lets go of Python's lock, so they really run side by side.
+gigabytes is read by all threads. hashlib releases Python's lock, so they really run in parallel.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-#: Bytes. Small enough that all threads get their share of a checkpoint, large enough that starting one costs nothing.
+#: Bytes. Small enough for all threads to get a share of a checkpoint, large enough that starting one costs nothing.
 PIECE_BYTES = 64 * 1024 * 1024
-#: Disks are no faster with more readers than these.
+#: Disks are no faster with more readers than this.
 MAX_THREADS = 8
 _READ_BYTES = 1024 * 1024
 
@@ -24,10 +24,10 @@ Beat = Callable[[], None]
 
 
 def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict[str, Any]]:
-    """Make files durable, and return their sizes and hashes. `beat` is called as it goes on."""
+    """Make files durable, and return their sizes and hashes. `beat` is called meanwhile."""
     names = list(names)
     with ThreadPoolExecutor(_num_threads()) as pool:
-        # Synced first: what takes long is the disk, and the hashes come out of memory meanwhile.
+        # Sync first: the disk takes the longest, and the hashes are computed from memory meanwhile.
         syncs = [pool.submit(_sync, directory / name) for name in names]
         sizes = {name: _open_size(directory / name) for name in names}
         hashes = _hash(pool, directory, sizes, beat)
@@ -38,9 +38,9 @@ def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict
 
 
 def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Beat) -> str | None:
-    """What is wrong with the first file that is not as its entry says; None where all are. Raises OSError.
+    """Return the fault of the first file that does not match its entry; None if all match. Raises OSError.
 
-    An entry whose `sha256` is None is held to its size: earlier versions did not hash large files.
+    For an entry whose `sha256` is None only the size is checked: earlier versions did not hash large files.
     """
     for name, entry in entries.items():
         try:
@@ -88,7 +88,7 @@ def _hash_piece(path: Path, start: int) -> str:
 
 
 def _open_size(path: Path) -> int:
-    """A file's size. Raises OSError where it is no plain file: a link leads to what others may change."""
+    """Return a file's size. Raises OSError unless it is a plain file: a link leads to what others may change."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path.name} is no plain file")

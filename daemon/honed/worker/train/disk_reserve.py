@@ -1,7 +1,6 @@
-"""Room for checkpoints: looked for before each is written, made where there is too little, and given back where one
-could not be finished.
+"""Disk space for checkpoints: checked before each is written, made by removing older ones, returned after a failure.
 
-What is removed are older checkpoints: never the newest whole one, never the best.
+The newest whole checkpoint and the best are never removed.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from honed.job.progress import gib
 from honed.system.error import DiskShortError
 from honed.worker.train import checkpoint
 
-#: How much more than the last one a checkpoint is taken to need, and bytes that are left to everybody else.
+#: Factor by which a checkpoint is assumed to exceed the last one, and bytes that are left to everybody else.
 MARGIN, SPARE_BYTES = 1.1, 16 * 2**20
-#: Bytes that an attempt keeps for the word on its end.
+#: Bytes that an attempt reserves for its result.
 RESERVE_BYTES = 64 * 1024
 RESERVE = ".reserve"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-#: The same, from libraries that write files themselves: safetensors is Rust.
+#: Messages of libraries that write files themselves, for a lack of space: safetensors is Rust.
 _NO_ROOM_WORDS = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Whether a disk was full, whoever says so."""
+    """Tell whether an error of any library means that a disk was full."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NO_ROOM
     return any(word in str(error) for word in _NO_ROOM_WORDS)
 
 
 def needed_bytes(checkpoints_dir: Path, written_bytes: int) -> int:
-    """What the next checkpoint takes: as much as the last; the first, the tensors that are written."""
+    """Return the bytes for the next checkpoint: the size of the last, or of the tensors to write, and a margin."""
     whole = _whole(checkpoints_dir)
     size = size_of(whole[-1]) if whole else written_bytes
     return int(size * MARGIN) + SPARE_BYTES
 
 
 def written_bytes(model: Any, optimizer: Any, *, is_whole: bool) -> int:
-    """Bytes of a checkpoint's tensors: the weights, of an adapter those that are trained, and what the optimizer keeps.
+    """Return the bytes of a checkpoint's tensors: the weights (an adapter's trained ones) and the optimizer's state.
 
-    Before its first step it has nothing yet: two moments are taken to be written.
+    Before its first step the optimizer has no state: two moments are assumed.
     """
     weights = sum(each.numel() * each.element_size() for each in model.parameters() if is_whole or each.requires_grad)
     kept = [each for state in optimizer.state.values() for each in state.values() if hasattr(each, "element_size")]
@@ -57,13 +56,13 @@ def size_of(path: Path) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the file system, for one who is not root."""
+    """Return the free bytes of the file system for users other than root."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], tell: Callable[[str], None]) -> None:
-    """See to it that so many bytes are free, older checkpoints given up for them. Raises DiskShortError."""
+    """Ensure that so many bytes are free, by removing older checkpoints if necessary. Raises DiskShortError."""
     if free_bytes(checkpoints_dir) >= num_bytes:
         return
     for path in _spare(checkpoints_dir, keep):
@@ -84,7 +83,7 @@ def short(checkpoints_dir: Path, num_bytes: int) -> DiskShortError:
 
 
 def _give_up(path: Path) -> None:
-    """Remove an older checkpoint, or what is left of one; cut short, it does not look like one that was damaged."""
+    """Remove an older checkpoint, or the rest of one. A removal cut short does not look like a damaged checkpoint."""
     if path.name.startswith("checkpoint-"):
         with contextlib.suppress(OSError):
             path = path.rename(path.with_name(f".{path.name}.old"))
@@ -92,23 +91,23 @@ def _give_up(path: Path) -> None:
 
 
 def _spare(checkpoints_dir: Path, keep: set[Path]) -> list[Path]:
-    """What may go, the oldest first: leftovers, then whole ones that are neither the newest nor the best."""
+    """Return what may be removed, the oldest first: leftovers, then whole checkpoints but the newest and `keep`."""
     leftovers = [*checkpoints_dir.glob(".checkpoint-*"), *checkpoints_dir.glob("checkpoint-*.damaged")]
     return [*sorted(leftovers), *(path for path in _whole(checkpoints_dir)[:-1] if path not in keep)]
 
 
 def _whole(checkpoints_dir: Path) -> list[Path]:
-    """Those that say that they are whole, the oldest first."""
+    """Return the checkpoints that have a manifest, the oldest first."""
     found = [path for path in checkpoints_dir.glob("checkpoint-*") if (path / checkpoint.MANIFEST).is_file()]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]) if path.name[-1].isdecimal() else -1)
 
 
 class Reserve:
-    """A few blocks that are given up when the word on an attempt's end finds no other room."""
+    """A few blocks on disk that are freed so that an attempt's result can be written when there is no other room."""
 
     def __init__(self, attempt_dir: Path) -> None:
         self._path = attempt_dir / RESERVE
-        with contextlib.suppress(OSError):  # then there is none
+        with contextlib.suppress(OSError):  # then there is no reserve
             fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
             try:
                 os.posix_fallocate(fd, 0, RESERVE_BYTES)

@@ -1,11 +1,11 @@
-"""When a run is past saving: losses and gradients that are no numbers, a gradient that explodes, weights that are lost.
+"""Signs that a run is past saving: losses or gradients that are not numbers, exploding gradients, lost weights.
 
-Small batches are noisy, a warm-up begins with large gradients, and data in an order of their own raise the loss when
-they change. So an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss
-above twice that of the last steps and of the first, when the model knew nothing yet. Where it knew the first rows by
-heart, from another training, that says little: the loss has to come near that of a guess, too. A run can also be lost
-slowly, the medians with it: then the loss ends far above that of a model which knows no token from another. Steps that
-a GradScaler has skipped change nothing and count for nothing, unless it skips them all.
+Small batches are noisy, a warm-up begins with large gradients, and the loss of ordered data rises when they change. So
+an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss above twice that
+of the last steps and of the first, when the model knew nothing yet. If it knew the first rows by heart, from another
+training, that says little: the loss must also come near that of a guess. A run can also be lost slowly, and the medians
+with it: then the loss ends far above that of a model that cannot tell tokens apart. Steps that a GradScaler has skipped
+change nothing and do not count, unless it skips them all.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from honed.plan.precision import Precision
 from honed.spec.spec import DivergenceSpec
 from honed.system.error import DivergedError
 
-#: Losses or gradients in a row that are not a number, after which the run has diverged.
+#: Consecutive losses or gradients that are not numbers, after which the run has diverged.
 MAX_BAD = 2
-#: Steps that the medians are taken over, and those that they need.
+#: Steps over which the medians are taken, and the fewest that they need.
 NUM_RECENT, MIN_RECENT = 100, 20
-#: How far the loss has to rise above both medians.
+#: Factor by which the loss has to rise above both medians.
 LOSS_FACTOR = 2.0
-#: How far above that of a guess among all tokens, and the least share of it that an explosion takes: what is new to a
-#: language model is far below.
+#: Factor over the loss of a guess among all tokens at which a run is lost, and the share of that loss that an explosion
+#: has to exceed: what is new to a language model is far below.
 GUESS_FACTOR, GUESS_SHARE = 1.5, 0.5
-#: Steps in a row that a GradScaler may skip: it begins at 2^16 and halves its scale each time.
+#: Consecutive steps that a GradScaler may skip: it begins at 2^16 and halves its scale each time.
 MAX_SKIPPED = 40
-#: The same figures to so many places, that a manifest stays short.
+#: Significant digits of the values that are kept, so that a manifest stays short.
 PLACES = 6
 
 
 class Divergence:
-    """Looks at each step, once. What has to outlive this attempt is in `kept`, plain data."""
+    """Check of each step, made once. State that must outlive this attempt is in `kept`, as plain data."""
 
     def __init__(self, spec: DivergenceSpec, kept: dict[str, Any], suspect: str, *, vocab_size: int) -> None:
-        """`suspect` names the precision, where it may be to blame; see `suspicion`."""
+        """Start the checks. `suspect` names the precision, where it may be to blame; see `suspicion`."""
         self._guess_loss = math.log(max(vocab_size, 2))
         self._spec = spec
         self._suspect = suspect
         self._kept = kept
         kept.setdefault("steps", [])  # [loss, gradient norm] of the last good steps
-        kept.setdefault("first", [])  # losses of the first
+        kept.setdefault("first", [])  # losses of the first steps
         kept.setdefault("num_bad", 0)
         kept.setdefault("num_exploding", 0)
         self._num_skipped = 0
@@ -52,11 +52,11 @@ class Divergence:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether the steps since the last good one may be the first of a divergence: no checkpoint is to be made."""
+        """True while the steps since the last good one may begin a divergence: no checkpoint is to be made."""
         return bool(self._kept["num_bad"] or self._kept["num_exploding"])
 
     def look(self, step: int, loss: float, grad_norm: float | None, *, was_skipped: bool) -> DivergedError | None:
-        """What has to end the run after this step; None while it is well, or not yet known to be lost."""
+        """Return the error that ends the run after this step; None while it is well, or not yet known to be lost."""
         is_finite = math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm) or was_skipped)
         self._num_skipped = self._num_skipped + 1 if was_skipped else 0
         kept = self._kept
@@ -114,7 +114,7 @@ class Divergence:
         )
 
     def lost_weights(self, names: list[str], step: int) -> DivergedError:
-        """The end of a run with weights that are no numbers any more."""
+        """Return the error for a run with weights that are no longer numbers."""
         return DivergedError(
             f"{len(names)} trained weights are not numbers at step {step}, {names[0]} the first: none is saved"
             f"{'; ' if self._suspect else ''}{self._suspect}",
@@ -128,7 +128,7 @@ def _hint(suspect: str) -> str:
 
 
 def suspicion(precision: Precision, model_type: str) -> str:
-    """What may be wrong with the precision; empty where nothing is."""
+    """Return the suspicion that the precision is to blame; empty where there is none."""
     from honed.plan.precision import OVERFLOWS_FLOAT16
 
     dtypes = {precision.load_dtype, precision.compute_dtype}
@@ -142,7 +142,7 @@ def suspicion(precision: Precision, model_type: str) -> str:
 
 
 def not_finite(parameters: Iterable[tuple[str, Any]]) -> list[str]:
-    """The names of the trained weights that hold a number which is none."""
+    """Return the names of the trained weights that hold values which are not finite."""
     import torch
 
     return [

@@ -1,5 +1,4 @@
-"""Examination of the model during a run: rounds of predictions with their scores, the guard, and the word at the
-end."""
+"""Examination of the model during a run: rounds of predictions with their scores, the guard, and the final remark."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from honed.worker.train.budget import Budget
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.prediction import Answers, Predictor, Question
 
-#: By how much eval_loss may end above where it began before that is worth a word.
+#: Share by which eval_loss may end above its start without a warning.
 LOSS_TOLERANCE = 0.01
 
 
 def named_metrics(spec: JobSpec) -> list[str]:
-    """The metrics that a spec asks for by name."""
+    """Return the metrics that a spec asks for by name."""
     names = list(spec.predictions.metrics) if spec.predictions.metrics != "auto" else []
     guard = [spec.guard.metric] if spec.guard else []
     chooser = metric_names.chooser(spec.training.metric_for_best_model)
@@ -33,7 +32,7 @@ def named_metrics(spec: JobSpec) -> list[str]:
 
 
 class Examiner:
-    """Asks, scores and tells. What has to outlive this attempt is kept in `progress`."""
+    """Questions to the model, with their scores and reports. State that outlives this attempt is in `progress`."""
 
     def __init__(
         self,
@@ -46,13 +45,13 @@ class Examiner:
         events: EventWriter,
         log: Callable[[str, str], None],
     ) -> None:
-        """Raises DatasetError where the guard has nothing to compare answers with."""
+        """Choose questions and metrics. Raises DatasetError if the guard has nothing to compare answers with."""
         self._spec, self._predictor, self._progress = job.spec, predictor, progress
         self._events, self._log = events, log
         held_out = data.held_out
         examples = held_out.examples if held_out else data.train.examples
         if job.is_trial:
-            examples = examples[: trial.NUM_ROWS]  # the rest is the same rows again
+            examples = examples[: trial.NUM_ROWS]  # the others repeat these rows
         self._questions: list[Question] = []
         self._guarded: list[Question] = []
         if (guard := job.spec.guard) is not None:
@@ -78,7 +77,7 @@ class Examiner:
         # Of all attempts up to the checkpoint, by step: no round is made twice.
         self._scores = {int(step): scores for step, scores in progress.scores.items()}
         self._measured = {int(step): value for step, value in progress.guarded.items()}
-        self._unmeasured: HonedError | None = None  #: why the guard's last look found nothing out
+        self._unmeasured: HonedError | None = None  #: why the guard's last measurement has no result
         self._told: set[str] = set()
         self._needs_scores = chooser is not None
 
@@ -88,7 +87,7 @@ class Examiner:
         return max((len(question.input_ids) for question in [*self._questions, *self._guarded]), default=0)
 
     def begin(self, model: Any, state: Any) -> None:
-        """Before the first step. Raises what keeps the guard from measuring: the run could never be a success."""
+        """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
         thumbnail.tell(self._questions, self._events)
         self._progress.figures_before |= self.predict(model, state)
         if self._guarded:
@@ -97,9 +96,9 @@ class Examiner:
             raise self._unmeasured
 
     def predict(self, model: Any, state: Any, may_wait: bool = False) -> dict[str, float]:
-        """A round at this step, unless there was one, or it may wait and the time for predictions is used up.
+        """Make a round at this step, and return its scores.
 
-        Returns its scores.
+        No round is made if there was one at this step, or if it may wait and the time for predictions is used up.
         """
         step = state.global_step
         if self._spec.predictions.sample_frequency == "off":
@@ -146,13 +145,13 @@ class Examiner:
     # --- the guard --------------------------------------------------------------------------------------------------
 
     def watch(self, model: Any, state: Any) -> bool:
-        """At an evaluation: whether the guard has seen enough."""
+        """Measure at an evaluation, and tell whether the guard ends the training."""
         guard, before = self._spec.guard, self._progress.guard_before
         if guard is None or guard.patience is None or before is None or state.global_step == 0:
             return False
         value = self._measure(model, state.global_step, state.epoch or 0.0)
         if value is None:
-            return False  # this evaluation neither counts nor ends a row of them
+            return False  # this evaluation neither counts nor ends a series
         self._progress.num_below = self._progress.num_below + 1 if before - value > guard.max_drop else 0
         if self._progress.num_below < guard.patience:
             return False
@@ -164,7 +163,7 @@ class Examiner:
         return True
 
     def _measure(self, model: Any, step: int, epoch: float) -> float | None:
-        """None where too many answers failed for a figure; `_unmeasured` says why."""
+        """Return the guard's metric; None where too many answers failed, with the reason in `_unmeasured`."""
         guard = self._spec.guard
         assert guard is not None
         answers = self._predictor.ask(model, self._guarded)
@@ -211,7 +210,7 @@ class Examiner:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def end(self, model: Any, state: Any, step: int) -> dict[str, float]:
-        """After the last step, with the model as it was at `step`: the best, or the last. Returns its figures."""
+        """Measure after the last step, with the model as it was at `step`, the best or the last; return its metrics."""
         epochs = [entry.get("epoch", 0.0) for entry in state.log_history if entry.get("step") == step]
         epoch = epochs[-1] if epochs else state.epoch or 0.0
         figures: dict[str, float] = {}
@@ -236,8 +235,10 @@ class Examiner:
         return figures
 
     def remark(self, state: Any, figures: dict[str, float]) -> str:
-        """What is to be said of a run that ends well: that it ended worse than it began, or that nothing was learned;
-        also in the log. Empty where there is nothing."""
+        """Return and log a remark on a run that succeeded but ended worse than it began, or learned nothing.
+
+        Return an empty string if there is no remark.
+        """
         if worse := self._worse(figures) if self._spec.guard is None else []:
             self._events.emit("worse", found=worse)
             said = f"worse than it began: {', '.join(worse)}"
@@ -245,7 +246,7 @@ class Examiner:
             return said
         training = self._spec.training
         if training.loss_type == "dft":
-            return ""  # which rises before it falls
+            return ""  # this loss rises before it falls
         told = [
             learning.Told(entry["step"], entry["loss"], entry.get("epoch") or 0.0)
             for entry in state.log_history
@@ -258,7 +259,7 @@ class Examiner:
         return said
 
     def regression(self, figures: dict[str, float]) -> HonedError | None:
-        """What the guard says to the figures at the end, or why it cannot say anything; None where there is none."""
+        """Return the guard's error for the final metrics, or the error that kept it from measuring; else None."""
         guard, before = self._spec.guard, self._progress.guard_before
         if guard is None:
             return None
@@ -275,7 +276,7 @@ class Examiner:
         )
 
     def _worse(self, figures: dict[str, float]) -> list[str]:
-        """Scores that lost more than one answer's worth, which chance may do, and an evaluation loss that rose."""
+        """Describe scores that fell by more than one answer, which chance may do, and an evaluation loss that rose."""
         before = self._progress.figures_before
         found = []
         if "eval_loss" in before and figures.get("eval_loss", 0.0) > before["eval_loss"] * (1 + LOSS_TOLERANCE):

@@ -1,12 +1,13 @@
-"""The check of the loss before the first step: what will be trained, held against the model's own logits.
+"""The check of the loss before the first step: the loss to be trained, compared with the model's own logits.
 
     one slice of a real row ──► the trainer's loss            (TRL's chunked one, Unsloth's kernels, Liger's, …)
                             └─► the model's logits ──► cross-entropy in float32
 
 TRL's chunked loss multiplies by the head's weights and leaves out what else a model does on the way to its logits
-(Granite divides them): it trains, and not what was meant. Both are computed in eval mode and without a gradient, under
-the trainer's autocast; the load-balancing loss of a mixture of experts is left out, label smoothing and `dft` are
-computed the same way. A difference takes the plain loss where the job leaves the choice and the memory is there.
+(Granite divides them): it would train something that was not intended. Both losses are computed in eval mode and
+without gradients, under the trainer's autocast. The load-balancing loss of a mixture of experts is left out; label
+smoothing and `dft` are computed the same way. If the two differ, the plain loss is used where the job leaves the choice
+and the memory suffices.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from honed.worker.rows.data import Data
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.prediction import undisturbed
 
-#: Tokens of a slice, and those before the first trained one that it may begin with.
+#: Tokens of a slice, and the most tokens with which it may begin before the first trained one.
 NUM_TOKENS, NUM_BEFORE = 256, 64
-#: Tokens of a row with media that is looked at: it cannot be cut.
+#: Most tokens of a row with media that is compared: it cannot be cut.
 MAX_MEDIA_TOKENS = 4096
-#: Nats by which two ways to the same loss may differ, beside what the rounding of logits explains.
+#: Nats by which the two losses may differ, beyond what the rounding of logits explains.
 FLOORS = {"float32": 1e-3, "bfloat16": 2e-3, "float16": 2e-3}
-#: Standard deviations of that rounding.
+#: Standard deviations of that rounding that are tolerated.
 NUM_DEVIATIONS = 4
-#: Looks at the logits again where the two differ: some kernels add up in another order at each call.
+#: Repetitions of the logits where the two differ: some kernels sum in another order at each call.
 NUM_REPEATS = 3
 
 Log = Callable[[str, str], None]
@@ -46,7 +47,7 @@ Log = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A loss, what it should be, and by how much the two may differ; in nats a token."""
+    """A loss, its expected value, and the difference that is tolerated; in nats per token."""
 
     trained: float
     expected: float
@@ -56,7 +57,7 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         if not (math.isfinite(self.trained) and math.isfinite(self.expected)):
-            return math.isfinite(self.trained) == math.isfinite(self.expected)  # an overflow is another's concern
+            return math.isfinite(self.trained) == math.isfinite(self.expected)  # an overflow is found elsewhere
         return abs(self.trained - self.expected) <= self.tolerance
 
     @property
@@ -68,7 +69,7 @@ class Comparison:
 
 
 class PlainLoss:
-    """A model's own forward, remembered before the trainer is built, which may put another in its place."""
+    """A model's own forward, kept from before the trainer is built, which may replace it."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -85,9 +86,9 @@ class PlainLoss:
 def check(
     trainer: Any, data: Data, job: Assignment, plain: PlainLoss, *, progress: Progress, is_resumed: bool, log: Log
 ) -> None:
-    """Raises LossError where another loss than the model's would be trained, and nothing else can be taken.
+    """Raise LossError if another loss than the model's would be trained, and no other can be used.
 
-    What is trained is in `progress` then: a resume trains the same.
+    Afterwards the trained loss is in `progress`: a resumed run trains the same.
     """
     taken = str(trainer.args.loss_type)
     found = _compare(trainer, data, job, log)
@@ -129,7 +130,7 @@ def _may_choose(job: Assignment) -> bool:
 def _settle(
     problem: str, trainer: Any, data: Data, job: Assignment, plain: PlainLoss, *, is_resumed: bool, log: Log
 ) -> None:
-    """What is done about a difference: another loss, a word, or the end."""
+    """Handle a difference: use the plain loss, warn, or raise LossError."""
     named, taken = job.spec.training.loss_type, str(trainer.args.loss_type)
     if is_resumed:
         log("warning", f"{problem}; the run goes on with it as it began")
@@ -171,7 +172,7 @@ def _hint(job: Assignment, taken: str) -> str:
 
 
 def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
-    """What the plain loss needs that is not there, by the plan's estimate; empty where it fits."""
+    """Return the memory that the plain loss lacks by the plan's estimate, in words; empty where it fits."""
     memory, training = job.plan.get("memory") or {}, job.spec.training
     if not memory.get("available_bytes"):
         return ""
@@ -194,7 +195,7 @@ def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
 
 
 def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison | Exception | None:
-    """The two losses; what the trainer's fails with; None where there is nothing to compare, which is said."""
+    """Return the two losses, or the error of the trainer's; None where there is nothing to compare."""
     model = trainer.model
     try:
         if (taken := _slice(trainer, data)) is None:
@@ -227,7 +228,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
             del kept
 
             def spread() -> float:
-                """By how much the model's own loss differs from call to call."""
+                """Return by how much the model's own loss differs from call to call."""
                 found = [expected]
                 for _ in range(NUM_REPEATS):
                     again = model(**seen, use_cache=False).logits[0, :-1][is_trained].float()
@@ -244,7 +245,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 return error
             compared = Comparison(trained, expected, tolerance, num_tokens)
             return compared if compared.agrees else replace(compared, tolerance=tolerance + 2 * spread())
-    except Exception as error:  # noqa: BLE001 - a run is not to end for a look at it
+    except Exception as error:  # noqa: BLE001 - this check must not end a run
         traceback.print_exc()
         if is_out_of_memory(error) and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -253,8 +254,7 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
 
 
 def _expected(logits: torch.Tensor, targets: torch.Tensor, trainer: Any, dtype: str) -> tuple[float, float]:
-    """From the logits at trained places, in float32: the loss that the job asks for, and how far rounding may take
-    it."""
+    """Compute the job's loss in float32 from the logits at trained positions, and the tolerance for their rounding."""
     scores = torch.log_softmax(logits, dim=-1)
     chosen = scores.gather(-1, targets[:, None])[:, 0]
     each = -chosen
@@ -273,7 +273,7 @@ def _expected(logits: torch.Tensor, targets: torch.Tensor, trainer: Any, dtype: 
 
 
 def _slice(trainer: Any, data: Data) -> dict[str, Any] | None:
-    """Some tokens of a row of text, or the shortest row with media, as the trainer gets it; None where it is long."""
+    """Return a slice of a row of text, or the shortest row with media, as trainer input; None if that is too long."""
     rows = data.train.dataset
     is_text = [place == -1 for place in rows["source"]] if data.media is not None else None
     lengths = [len(ids) for ids in rows["input_ids"]]
@@ -299,7 +299,7 @@ def _is_autocast(job: Assignment) -> bool:
 
 
 def _dtype(trainer: Any, job: Assignment) -> str:
-    """The coarsest dtype that logits are made in."""
+    """Return the coarsest dtype in which logits are computed."""
     precision = job.precision
     if _is_autocast(job):
         return "bfloat16" if precision.bf16 else "float16"
@@ -308,7 +308,7 @@ def _dtype(trainer: Any, job: Assignment) -> str:
 
 @contextlib.contextmanager
 def _autocast(model: Any, job: Assignment) -> Iterator[None]:
-    """The model under the trainer's autocast, as accelerate will put it: around forward, what it returns in float32."""
+    """Put the model under the trainer's autocast, as accelerate does: around forward, which returns float32."""
     if not _is_autocast(job):
         yield
         return
@@ -325,7 +325,7 @@ def _autocast(model: Any, job: Assignment) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_balancing(trainer: Any) -> Iterator[None]:
-    """Without the load-balancing loss, which comes to the loss of a mixture of experts by its own rule."""
+    """Leave out the load-balancing loss, which is added to the loss of a mixture of experts by its own rule."""
     config = trainer.model.config.get_text_config()
     is_enabled, is_asked = getattr(trainer, "aux_loss_enabled", False), getattr(config, "output_router_logits", None)
     try:
@@ -341,7 +341,7 @@ def _without_balancing(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _figures_kept(trainer: Any) -> Iterator[None]:
-    """What TRL averages over the next evaluation, put back afterwards."""
+    """Restore the metrics that TRL accumulates for its next log, so that the check leaves no trace in them."""
     figures = {mode: {name: list(values) for name, values in kept.items()} for mode, kept in trainer._metrics.items()}
     num_tokens = trainer._total_train_tokens
     try:

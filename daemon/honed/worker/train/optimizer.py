@@ -1,12 +1,12 @@
-"""AdamW for bfloat16 weights that keeps what rounding takes away.
+"""AdamW for bfloat16 weights that keeps what rounding removes.
 
     float32 master   sign, exponent, 7 bits of mantissa | 16 bits of mantissa
     the weight       bfloat16: the master rounded to nearest
-    its remainder    int16: what is added to the weight's bits, 16 places down, to have the master back
+    its remainder    int16: added to the weight's bits, 16 places down, to restore the master
 
 The two together are the float32 master, bit for bit, in 4 bytes. A step widens one weight and its gradient at a time,
-computes in float32, and parts them again: no random number is drawn. `CompensatedAdamW` has float32 moments (14 bytes
-a parameter, gradient included); `eight_bit()` is the same with those of bitsandbytes (8 bytes).
+computes in float32, and splits the weight again: no random number is drawn. `CompensatedAdamW` has float32 moments (14
+bytes a parameter, gradient included); `eight_bit()` is the same with those of bitsandbytes (8 bytes).
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from honed.spec.optimizer import EIGHT_BIT
 #: The name of the remainder in the state of a parameter.
 REMAINDER = "remainder"
 _HALF_PLACE = 0x8000
-#: Where bitsandbytes stores what has another shape or dtype than the parameter.
+#: Key under which bitsandbytes stores values of another shape or dtype than the parameter's.
 _BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"
 
 
 def part(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 tensor as bfloat16, rounded to nearest (a tie away from zero), and the int16 remainder."""
+    """Split a float32 tensor into bfloat16, rounded to nearest (a tie away from zero), and the int16 remainder."""
     bits = master.contiguous().view(torch.int32)
-    # CUDA's NaN has every bit set: rounded up it would be a zero, and nobody would see that the weight is lost.
+    # CUDA's NaN has every bit set: rounded up it would become zero, which would hide that the weight is lost.
     high = torch.where(master.isnan(), bits, bits + _HALF_PLACE) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 master of both."""
+    """Return the float32 master of a weight and its remainder."""
     bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
     return bits.view(torch.float32)
 
 
 def master(parameter: torch.Tensor, optimizer: Any) -> torch.Tensor:
-    """What a parameter holds, its remainder included where the optimizer (or None) keeps one."""
+    """Return a parameter's value, with its remainder if the optimizer (which may be None) keeps one."""
     state = optimizer.state.get(parameter) if optimizer is not None else None
     return join(parameter.data, state[REMAINDER]) if state and REMAINDER in state else parameter.data
 
 
 def take_remainders(optimizer: Any, path: Path) -> None:
-    """Replace the last step's remainders by a checkpoint's, whose weights are loaded; `path`: its optimizer.pt."""
+    """Replace the remainders by those of a checkpoint whose weights are loaded; `path`: its optimizer.pt."""
     stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     numbers = [number for group in stored["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,7 +72,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def step(self, closure: Any = None) -> Any:
-        """One step, a parameter at a time."""
+        """Make one step, one parameter at a time."""
         loss = None if closure is None else closure()
         with torch.no_grad():
             for group in self.param_groups:
@@ -105,8 +105,10 @@ class CompensatedAdamW(torch.optim.Optimizer):
             state[REMAINDER].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts all of a state to the dtype of its parameter, which would round the moments and take the
-        remainders for numbers."""
+        """Load a state without torch's cast to the parameter's dtype.
+
+        The cast would round the moments and treat the remainders as numbers.
+        """
         dtypes = {
             number: {name: value.dtype for name, value in state.items() if isinstance(value, torch.Tensor)}
             for number, state in state_dict["state"].items()
@@ -122,7 +124,7 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
 
 def eight_bit() -> type[torch.optim.Optimizer]:
-    """bitsandbytes' 8-bit AdamW with remainders: each weight is float32 while it is stepped. Imports bitsandbytes."""
+    """Return bitsandbytes' 8-bit AdamW with remainders: a weight is float32 during its step. Imports bitsandbytes."""
     import bitsandbytes
 
     class CompensatedAdamW8bit(bitsandbytes.optim.AdamW8bit):
@@ -137,7 +139,7 @@ def eight_bit() -> type[torch.optim.Optimizer]:
             state, weight, gradient = self.state[p], p.data, p.grad
             if REMAINDER not in state:
                 state[REMAINDER] = torch.zeros_like(weight, dtype=torch.int16)
-            p.grad = None  # which has to have the dtype of the weight at every moment
+            p.grad = None  # torch requires the weight's dtype at every moment
             p.data = join(weight, state[REMAINDER])
             p.grad = gradient.float()
             super().update_step(group, p, gindex, pindex)
@@ -152,7 +154,7 @@ def eight_bit() -> type[torch.optim.Optimizer]:
 
 
 def compensated(args: Any, optim: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that keeps remainders for an optimizer by that name, and what it takes, as a trainer wants both."""
+    """Return the class that keeps remainders for an optimizer of that name, and its arguments, for a trainer."""
     kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return (eight_bit() if optim in EIGHT_BIT else CompensatedAdamW), kwargs
 

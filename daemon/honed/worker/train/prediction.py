@@ -1,8 +1,8 @@
-"""Predictions for held-out examples: before training, on the way, and at the end.
+"""Predictions for held-out examples: before training, during it, and at the end.
 
-Greedy unless the job wants draws, in batches padded on the left, without autocast unless the job wants that, and
-without a trace in the run: mode, cache, and the random state of Python, NumPy and torch are put back, so that the
-losses are those of a run without predictions.
+They are greedy unless the job asks for sampling, in batches padded on the left, without autocast unless the job asks
+for it. They leave no trace in the run: mode, cache, and the random state of Python, NumPy and torch are restored, so
+that the losses are those of a run without predictions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from honed.worker.stop import Stop
 
 @dataclass(frozen=True)
 class Question:
-    """What the model is asked, and what it should say."""
+    """A prompt for the model, and the expected answer."""
 
     prompt: str  #: for people: `[image /srv/images/7.png]` in the place of an image
     input_ids: list[int]
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answers:
-    """One round of predictions; None for one that failed."""
+    """One round of predictions, with None for each that failed."""
 
     texts: list[str | None]
     fault: HonedError | None = None  #: of the first that failed
@@ -52,7 +52,7 @@ class Answers:
 
 
 def choose(examples: Sequence[Example], chat: ChatFormat, *, num_samples: int, seed: int) -> list[Question]:
-    """The same examples for the whole life of a job, whatever attempt it is."""
+    """Choose the same examples for the whole life of a job, in every attempt."""
     places = sorted(random.Random(seed).sample(range(len(examples)), min(num_samples, len(examples))))
     return [_question(examples[place], chat) for place in places]
 
@@ -65,7 +65,7 @@ def _question(example: Example, chat: ChatFormat) -> Question:
 
 
 def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:
-    """The job's own prompts: a user's message where there is a chat template, else plain text."""
+    """Make questions from the job's own prompts: a user's message if there is a chat template, else plain text."""
     questions = []
     for text in prompts:
         if chat.tokenizer.chat_template:
@@ -79,7 +79,7 @@ def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:
 
 
 class Predictor:
-    """Asks the model its questions. The first failure is told through `warn`, with what is known of the dtypes."""
+    """Generation of answers. The first failure is reported through `warn`, with the dtypes involved."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class Predictor:
         has_ladder: bool = False,
         settings: Literal["greedy", "base"] = "greedy",
     ) -> None:
-        #: Whether the base model's own generation settings are to have a say.
+        #: True if the base model's own generation settings apply.
         self._is_bases = settings == "base"
         self._batch_size = batch_size
-        #: The next attempt takes smaller batches where memory runs out in one.
+        #: True if the next attempt takes smaller batches where memory runs out in one.
         self._has_ladder = has_ladder
         self._processor = processor
         self._sample = sample
-        #: The dtype of the trainer's autocast, and the same where predictions are to have it too.
+        #: The dtype of the trainer's autocast, and below the same if predictions use that autocast.
         self._trainers_dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
         # FlashAttention takes no float32: weights that are trained in it need autocast, here as in training.
         is_wide_flash = precision.attn_implementation == "flash_attention_2" and precision.load_dtype == "float32"
@@ -111,7 +111,7 @@ class Predictor:
         self._input_dtypes: dict[str, str] = {}
         self._precision = precision
         self._dtype = cast.computed_dtype(precision)
-        #: The trainer's, which may keep a part of the weights; None before there is one.
+        #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
         self.optimizer: Callable[[], Any] = lambda: None
         self._tokenizer = chat.tokenizer
         self._stop_ids = chat.stop_token_ids
@@ -123,8 +123,10 @@ class Predictor:
         self._has_told_cut = False
 
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
-        """Every question gets its answer or None. Raises InterruptedRunError between batches once asked to stop, and
-        what says that memory ran out in a batch of several where the job's ladder goes on from there.
+        """Answer every question, with None for an answer that failed.
+
+        Raises InterruptedRunError between batches once asked to stop, and the out-of-memory error of a batch of several
+        where the job's ladder continues from there.
         """
         import torch
 
@@ -138,15 +140,15 @@ class Predictor:
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
             for start in range(0, len(questions), size):
                 self._stop.check()
-                if self._sample is not None or self._is_bases:  # by place: a draw is the same in each round
+                if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
                     torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
                 texts += self._ask_batch(model, questions[start : start + size])
         return Answers(texts, self._fault)
 
     def _autocast(self, model: Any) -> Any:
-        """Off, or the trainer's where the job says match. But where whole modules or biases are trained in float32
-        beside a half-precision base, on, as in training.
+        """Return the autocast for generation: off, or the trainer's if the job says match or FlashAttention needs it.
 
+        It is on, as in training, where whole modules or biases are trained in float32 beside a half-precision base.
         LoRA layers bring the two dtypes together themselves, and a quantized layer computes in its own: neither needs
         autocast, and with another dtype than the model's it breaks the latter.
         """
@@ -168,7 +170,7 @@ class Predictor:
         try:
             return self._generate(model, questions)
         except Exception as error:  # whatever it is, it must not cost the run
-            # Each alone would do, too, but after a failure of the same batch in each round of the run.
+            # Single questions would work, too, but only after the same batch has failed in each round of the run.
             if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
                 raise
             self._tell(model, error)
@@ -192,7 +194,7 @@ class Predictor:
             bos_token_id=self._tokenizer.bos_token_id,
             eos_token_id=self._stop_ids or None,
         )
-        if generation.stop_strings(model):  # which are looked for in the text
+        if generation.stop_strings(model):  # generate searches for them in the text
             inputs["tokenizer"] = self._tokenizer
         output = model.generate(**inputs, generation_config=config)
         return [self._decode(row) for row in output[:, width:].tolist()]
@@ -204,7 +206,7 @@ class Predictor:
         return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0, "num_beams": 1}
 
     def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
-        """The questions as one batch, padded on the left, on the model's device."""
+        """Return the questions as one batch, padded on the left, on the model's device."""
         import torch
 
         room = _room(model, self._max_new_tokens)
@@ -270,7 +272,7 @@ class Predictor:
         )
 
     def _without_frames(self, error: Exception) -> HonedError:
-        """What it says, without the tensors that its traceback holds on to."""
+        """Return the error without its traceback, which holds on to tensors."""
         if isinstance(error, HonedError):
             return BY_CODE[error.code](error.said, hint=error.hint, fix=error.fix)
         words = said(error, is_brief=True)
@@ -286,19 +288,19 @@ class Predictor:
         return "its traceback is in worker.log (honectl logs --raw)"
 
 
-#: What torch says of two dtypes that do not go together, in its several ways.
+#: Words in torch's messages about two dtypes that do not go together.
 _DTYPES = re.compile(r"dtype|scalar ?type|BFloat16|Half", re.IGNORECASE)
 
 
 def _room(model: Any, max_new_tokens: int) -> int:
-    """Tokens that a prompt may have: positions are learned, and end, in some families."""
+    """Return the number of tokens that a prompt may have: in some families positions are learned, and limited."""
     limit = getattr(model.config, "max_position_embeddings", None) or 1 << 20
     return max(int(limit) - max_new_tokens, 1)
 
 
 @contextlib.contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """The model in eval mode with its own forward; afterwards everything as it was."""
+    """Put the model in eval mode with its own forward; afterwards restore everything."""
     modes = [(module, module.training) for module in model.modules()]
     use_cache = getattr(model.config, "use_cache", None)
     # accelerate's autocast is not a context that could be left: it is inside the forward that it has put in the place
@@ -321,7 +323,7 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """The random state of Python, NumPy and torch, put back afterwards."""
+    """Restore the random state of Python, NumPy and torch afterwards."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Places where the trackers of `report_to` write: below the job's directory, and never over a network."""
+"""Directories in which the trackers of `report_to` write: below the job's directory, and never over a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from honed.worker.assignment import Assignment
 
 
 def prepare(job: Assignment, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what transformers' callbacks and the trackers read, before any of them is imported."""
+    """Set the variables that transformers' callbacks and the trackers read, before any of them is imported."""
     asked = set(job.spec.report_to)
     directory = job.layout.dir
     if "wandb" in asked:
@@ -35,7 +35,7 @@ def prepare(job: Assignment, environment: MutableMapping[str, str] = os.environ)
     if "mlflow" in asked:
         _forget(environment, "MLFLOW_", but=("MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"))
         environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{directory}/mlflow.db"
-        # It asks an address of its makers' what to tell them, and keeps a number for that in the home directory.
+        # It asks a server of its makers what to report, and keeps an id for that in the home directory.
         environment["MLFLOW_DISABLE_TELEMETRY"] = "true"
         environment["HF_MLFLOW_LOG_ARTIFACTS"] = "false"
     if "trackio" in asked:
@@ -44,6 +44,6 @@ def prepare(job: Assignment, environment: MutableMapping[str, str] = os.environ)
 
 
 def _forget(environment: MutableMapping[str, str], prefix: str, *, but: Collection[str] = ()) -> None:
-    """What honed's own environment says of a tracker: a server, a Space, a bucket, a webhook, a run to go on with."""
+    """Remove a tracker's variables in honed's own environment: servers, Spaces, buckets, webhooks, runs to resume."""
     for name in [name for name in environment if name.startswith(prefix) and name not in but]:
         del environment[name]

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer, with checkpoints that are whole, a resume that is the same run, and a stop at any boundary.
 
-Imported once the backend has imported its libraries: under Unsloth, SFTTrainer is Unsloth's.
+It is imported after the backend has imported its libraries: under Unsloth, SFTTrainer is Unsloth's.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from honed.worker.train.callback import RunCallback, is_epoch_end
 from honed.worker.train.checkpoint import Progress
 from honed.worker.train.prediction import random_state_kept
 
-#: Checkpoints that are kept, where the spec does not say.
+#: Number of checkpoints that are kept, if the spec does not say.
 SAVE_TOTAL_LIMIT = 2
-#: What Unsloth's SFTTrainer sets while it is built, and nothing reads before an evaluation. Under a flag of the first
-#: two, one outside of training casts the whole model, adapters too, for good.
+#: Arguments that Unsloth's SFTTrainer sets while it is built, and that nothing reads before an evaluation. With one of
+#: the first two set, an evaluation outside of training casts the whole model, adapters too, for good.
 _PUT_BACK = ("bf16_full_eval", "fp16_full_eval", "per_device_eval_batch_size", "eval_accumulation_steps")
-#: What a spec may set that ends up otherwise: the first is ours, and so is the second in a resume; transformers has
-#: another word for the third.
+#: Keys of a spec that may end up different: the first is set by honed, and so is the second in a resumed run;
+#: transformers has another name for the third.
 _SAID_OTHERWISE = ("save_total_limit", "eval_on_start", "include_num_input_tokens_seen")
 
 
@@ -55,9 +55,9 @@ def arguments(
     is_resumed: bool = False,
     loss_type: str | None = None,
 ) -> SFTConfig:
-    """SFTConfig: what the user set, over our defaults and TRL's, under what the plan has settled.
+    """Return the SFTConfig: the user's keys override honed's defaults and TRL's, and the plan's decisions override all.
 
-    `loss_type` is the one that a run which goes on was begun with, where that is known.
+    `loss_type` is the one with which a resumed run was begun, where it is known.
     """
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
@@ -88,17 +88,17 @@ def arguments(
         "run_name": assignment.name,
         "disable_tqdm": True,
         **({"optim": precision.optim} if precision.optim is not None else {}),
-        "save_total_limit": None,  # ours to keep: see checkpoint.rotate
+        "save_total_limit": None,  # honed removes them: see checkpoint.rotate
         "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
         "restore_callback_states_from_checkpoint": True,
         "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
     }
     if is_resumed:
-        settled["eval_on_start"] = False  # the run has started long ago
+        settled["eval_on_start"] = False  # the run began in an earlier attempt
     if has_media:
         settled["remove_unused_columns"] = False  # our collator reads more than a model does
     if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
-        # Unsloth's own; without it, it takes a max_length of TRL's default for one that nobody has set.
+        # Unsloth's own key; without it, Unsloth takes a max_length equal to TRL's default for one that nobody has set.
         settled["max_seq_length"] = spec.training.max_length
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
         raise SpecError(
@@ -111,34 +111,36 @@ def arguments(
 
 
 def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) -> str | None:
-    """The plan's loss; a run that goes on keeps the one that it was begun with. None: the backend's own."""
+    """Return the plan's loss; a resumed run keeps the one with which it was begun. None: the backend's own."""
     has_gpu = torch.cuda.is_available()
     if pinned is not None and (has_gpu or pinned != "chunked_nll"):
         return pinned
     planned = assignment.plan.get("loss")
-    if planned is None or (is_resumed and pinned is None):  # of a version that had one rule for all models
+    if planned is None or (is_resumed and pinned is None):  # planned by a version that had one rule for all models
         return loss.default_type(assignment.spec, has_gpu=has_gpu)
     return planned["type"] if planned["type"] is not None or has_gpu else "nll"
 
 
 def _promised() -> dict[str, Any]:
-    """Each default, handed on by name: docs/job-spec.md's, and TRL's own for the rest. The SFTConfig that Unsloth puts
-    in the place of TRL's, below which that still stands, has others: of learning rate, batch, optimizer, seed."""
+    """Return each default by name: those of docs/job-spec.md, and TRL's own for the rest.
+
+    Unsloth replaces TRL's SFTConfig by a subclass with other defaults: of learning rate, batch, optimizer, seed.
+    """
     own = next(each for each in reversed(SFTConfig.__mro__) if each.__name__ == SFTConfig.__name__)
     fields = {field.name: field.default for field in dataclasses.fields(own) if field.init}
     fields |= {name: info.default for name, info in TrainingSpec.model_fields.items() if name in fields}
-    # Which way the loss is computed is left to the backend: Unsloth has kernels of its own.
+    # The type of the loss is left to the backend: Unsloth has kernels of its own.
     return {
         name: default for name, default in fields.items() if name != "loss_type" and default is not dataclasses.MISSING
     }
 
 
-#: What TRL does to a data set beforehand that would part rows from their media.
+#: TRL's changes to a data set before training that would separate rows from their media.
 _NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
 
 
 def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Early stopping goes by the best evaluation, and returns to it: each evaluation needs its checkpoint."""
+    """Return the arguments with which early stopping goes by the best evaluation, and restores its checkpoint."""
     return {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
@@ -147,7 +149,7 @@ def _early_stopping(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with each evaluation, so that the best can be gone back to."""
+    """Return the arguments for a checkpoint with each evaluation, so that the best can be restored."""
     steps = {"save_steps": chosen["eval_steps"]} if chosen.get("eval_steps") is not None else {}
     return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
@@ -194,28 +196,28 @@ class Trainer(SFTTrainer):
             args=args,
             train_dataset=data.train.dataset,
             eval_dataset=data.held_out.dataset if data.held_out else None,
-            # The tokenizer, not the processor: TRL's own way with images masks by itself, and otherwise.
+            # The tokenizer, not the processor: TRL's own support for images makes another mask.
             processing_class=loaded.tokenizer,
             data_collator=_collator(assignment, data, loaded.tokenizer, args),
             callbacks=[callback, *([EarlyStoppingCallback(patience)] if patience is not None else [])],
             optimizer_cls_and_kwargs=optimizer.compensated(args, _name_of(args)) if self._is_compensated else None,
         )
-        self.remove_callback(PrinterCallback)  # the events say it all
+        self.remove_callback(PrinterCallback)  # the events report all of it
         self.mended = self._put_back(given)
         self.mended += _restore(self.model, adapters)
         self._tell_changed()
 
     def _put_back(self, given: dict[str, Any]) -> list[str]:
-        """Give arguments back what they were before the trainer was built. Says what was done."""
+        """Restore arguments that were changed while the trainer was built. Return what was done."""
         changed = {name: found for name, value in given.items() if (found := getattr(self.args, name)) != value}
         for name in changed:
             setattr(self.args, name, given[name])
         if changed.keys() & {"bf16_full_eval", "fp16_full_eval"} and not self.is_model_parallel:
-            self._move_model_to_device(self.model, self.args.device)  # which is put off under these flags
+            self._move_model_to_device(self.model, self.args.device)  # it was postponed under these flags
         return [f"the trainer had set {name} to {found}, now {given[name]}" for name, found in changed.items()]
 
     def _tell_changed(self) -> None:
-        """What the job asks for and the backend does otherwise, or not at all, it says to its own log at most."""
+        """Warn about keys of the job that the backend changes or ignores: its own log mentions them at most."""
         for name, asked in self._assignment.spec.training.as_kwargs().items():
             found = getattr(self.args, name)
             if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
@@ -232,11 +234,11 @@ class Trainer(SFTTrainer):
     # --- the boundary between two steps -----------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Called at the end of each step and each epoch: the one place where a run is stopped."""
+        """Log, save and evaluate at the end of each step and each epoch: the one place where a run is stopped."""
         self._progress.is_evaluation_due = self.control.should_evaluate
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.control.should_training_stop:
-            return  # the rest is done sooner than it could be resumed
+            return  # finishing is quicker than resuming
         if self._callback.is_in_step and is_epoch_end(self.state):
             return  # the epoch's end comes next, and is a boundary, too
         if self._stop.is_set or self._is_out_of_time():
@@ -271,7 +273,7 @@ class Trainer(SFTTrainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _go_on(self) -> None:
-        """Once, before the first step after a checkpoint: makes up for what was cut short before it."""
+        """Make up for what was cut short before the checkpoint: once, before the first step after it."""
         path, self._resumed_path = self._resumed_path, None
         if path is None:
             return
@@ -295,7 +297,7 @@ class Trainer(SFTTrainer):
             self._maybe_log_save_evaluate(self._tr_loss, None, self.model, None, self.state.epoch, None, time.time())
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """An evaluation leaves no trace in the random state, so one that was cut short can be made up for."""
+        """Evaluate without a trace in the random state, so that an evaluation that was cut short can be repeated."""
         may_step = not kwargs.pop("skip_scheduler", False)
         with random_state_kept():
             metrics = super()._evaluate(*args, skip_scheduler=True, **kwargs)
@@ -305,16 +307,17 @@ class Trainer(SFTTrainer):
         return metrics
 
     def _may_judge(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation tells how good the model is: not by answers that failed, which have no score."""
+        """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
         asked = self._assignment.spec.predictions
         is_by_answers = metric_names.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
         has_scores = any(name.startswith(f"eval_{metric_names.PREFIX}") for name in metrics)
         return bool(has_scores or not is_by_answers or asked.prompts is not None)
 
     def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
-        """The best model is to be had back, so it needs a checkpoint, whatever `save_steps` says.
+        """Determine the best metric, and save a checkpoint of the best model, whatever `save_steps` says.
 
-        Where the best is the one that answers best, it is none of those whose answers failed, which have no score.
+        Where models are compared by their answers, an evaluation whose answers failed has no score and cannot be the
+        best.
         """
         if not self._may_judge(metrics):
             return False
@@ -325,12 +328,12 @@ class Trainer(SFTTrainer):
 
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
-        self._auditor.trainer(self)  # the last look before the first step
+        self._auditor.trainer(self)  # the last check before the first step
         self._resumed_path = resume_from_checkpoint
         return prepared
 
     def num_steps(self) -> int:
-        """The number of steps of the whole run, by the rows as they are packed and batched."""
+        """Return the number of steps of the whole run, from the rows as they are packed and batched."""
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
         with random_state_kept():
@@ -338,7 +341,7 @@ class Trainer(SFTTrainer):
         return math.ceil(self.args.num_train_epochs * math.ceil(num_batches / self.args.gradient_accumulation_steps))
 
     def final_step(self) -> int:
-        """The step whose model training has ended with; the last is evaluated if it was not."""
+        """Return the step of the model with which training has ended; evaluate the last step if necessary."""
         best = self.state.best_global_step
         if self._has_best and best is not None and best != self.state.global_step:
             return int(best)
@@ -357,12 +360,12 @@ class Trainer(SFTTrainer):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """A checkpoint of the step just done, unless there is one."""
+        """Save a checkpoint of the step just done, unless there is one."""
         if self.state.global_step and self._saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Written beside, sealed, and renamed into its place."""
+        """Write a checkpoint beside its place, seal it, and rename it into place."""
         checkpoints_dir, step = self._assignment.layout.checkpoints_dir, self.state.global_step
         best = self.state.best_global_step
         if best and (best == step or (checkpoints_dir / f"checkpoint-{best}").is_dir()):
@@ -373,7 +376,7 @@ class Trainer(SFTTrainer):
         try:
             with generation.savable(self.model):
                 super()._save_checkpoint(model, trial)
-            if self.state.best_model_checkpoint != best_path:  # transformers takes where it was written for its place
+            if self.state.best_model_checkpoint != best_path:  # transformers takes the path of writing for its place
                 self.state.best_model_checkpoint = best_path
                 self.state.save_to_json(str(made / TRAINER_STATE_NAME))
             self._remember()
@@ -390,7 +393,7 @@ class Trainer(SFTTrainer):
         checkpoint.rotate(checkpoints_dir, limit=limit, keep=self._kept())
 
     def _remember(self) -> None:
-        """What transformers and TRL leave out of a checkpoint, or forget when they go on from it."""
+        """Keep the state that transformers and TRL leave out of a checkpoint, or lose when they resume from it."""
         self._progress.elapsed_sec = self._elapsed_sec()
         self._progress.has_ended = self.control.should_training_stop
         self._progress.is_epoch_end_due = self._callback.is_in_step and (
@@ -403,7 +406,7 @@ class Trainer(SFTTrainer):
         self._progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
 
     def _get_output_dir(self, trial: Any) -> str:
-        """The place where checkpoints are written: while one is, beside their place."""
+        """Return the directory for checkpoints: while one is written, the directory beside their place."""
         return str(self._run_dir) if self._run_dir is not None else str(super()._get_output_dir(trial))
 
     def _kept(self) -> set[Any]:
@@ -413,15 +416,18 @@ class Trainer(SFTTrainer):
         return {checkpoints_dir / str(self.state.best_model_checkpoint).rsplit("/", 1)[-1]}
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """A checkpoint needs none."""
+        """Do nothing: a checkpoint needs no model card."""
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """peft loads adapters as float32; they go back before the optimizer is made, whose state follows them."""
+        """Load a checkpoint, and have the audit restore the adapters' dtype.
+
+        peft loads adapters as float32. They are cast back before the optimizer is made, whose state follows them.
+        """
         super()._load_from_checkpoint(*args, **kwargs)
         self._auditor.model(self.model, "resumed")
 
     def _load_best_model(self) -> None:
-        """The best checkpoint may be older than what a resume has looked at."""
+        """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
             self._events.log(
@@ -436,12 +442,12 @@ class Trainer(SFTTrainer):
 
 
 def _name_of(args: SFTConfig) -> str:
-    """The optimizer's, in training.optim's words."""
+    """Return the optimizer's name as in training.optim."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
-    """Ours for rows with media; TRL's own, which is None here, for rows of text."""
+    """Return honed's collator for rows with media, and None, for TRL's own, for rows of text."""
     if data.media is None:
         return None
     return Collator(
@@ -454,9 +460,10 @@ def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfi
 
 
 def _restore(model: Any, adapters: dict[str, Any]) -> list[str]:
-    """Give adapters back the values that they had. Says what was done.
+    """Restore the values of adapters. Return what was done.
 
-    SFTTrainer casts a quantized model's to bfloat16, whatever is planned; casting back would leave them rounded.
+    SFTTrainer casts a quantized model's adapters to bfloat16, whatever is planned; casting back would leave them
+    rounded.
     """
     num_cast = 0
     for name, parameter in model.named_parameters():

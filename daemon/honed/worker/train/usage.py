@@ -1,4 +1,4 @@
-"""The memory that a run really holds, to be held against the plan's estimate.
+"""The memory that a run really holds, for comparison with the plan's estimate.
 
 Every tensor is counted once, by its storage: tied weights, views and tables that bitsandbytes shares are one.
 """
@@ -15,19 +15,19 @@ from transformers import TrainerCallback
 
 from honed.job.event import EventWriter
 
-#: What peft added to a model, by the names of its parameters.
+#: Parameters that peft added to a model, by their names.
 _ADDED = re.compile(r"\.lora_|\.modules_to_save\.|\.trainable_tokens_")
 
 
 class Usage(TrainerCallback):
-    """What is held at the moments at which it is there: gradients before a step, the optimizer's state after it."""
+    """Measurement of memory at the moments when it is held: gradients before a step, the optimizer's state after."""
 
     def __init__(self, events: EventWriter) -> None:
         self._events = events
         self.held: dict[str, int] = {}
 
     def built(self, model: Any) -> None:
-        """The model and its adapter are there."""
+        """Measure the model and its adapter, once they are built."""
         self.held |= _model_bytes(model)
         self._tell("built")
 
@@ -42,7 +42,7 @@ class Usage(TrainerCallback):
             self.held["optimizer_bytes"] = num_bytes(each for one in states for each in _tensors(one))
 
     def trained(self, model: Any) -> dict[str, int]:
-        """Training is over. Returns all that was found, peaks included."""
+        """Measure at the end of training. Return all measurements, peaks included."""
         self.held |= _model_bytes(model) | peaks()
         self._tell("trained")
         return self.held
@@ -57,19 +57,19 @@ def _model_bytes(model: Any) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         (adapter if _ADDED.search(name) else weights).append(parameter)
     for parameter in list(weights):
-        weights += _tensors(vars(parameter))  # bitsandbytes hangs its scales onto the parameter
+        weights += _tensors(vars(parameter))  # bitsandbytes attaches its scales to the parameter
     for module in model.modules():
         weights += _tensors(vars(getattr(module, "state", None) or object)) if _is_8bit(module) else []
     return {"weights_bytes": num_bytes(weights), "adapter_bytes": num_bytes(adapter)}
 
 
 def _is_8bit(module: Any) -> bool:
-    """Linear8bitLt moves its weight's scales into a state of its own at the first forward pass."""
+    """Return True for Linear8bitLt, which moves its weight's scales into its state at the first forward pass."""
     return type(getattr(module, "state", None)).__name__ == "MatmulLtState"
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """All tensors below a value: in dicts and lists, and in bitsandbytes' QuantState."""
+    """Yield all tensors below a value: in dicts and lists, and in bitsandbytes' QuantState."""
     match value:
         case torch.Tensor():
             yield value
@@ -84,7 +84,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages behind tensors, each counted once; those on the meta device hold nothing."""
+    """Return the bytes of the storages behind tensors, each counted once; those on the meta device hold nothing."""
     storages = {}
     for tensor in tensors:
         if tensor.device.type != "meta":
@@ -94,7 +94,7 @@ def num_bytes(tensors: Iterable[Any]) -> int:
 
 
 def peaks() -> dict[str, int]:
-    """The most that there was at a time: on the GPU as torch allocated it, and of this process's resident memory."""
+    """Return the peak memory: as torch allocated it on the GPU, and this process's resident memory."""
     found = {"resident_peak_bytes": _resident_peak()}
     if torch.cuda.is_available():
         found["device_peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -102,7 +102,7 @@ def peaks() -> dict[str, int]:
 
 
 def _resident_peak(status_path: Path = Path("/proc/self/status")) -> int:
-    """0 where the system does not say. Unlike getrusage's, it does not begin with the parent's."""
+    """Return the peak resident memory; 0 if unknown. Unlike getrusage's, it does not begin with the parent's."""
     try:
         match = re.search(r"^VmHWM:\s+(\d+) kB", status_path.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:

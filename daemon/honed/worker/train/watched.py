@@ -1,4 +1,4 @@
-"""The trainer with an eye on what ends runs: divergence, a full disk; and a word to the pulse on what it does."""
+"""The trainer with checks for what ends runs (divergence, a full disk), and with its phases reported to the pulse."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from honed.worker.train.trainer import Trainer
 
 
 class WatchedTrainer(Trainer):
-    """One attempt's trainer. No checkpoint is ever made of a run that may be lost, nor of weights that are."""
+    """One attempt's trainer. It never saves a checkpoint of a run that may be lost, nor of weights that are."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         assignment = self._assignment
         model_type = str(getattr(self.model.config, "model_type", ""))
-        vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # that of an adapter on them, too
+        vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # also with an adapter on them
         suspect = divergence.suspicion(assignment.precision, model_type)
         self._divergence = Divergence(
             assignment.spec.divergence, self._progress.divergence, suspect, vocab_size=vocab_size
@@ -37,7 +37,7 @@ class WatchedTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         lost = None
-        # It is called at the end of an epoch, too, and there once more by a run that goes on from it.
+        # This is called at the end of an epoch, too, and once more there by a run that resumes from it.
         if self._losses and self._looked_step != self.state.global_step:
             self._looked_step = self.state.global_step
             loss, self._losses = float(sum(self._losses)), []
@@ -50,7 +50,7 @@ class WatchedTrainer(Trainer):
         is_logged = self.control.should_log
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         if is_logged and not torch.isfinite(self._tr_loss):
-            self._tr_loss.zero_()  # transformers takes it from itself, which leaves NaN for the rest of the run
+            self._tr_loss.zero_()  # transformers subtracts it from itself, which leaves NaN for the rest of the run
         if lost is not None:
             raise lost
 
@@ -60,7 +60,7 @@ class WatchedTrainer(Trainer):
         return loss
 
     def _withhold(self) -> None:
-        """Put off a checkpoint while the run may be lost, until it is known to be well."""
+        """Postpone a checkpoint while the run may be lost, until it is known to be well."""
         if self._divergence.is_suspicious:
             self._is_save_withheld = self._is_save_withheld or self.control.should_save
             self.control.should_save = False
@@ -68,7 +68,7 @@ class WatchedTrainer(Trainer):
             self._is_save_withheld, self.control.should_save = False, True
 
     def check_weights(self) -> None:
-        """Raises DivergedError where a trained weight is not a number, PrecisionError where one was cast."""
+        """Raise DivergedError if a trained weight is not a number, PrecisionError if one was cast."""
         self._auditor.unchanged(self.model)
         if names := divergence.not_finite(self.model.named_parameters()):
             raise self._divergence.lost_weights(names, self.state.global_step)
@@ -77,7 +77,7 @@ class WatchedTrainer(Trainer):
 
     def save(self) -> None:
         if self._divergence.is_suspicious:
-            return  # what the last checkpoint holds is better
+            return  # the last checkpoint is better
         super().save()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -86,7 +86,7 @@ class WatchedTrainer(Trainer):
             self._write(model, trial)
 
     def _write(self, model: Any, trial: Any) -> Any:
-        """A checkpoint, older ones given up for it where there is no room. Raises DiskShortError, none of it left."""
+        """Write a checkpoint; remove older ones if there is no room. Raises DiskShortError, with none of it left."""
         checkpoints_dir = self._assignment.layout.checkpoints_dir
         is_whole = self._assignment.precision.adapter_dtype is None
         written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
@@ -96,13 +96,13 @@ class WatchedTrainer(Trainer):
             try:
                 return super()._save_checkpoint(model, trial)
             except Exception as problem:
-                # torch.save says no more than that it failed.
+                # torch.save reports only that it failed.
                 left = disk_reserve.free_bytes(checkpoints_dir)
                 is_full = isinstance(problem, RuntimeError) and left < max(num_bytes, disk_reserve.SPARE_BYTES)
                 if not (is_full or disk_reserve.is_no_room(problem)):
                     raise
                 self._tell(f"checkpoint-{self.state.global_step} found no room on the way: {problem}")
-                # Others write there, too, or it is larger than the last one was.
+                # Others write there, too, or the checkpoint is larger than the last one.
                 num_bytes = max(num_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
                 if is_last:
                     raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
