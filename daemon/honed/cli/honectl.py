@@ -139,16 +139,16 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; the man page and the completions are generated from it."""
     made = argparse.ArgumentParser(
         prog="honectl",
-        description="Hand jobs to honed, and see what becomes of them.",
-        epilog="ID is a job's number, or its name where that is unambiguous: of several, the one that is not over. "
-        "Exit status: 0, 1 for the answer no, 2 for usage, sysexits for the rest.",
+        description="Submit and monitor training jobs.",
+        epilog="ID is a job's number, or its name if unambiguous: unfinished jobs take precedence over finished ones. "
+        "Exit status: 0 success, 1 a check or a job failed, 2 wrong usage, sysexits codes for other errors.",
     )
     root = layouts.default_root()
     made.add_argument(
-        "--root", type=Path, default=root, help="the instance below this directory (default: $HONED_ROOT or /)"
+        "--root", type=Path, default=root, help="root directory of the instance (default: $HONED_ROOT or /)"
     )
     own = layouts.user_root()
-    made.add_argument("--user", action="store_const", dest="root", const=own, help="one's own instance")
+    made.add_argument("--user", action="store_const", dest="root", const=own, help="your per-user instance")
     made.add_argument("--version", action="version", version=f"honectl {__version__}")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -173,52 +173,57 @@ def _add_files(add: Add) -> None:
     verb = add(
         "submit",
         "submission:submit",
-        "check job files and drop them into the spool; relative paths become absolute",
+        "check and submit job files; relative paths become absolute",
     )
     verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    verb.add_argument("--hold", action="store_true", help="accept it, and start it only when it is released")
+    verb.add_argument("--hold", action="store_true", help="hold the jobs until `honectl release`")
     verb.add_argument(
-        "--stage", action="store_true", help="copy models and data that its worker could not read to where it can"
+        "--stage",
+        action="store_true",
+        help="copy models and data that the worker cannot read to a directory that it can",
     )
     verb.add_argument(
-        "--wait", action="store_true", help="show its progress until it is over; exit 1 unless it succeeded"
+        "--wait", action="store_true", help="show progress until the jobs end; exit with 1 unless all succeeded"
     )
-    verb = add("check", "draft:check", "check job files as honed would before it accepts them")
+    verb = add("check", "draft:check", "check job files as honed does before it accepts them")
     verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    add("plan", "draft:plan", "what would be done and why; no model is loaded").add_argument(
+    add("plan", "draft:plan", "show what a job would do and why; no model is loaded").add_argument(
         "file", type=Path, metavar="FILE"
     )
     verb = add(
-        "preview", "draft:preview", "rows exactly as they will be trained on, masked and trained text told apart"
+        "preview", "draft:preview", "show rows exactly as they will be trained on, with masked and trained text marked"
     )
     verb.add_argument("file", type=Path, metavar="FILE")
-    verb.add_argument("--rows", type=int, default=3, help="how many (default: %(default)s)")
+    verb.add_argument("--rows", type=int, default=3, help="number of rows (default: %(default)s)")
     verb = add(
         "trial",
         "submission:try_out",
-        "try a job on eight rows, before all others: does it learn, how long, how much memory",
+        "run a job on eight rows, ahead of the queue, and report learning, duration and memory",
     )
     verb.add_argument("file", type=Path, metavar="FILE")
 
 
 def _add_jobs(add: Add) -> None:
     """Add the verbs that show jobs."""
-    verb = add("list", "listing:list_jobs", "jobs and their progress: the first of each kind, or with --json all")
-    verb.add_argument("ids", metavar="ID", nargs="*", help="only these")
+    verb = add("list", "listing:list_jobs", "list jobs and their progress: the first of each kind, or with --json all")
+    verb.add_argument("ids", metavar="ID", nargs="*", help="list only these jobs")
     verb.add_argument(
-        "--state", action="append", choices=[state.value for state in State], help="only these; may be repeated"
+        "--state",
+        action="append",
+        choices=[state.value for state in State],
+        help="list only jobs in this state; may be repeated",
     )
-    verb.add_argument("--all", action="store_true", help="each and every one, however many there are")
-    verb.add_argument("--limit", type=int, metavar="N", help="at most so many of all")
-    verb.add_argument("--after", type=int, metavar="ID", help="those that stand behind this job in the list of all")
-    add("show", "listing:show", "all that is known of one job").add_argument("id", metavar="ID")
-    verb = add("logs", "joblog:logs", "what a job's attempts told; with --json a line of JSON for each event")
+    verb.add_argument("--all", action="store_true", help="list all jobs")
+    verb.add_argument("--limit", type=int, metavar="N", help="list at most N of all jobs")
+    verb.add_argument("--after", type=int, metavar="ID", help="list only jobs after this one in the list of all jobs")
+    add("show", "listing:show", "show a job's details").add_argument("id", metavar="ID")
+    verb = add("logs", "joblog:logs", "show the log of a job's attempts; with --json one line of JSON per event")
     verb.add_argument("id", metavar="ID")
-    verb.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
-    verb.add_argument("--raw", action="store_true", help="the worker's own output, its libraries' chatter included")
-    verb.add_argument("-x", "--explain", action="store_true", help="with the journal's explanations of what happened")
+    verb.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
+    verb.add_argument("--raw", action="store_true", help="print the worker's own output, including its libraries'")
+    verb.add_argument("-x", "--explain", action="store_true", help="add the journal's explanations of messages")
     verb = add(
-        "watch", "following:watch", "live progress of all jobs, or of one; with --json a line of JSON for each change"
+        "watch", "following:watch", "show live progress of all jobs, or of one; with --json one line of JSON per change"
     )
     verb.add_argument("id", metavar="ID", nargs="?")
 
@@ -226,45 +231,50 @@ def _add_jobs(add: Add) -> None:
 def _add_changes(add: Add) -> None:
     """Add the verbs that change jobs and the queue."""
     for name, words in (
-        ("cancel", "end a job for good"),
+        ("cancel", "cancel queued, held or running jobs"),
         ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
-        ("release", "let a held job go on"),
-        ("requeue", "queue a finished job again, from its last checkpoint if it has one"),
+        ("release", "queue a held job again"),
+        ("requeue", "queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any"),
     ):
         verb = add(name, "honectl:change", words)
         verb.add_argument("ids", nargs="+", metavar="ID")
         if name == "requeue":
-            verb.add_argument("--from-start", action="store_true", help="forget its checkpoints")
+            verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
     for name, words in (
-        ("pin", "keep a job: neither prune nor retention removes it"),
-        ("unpin", "keep a job no longer"),
+        ("pin", "protect a job from removal by prune and retention"),
+        ("unpin", "allow prune and retention to remove a job again"),
     ):
         add(name, "honectl:change", words).add_argument("ids", nargs="+", metavar="ID")
-    verb = add("prune", "pruning:prune", "remove finished jobs, or their checkpoints, or refused files; says what")
-    verb.add_argument("ids", nargs="*", metavar="ID", help="these; without one, those beyond a limit")
+    verb = add("prune", "pruning:prune", "remove finished jobs, their checkpoints, or rejected files, and list them")
+    verb.add_argument("ids", nargs="*", metavar="ID", help="jobs to remove; without ID, all jobs beyond a limit")
     verb.add_argument(
-        "--older-than", type=later("pruning:span"), metavar="AGE", help="finished so long ago: 30d, 12h, 2w"
+        "--older-than",
+        type=later("pruning:span"),
+        metavar="AGE",
+        help="remove jobs that finished more than AGE ago: 30d, 12h, 2w",
     )
-    verb.add_argument("--keep", type=int, metavar="N", help="all but the newest N")
+    verb.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N")
     verb.add_argument(
         "--max-size",
         type=later("pruning:size"),
         metavar="SIZE",
-        help="the oldest, until the rest takes less: 200G, 500M",
+        help="remove the oldest until the rest takes at most SIZE: 200G, 500M",
     )
     verb.add_argument(
         "--state",
         action="append",
         choices=[state.value for state in State if state.is_final],
-        help="only jobs that ended so; may be repeated",
+        help="remove only jobs that ended in this state; may be repeated",
     )
     verb.add_argument(
-        "--checkpoints", action="store_true", help="their checkpoints alone; of succeeded jobs, unless told otherwise"
+        "--checkpoints",
+        action="store_true",
+        help="remove only checkpoints; without ID or --state, those of succeeded jobs",
     )
-    verb.add_argument("--rejected", action="store_true", help="refused files, and no jobs")
-    verb.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    add("pause", "honectl:pause", "start no more jobs; running ones go on", as_json=False)
-    add("resume", "honectl:pause", "start jobs again", as_json=False)
+    verb.add_argument("--rejected", action="store_true", help="remove rejected files instead of jobs")
+    verb.add_argument("--dry-run", action="store_true", help="show what would be removed; remove nothing")
+    add("pause", "honectl:pause", "stop starting jobs; running jobs continue", as_json=False)
+    add("resume", "honectl:pause", "start queued jobs again", as_json=False)
 
 
 def _add_results(add: Add) -> None:
@@ -272,24 +282,24 @@ def _add_results(add: Add) -> None:
     verb = add(
         "predictions",
         "listing:predictions",
-        "what the model wrote for held-out examples, step by step, beside the truth",
+        "show predictions for held-out examples, step by step, next to the reference",
     )
     verb.add_argument("id", metavar="ID")
-    verb.add_argument("--sample", type=int, metavar="N", help="only this example")
-    verb.add_argument("--step", type=int, metavar="N", help="only this step; -1 is the last")
+    verb.add_argument("--sample", type=int, metavar="N", help="show only this example")
+    verb.add_argument("--step", type=int, metavar="N", help="show only this step; -1 is the last")
     forms = verb.add_mutually_exclusive_group()
-    forms.add_argument("--jsonl", action="store_true", help="a line of JSON for each row")
-    forms.add_argument("--csv", action="store_true", help="CSV, with a line of names")
-    verb = add("report", "listing:report", "the path of a job's page, or of the index over all jobs")
+    forms.add_argument("--jsonl", action="store_true", help="print one line of JSON per row")
+    forms.add_argument("--csv", action="store_true", help="print CSV with a header")
+    verb = add("report", "listing:report", "print the path of a job's report, or of the index of all jobs")
     verb.add_argument("id", metavar="ID", nargs="?")
-    verb.add_argument("--open", action="store_true", help="open it in a browser, too")
+    verb.add_argument("--open", action="store_true", help="also open it in a browser")
 
 
 def _add_machine(add: Add) -> None:
     """Add the verbs for the machine."""
-    verb = add("sandbox", "honectl:sandbox", "open the units' sandbox to policy.allowed_paths (root)", as_json=False)
-    verb.add_argument("--dry-run", action="store_true", help="show the drop-ins, and write nothing")
-    add("doctor", "honectl:doctor", "is this machine fit: versions, GPU, disk, permissions")
+    verb = add("sandbox", "honectl:sandbox", "give the units access to policy.allowed_paths (as root)", as_json=False)
+    verb.add_argument("--dry-run", action="store_true", help="print the drop-ins; write nothing")
+    add("doctor", "honectl:doctor", "check this machine: versions, GPU, disk, permissions")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,14 +38,14 @@ _JOB_METAVAR = "ID"
 _HONED = """\
 .SH DESCRIPTION
 .B honed
-watches a spool directory and fine-tunes what is dropped into it, one job for each free GPU, the most urgent first.
-It is run by systemd: a job file copied to
-.I /var/spool/honed/incoming
-by a member of the group
+watches a spool directory and runs the training jobs dropped into it: one job per free GPU, highest priority first.
+systemd runs honed. A member of the group
 .B honed-submit
-is checked, and trained by a unit of its own,
+copies a job file to
+.IR /var/spool/honed/incoming .
+honed checks the file and trains the job in its own unit,
 .BI honed-job@ ID .service .
-What cannot be trained is refused before a model is loaded, with what is wrong and what to do.
+A job that cannot be trained is rejected before a model is loaded, with the cause and the remedy.
 .PP
 .nf
 systemctl enable \\-\\-now honed
@@ -55,48 +55,61 @@ journalctl \\-u honed \\-f
 .fi
 """
 _SIGNALS = (
-    ("SIGTERM, SIGINT", "Stop. Running units go on, or write a checkpoint: jobs.on_stop. Children write theirs."),
-    ("SIGHUP", "Read the configuration again; a broken one is refused, and the status says so."),
+    (
+        "SIGTERM, SIGINT",
+        "Stop. Running job units continue or write a checkpoint (jobs.on_stop); child processes write one.",
+    ),
+    ("SIGHUP", "Reload the configuration. An invalid one is rejected and reported in the status."),
 )
 _UNITS = (
-    ("honed.service", "The daemon. Restarted, upgraded or killed, it leaves running jobs running and takes them over."),
+    (
+        "honed.service",
+        "The daemon. Jobs keep running while it is restarted, upgraded or killed; it then takes them over.",
+    ),
     (
         "honed-job@ID.service",
-        "One job. `systemctl stop` has it write a checkpoint, and holds it. Its status shows "
-        "step, loss and ETA; `honectl logs --raw ID` prints what its libraries do.",
+        "One job. `systemctl stop` makes it write a checkpoint and holds it. Its status shows "
+        "step, loss and ETA; `honectl logs --raw ID` prints its libraries' output.",
     ),
-    ("honed-jobs.slice", "All jobs. Stopping it waits until each has written its checkpoint; limits for all go here."),
-    ("honed-check@UID.service", "Checks the job files of one user, with that user's rights, before they are accepted."),
-    ("honed-fetch@N.service", "Fetches from the hub, where policy.hub allows it."),
-    ("honed-send.service", "Delivers predictions and metrics, where reporting names an address."),
-    ("honed-web.socket", "Starts honed-web.service, pages and an API for reading: honed-web(8). Off until enabled."),
+    (
+        "honed-jobs.slice",
+        "All jobs. Stopping it waits until each job has written its checkpoint. Set limits for all jobs here.",
+    ),
+    (
+        "honed-check@UID.service",
+        "Checks the job files of one user, with that user's permissions, before they are accepted.",
+    ),
+    ("honed-fetch@N.service", "Fetches models and data sets from the hub, if policy.hub allows it."),
+    ("honed-send.service", "Sends predictions, metrics and notices to the addresses in honed.toml; idle without any."),
+    ("honed-web.socket", "Starts honed-web.service, web pages and a read-only API: honed-web(8). Off until enabled."),
 )
 _EXIT = (
-    ("0", "It ended as asked."),
-    ("73", "A disk that is full or read-only, with --drain or without systemd."),
+    ("0", "Normal exit."),
+    ("73", "Full or read-only disk, with --drain or without systemd."),
     ("77", "Missing permissions."),
-    ("78", "A configuration or spool to be mended first."),
+    ("78", "Invalid configuration or spool; fix it before the next start."),
 )
 _WEB = """\
 .SH DESCRIPTION
 .B honed\\-web
-serves pages that follow jobs while they run, JSON, and figures for Prometheus, for reading. systemd starts it with the
+serves read-only web pages, JSON and Prometheus metrics, which follow jobs while they run. systemd starts it at the
 first request, once
 .I honed\\-web.socket
-is enabled; it listens on 127.0.0.1:8470 and
+is enabled. It listens on 127.0.0.1:8470 and
 .IR /run/honed\\-web.sock .
-Over the unix socket people read what is theirs; over loopback what policy.share_results lets everybody read; with the
-token everything. Where other machines reach it, it starts with a token alone.
+Over the unix socket, users can read their own jobs. Over loopback, clients can read everything that
+policy.share_results opens to everybody. With the token, clients can read everything. If other machines can reach it,
+it does not start without a token.
 """
 _WEB_FILES = (
-    ("/etc/credstore/honed.web-token", "The token, mode 0600; or the file that web.token_file names."),
-    ("/openapi.json", "On the server: every address, with parameters and answers."),
+    ("/etc/credstore/honed.web-token", "The token, mode 0600. web.token_file can name another file."),
+    ("/openapi.json", "On the server: every path, with parameters and responses."),
 )
 _HONECTL_EXIT = (
-    ("0", "Yes."),
-    ("1", "The answer no: a refused file, a job that did not succeed."),
-    ("2", "Usage."),
-    ("69", "What is asked for is not there: honed, a journal, a browser."),
+    ("0", "Success."),
+    ("1", "A check or a job failed: a rejected file, a job that did not succeed."),
+    ("2", "Wrong usage."),
+    ("69", "Not available: honed, a journal, a browser."),
     ("77", "Missing permissions."),
 )
 
@@ -109,19 +122,19 @@ def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, s
         "honectl.1": _honectl(),
         "honed.toml.5": _keys(
             "honed.toml",
-            "the configuration of honed",
-            "@/etc/honed/honed.toml@, then @/etc/honed/honed.toml.d/*.toml@ in the order of their names; later files "
-            "win. `systemctl reload honed` reads them again; an unknown key or a wrong value is refused, and what was "
-            "in force stays. For one's own instance (--user): ~/.config/honed/honed.toml.",
+            "configuration of honed",
+            "honed reads @/etc/honed/honed.toml@, then @/etc/honed/honed.toml.d/*.toml@ by name; later files win. "
+            "`systemctl reload honed` reloads them. An unknown key or an invalid value is rejected, and the current "
+            "configuration stays in force. A per-user instance (--user) reads ~/.config/honed/honed.toml.",
             config,
         ),
         "honed-job.5": _keys(
             "honed-job",
-            "a job for honed",
+            "job file of honed",
             "A job is one file in YAML, JSON or TOML. Keys keep the spelling of the library that owns them. "
-            "`honectl check FILE` shows all that would be refused, with key and line; `honectl plan FILE` what would "
-            "be done and why. Paths are absolute; `honectl submit` and `check` take relative ones from the file's "
-            "place. Secrets never stand in a job.",
+            "`honectl check FILE` reports errors, with key and line; `honectl plan FILE` shows what the job would do "
+            "and why. Paths are absolute; `honectl submit` and `check` resolve relative ones against the file's "
+            "directory. Do not put secrets into a job file.",
             spec,
         ),
     }
@@ -131,8 +144,8 @@ def _honed() -> str:
     layout = Layout(Path("/"))
     files = (
         (str(layout.config_path), "The configuration, honed.toml(5)."),
-        (str(layout.spool_dir), "The spool: where a job's entry lies is its state."),
-        (str(layout.jobs_dir / "ID"), "Everything of one job: plan, checkpoints, output, events."),
+        (str(layout.spool_dir), "The spool; the directory of a job's entry is its state."),
+        (str(layout.jobs_dir / "ID"), "Files of one job: plan, checkpoints, output, events."),
         (str(layout.database_path), "Metrics and predictions, SQLite."),
         (str(layout.cache_dir), "The model cache."),
     )
@@ -164,7 +177,7 @@ def _honed_web() -> str:
     return (
         "\n".join(
             [
-                _head("honed-web", 8, "pages and an API over honed's jobs, for reading"),
+                _head("honed-web", 8, "web pages and a read-only API of honed's jobs"),
                 ".SH SYNOPSIS\n.B honed\\-web\n" + _usage(server.parser()),
                 _WEB.rstrip(),
                 ".SH OPTIONS",
@@ -186,7 +199,7 @@ def _honectl() -> str:
         _head("honectl", 1, str(parser.description).rstrip(".").lower()),
         ".SH SYNOPSIS\n.B honectl\n[OPTION]... VERB [ARGUMENT]...",
         f".SH DESCRIPTION\n{_text(parser.description)}",
-        ".I ID\nis a job's number, or its name where that is unambiguous.",
+        ".I ID\nis a job's number, or its name if unambiguous.",
         ".SH OPTIONS",
         *_options(parser),
         ".SH VERBS",
@@ -236,7 +249,7 @@ def _keys(name: str, what: str, introduction: str, sections: Iterable[Section]) 
 def _default(info: FieldInfo) -> str:
     value = info.get_default(call_default_factory=True)
     if value is PydanticUndefined:
-        return "; must be given"
+        return "; required"
     if value is None or isinstance(value, BaseModel) or value in ([], {}):
         return ""
     return _text(f"; default {json.dumps(value, default=str)}").replace('"', '""')

@@ -33,22 +33,22 @@ _SPEC_INTRODUCTION = """\
 
 <!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/spec/spec.py instead. -->
 
-A job is one file, in YAML, JSON or TOML, with the same keys and the same meaning. Keys keep the spelling of the library
-that owns them (transformers, trl, peft). An unknown key is refused with the nearest known one, and every refusal names
-the key and the line. `honectl check FILE` shows all faults of the file itself at once, and the first of what it names
-(models, data, memory, disk); with `--json` each fault has its `fix`, the edit that mends it: a key and its new value,
-or null to take the key out. Paths are absolute; `honectl submit` and `check` take relative ones from the file's place.
-YAML's anchors and merge keys are written out; a key at the top that begins with `x-`, `_` or `.` may hold an anchor.
-Secrets never stand in a spec.
+A job is one file in YAML, JSON or TOML; all three have the same keys with the same meaning. Keys keep the spelling of
+the library that owns them (transformers, trl, peft). An unknown key is rejected with the nearest known key as a
+suggestion; each error names the key and the line. `honectl check FILE` reports all errors of the file itself, and the
+first error of its inputs (models, data, memory, disk). With `--json`, an error that an edit can fix has this edit as
+`fix`: a key and its new value, or null to remove the key. Paths are absolute; `honectl submit` and `check` resolve
+relative ones against the file's directory. YAML anchors and merge keys are expanded; a top-level key that begins with
+`x-`, `_` or `.` may hold an anchor. Do not put secrets into a job file.
 
 ```yaml
 {sample}```
 
-More of them are in `etc/examples/`.
+More examples are in `etc/examples/`.
 """
 
 _TRAINING_NOTE = """\
-SFTConfig's own fields, as of TRL 1.14.2, with its own defaults, which hold under Unsloth, too.
+Fields of SFTConfig (TRL 1.14.2), with its defaults; the same defaults apply under Unsloth.
 """
 
 _CONFIG_INTRODUCTION = """\
@@ -56,8 +56,8 @@ _CONFIG_INTRODUCTION = """\
 
 <!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/spec/config.py instead. -->
 
-`/etc/honed/honed.toml`, then `/etc/honed/honed.toml.d/*.toml` in the order of their names; later files win. An unknown
-key or a wrong value is refused, and the configuration in force stays. `systemctl reload honed` reads it again.
+honed reads `/etc/honed/honed.toml`, then `/etc/honed/honed.toml.d/*.toml` by name; later files win. An unknown key or
+an invalid value is rejected, and the current configuration stays in force. `systemctl reload honed` reloads the files.
 """
 
 _TOML_INTRODUCTION = """\
@@ -70,28 +70,28 @@ _TOML_INTRODUCTION = """\
 _ROWS = """\
 ## Rows
 
-What each format's rows hold. A column that is not read is named by `honectl check`; nothing is refused for it.
+Columns of each format. `honectl check` lists columns that are not read; they are no error.
 
-| Format | Columns | Trained on |
+| Format | Columns | Trained text |
 |---|---|---|
-| `messages` | `messages` (or `conversations`): a list of messages; `tools` | each turn of the assistant |
+| `messages` | `messages` (or `conversations`): a list of messages; `tools` | each assistant turn |
 | `prompt_completion` | `prompt` and `completion`: two strings, or two lists of messages | the completion |
-| `alpaca` | `instruction`, `input`, `output`, `system`, `history` | the output, and the answers of the history |
-| `sharegpt` | `conversations`: a list of `from` and `value`; `system`, `tools` | each turn of the assistant |
-| `text` | `text` | all of it |
+| `alpaca` | `instruction`, `input`, `output`, `system`, `history` | the output, and the answers in the history |
+| `sharegpt` | `conversations`: a list of `from` and `value`; `system`, `tools` | each assistant turn |
+| `text` | `text` | the whole text |
 
-A message has `role` and `content`, and where there are any `tool_calls` and `reasoning_content`. A call's arguments are
-an object or its JSON, and its content may be null: the template gets the form that it shows.
+A message has `role` and `content`, and optionally `tool_calls` and `reasoning_content`. The arguments of a call are an
+object or its JSON, and the content of its message may be null: the template gets the form that it renders.
 
-**What ends a turn** is trained with it, so that the model learns to stop: `<|im_end|>`, or the next turn's mark where
-a template has nothing else (GLM: `<|user|>`, `<|observation|>`). Where it writes nothing after the last turn, that mark
-is added there. Predictions stop at it. Under a template that ends turns with no token, this is told as a warning.
+**The end of a turn** is trained with the turn, so that the model learns to stop: `<|im_end|>`, or the next turn's mark
+if the template has nothing else (GLM: `<|user|>`, `<|observation|>`). If the template writes nothing after the last
+turn, that mark is added there. Predictions stop at it. honed warns about a template that ends turns with no token.
 docs/masks.md compares the trained text with TRL's, template by template.
 
-**A turn that is not to be trained on** has `weight: 0` in its message, as in OpenAI's files; `train`, `training` and
-`loss` (false) and `masked` (true) mean the same. The turn and its end stay in the context, and count neither in
-training nor in `eval_loss`; what is predicted is the last turn that is trained on. A row without a turn to train on is
-left out and counted. Any other number, and a 1 on a turn that is not the assistant's, is refused with its line.
+**To exclude a turn from training**, set `weight: 0` in its message, as in OpenAI's files; `train`, `training` and
+`loss` (false) and `masked` (true) mean the same. The turn and its end stay in the context, but count neither in
+training nor in `eval_loss`; predictions are made for the last turn that is trained on. A row without a trained turn is
+skipped and counted. Any other number, and a 1 on a turn that is not the assistant's, is rejected with its line.
 
 ```json
 {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5", "weight": 0},
@@ -110,15 +110,16 @@ _FILES = """\
 | `.parquet` | a table |
 | `.arrow` | a table, as `save_to_disk` of datasets writes it |
 
-The first three may be packed, with `.gz`, `.zst`, `.bz2` or `.xz` behind their suffix. What a file begins with decides
-where its name is wrong: lines called `.json`, a list called `.jsonl`, a packed file that is not, UTF-16 with its mark.
-An object with a key twice is a row that cannot be used; a column that occurs twice, a web page and a pointer of
-Git LFS are refused.
+Files of the first three rows may be compressed, with `.gz`, `.zst`, `.bz2` or `.xz` after their suffix. If the name is
+wrong, the beginning of the content decides: lines in a `.json` file, a list in a `.jsonl` file, an uncompressed file
+named `.gz`, UTF-16 with a byte order mark. An object with the same key twice makes its row unusable; a column that
+occurs twice, a web page and a Git LFS pointer are rejected.
 
-**A directory** is its files by name; where it has none, those below it (`data/`, or a directory for each split), and
-one that `save_to_disk` wrote is its tables in their order. Words at the beginning or the end of a name say its split:
-`train` and `training`; `validation`, `valid`, `val` and `dev`; `test`, `testing`, `eval`, `evaluation`, `heldout` and
-`holdout`. A directory with files of the latter beside others is refused until `split` says which are meant:
+**A directory** stands for its files, ordered by name; if it has none, for the files below it (`data/`, or a directory
+for each split). A directory that `save_to_disk` wrote stands for its tables in their order. Words at the beginning or
+the end of a name mark its split: `train` and `training`; `validation`, `valid`, `val` and `dev`; `test`, `testing`,
+`eval`, `evaluation`, `heldout` and `holdout`. A directory with held-out files (validation or test) beside others is
+rejected until `split` selects one:
 
 ```yaml
 datasets:
@@ -129,7 +130,7 @@ eval_datasets:
     split: test
 ```
 
-The same goes for a data set of the hub, by its id; `name` is its configuration, and `policy.hub` allows the download:
+The same applies to a data set from the hub, by its id; `name` is its configuration, `policy.hub` allows the download:
 
 ```yaml
 datasets:
@@ -139,9 +140,9 @@ datasets:
     columns: {prompt: question, completion: answer}
 ```
 
-**Rows that say the same** are counted (`num_twice` and, of held-out rows that are trained on, `num_in_both` in the
-`data` event), and warned about. `eval_split` keeps them on one side; a job that was planned before honed did so keeps
-its split.
+**Duplicate rows** are counted in the `data` event and warned about: `num_twice` counts training rows that repeat an
+earlier row, `num_in_both` held-out rows that are also trained on. `eval_split` keeps duplicates on one side; a job
+that was planned by an older honed without this rule keeps its split.
 """
 
 
@@ -217,10 +218,10 @@ def _config_sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 def _section(title: str, note: str, model: type[BaseModel]) -> str:
     annotations, told = kinds(model), docstrings(model)
-    lines = [f"## {title}\n", *([note] if note else []), "| Key | Takes | Default | Meaning |", "|---|---|---|---|"]
+    lines = [f"## {title}\n", *([note] if note else []), "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
     lines += [_row(name, annotations[name], info, told.get(name)) for name, info in model.model_fields.items()]
     lines += [
-        f"\n`{name}` takes {', '.join(f'`{word}`' for word in words)}."
+        f"\nValues of `{name}`: {', '.join(f'`{word}`' for word in words)}."
         for name, annotation in annotations.items()
         if len(words := choices(annotation)) > MANY
     ]
@@ -236,7 +237,7 @@ def _default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True)
     match default:
         case value if value is PydanticUndefined:
-            return "**must be given**"
+            return "**required**"
         case None | BaseModel() | [] | {}:
             return "–"
         case str():
@@ -256,7 +257,7 @@ def _owned() -> str:
         by_reason.setdefault(reason, []).append(name)
     rows = [f"| {', '.join(f'`{name}`' for name in names)} | {reason} |" for reason, names in by_reason.items()]
     return (
-        "\n".join(["SFTConfig's other fields are not set there:\n", "| Field | Instead |", "|---|---|", *rows]) + "\n"
+        "\n".join(["SFTConfig's other fields cannot be set here:\n", "| Field | Instead |", "|---|---|", *rows]) + "\n"
     )
 
 
@@ -266,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", metavar="DOCS", type=Path, help="write the pages")
-    action.add_argument("--check", metavar="DOCS", type=Path, help="end with 1 where a page is stale")
+    action.add_argument("--check", metavar="DOCS", type=Path, help="exit with 1 if a page is out of date")
     options = parser.parse_args(arguments)
     made = pages((options.write or options.check).resolve().parent)
     if options.write:

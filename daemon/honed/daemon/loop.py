@@ -474,22 +474,24 @@ class Daemon:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; the man page is generated from it."""
-    made = argparse.ArgumentParser(prog="honed", description="Watch the spool and fine-tune what is dropped into it.")
+    made = argparse.ArgumentParser(
+        prog="honed", description="Watch the spool and run the training jobs dropped into it."
+    )
     made.add_argument(
         "--root",
         type=Path,
         default=layouts.default_root(),
-        help="put the whole instance below this directory (default: $HONED_ROOT or /)",
+        help="root directory of the instance (default: $HONED_ROOT or /)",
     )
     made.add_argument(
         "--user",
         action="store_const",
         dest="root",
         const=layouts.user_root(),
-        help="one's own instance, where XDG says; for systemctl --user",
+        help="your per-user instance, in the XDG directories; for systemctl --user",
     )
-    made.add_argument("--drain", action="store_true", help="end once nothing is left to do")
-    made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
+    made.add_argument("--drain", action="store_true", help="exit when no work is left; held jobs do not count")
+    made.add_argument("--verbose", action="store_true", help="log debug messages")
     made.add_argument("--version", action="version", version=f"honed {__version__}")
     return made
 

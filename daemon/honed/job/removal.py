@@ -185,7 +185,7 @@ def settle(spool: Spool, layout: Layout, item: str) -> Count:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="honed.job.removal", description="Remove what honed no longer wants.")
+    parser = argparse.ArgumentParser(prog="honed.job.removal", description="Measure or remove the files of jobs.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("items", nargs="+", metavar="ITEM")
     options = parser.parse_args(arguments)

@@ -36,32 +36,32 @@ class Paging(_Answer):
     """The choice of a page of rows."""
 
     limit: Annotated[int, Field(ge=1, le=MAX_ROWS)] = ROWS
-    """Rows on a page."""
+    """Maximum number of rows on a page."""
     cursor: Annotated[str, Field(max_length=1000)] | None = None
-    """Where the page begins, as the one before it says in `next`."""
+    """Start of the page, from `next` of the previous page."""
 
 
 class JobPaging(Paging):
     """The choice of jobs."""
 
     state: State | None = None
-    """Jobs in this state alone."""
+    """Only jobs in this state."""
 
 
 class MetricPaging(Paging):
     """The choice of metrics."""
 
     name: Annotated[str, Field(max_length=200)] | None = None
-    """This figure alone: loss, eval_loss, learning_rate, …"""
+    """Only this metric: loss, eval_loss, learning_rate, …"""
 
 
 class PredictionPaging(Paging):
     """The choice of predictions."""
 
     step: Number | None = None
-    """Those of this step alone."""
+    """Only predictions of this step."""
     sample_index: Number | None = None
-    """Those of this example alone: its way through the steps."""
+    """Only predictions of this example, at all steps."""
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ class WaitingFor(_Answer):
     """The reason why a job does not run."""
 
     reason: str
-    """A word for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
+    """Reason for programs: person, dependency, plan, retry, disk, paused, device, turn, honed, …"""
     detail: str
-    """The same for people; empty for somebody else's job, and where it changes by the second."""
+    """Reason for people; empty for another user's job, and where it changes every second."""
 
 
 class JobRow(_Answer):
@@ -95,22 +95,22 @@ class JobRow(_Answer):
     name: str
     state: State
     outcome: str | None
-    """How it ended: succeeded, or the code of what ended it."""
+    """Outcome: succeeded, or the code of the cause."""
     remark: str = ""
-    """What is to be said of a success: that its loss never left where it began, or that it ended worse."""
+    """Remark on a success: its loss never left its initial value, or the model ended worse."""
     priority: int
     submitted_at: str
     """ISO 8601, UTC."""
     uid: int
-    """The user who dropped it."""
+    """User who submitted the job."""
     source: str | None
-    """The dropped file's name."""
+    """Name of the submitted file."""
     is_pinned: bool
-    """Whether it is kept whatever [retention] says."""
+    """True if the job is kept regardless of [retention]."""
     waiting_for: WaitingFor | None
-    """Why it waits, of a job that is held and of the first 500 of the queue."""
+    """Reason for waiting; given for held jobs and the first 500 of the queue."""
     needs_bytes: int | None
-    """Free disk space without which it is not started again."""
+    """Free disk space in bytes that it needs to be started again."""
     progress: Progress
 
 
@@ -119,7 +119,7 @@ class JobList(_Answer):
 
     jobs: list[JobRow]
     next: str | None
-    """The address of the next page; null on the last."""
+    """Address of the next page; null on the last."""
 
 
 class Error(_Answer):
@@ -129,9 +129,9 @@ class Error(_Answer):
     message: str
     hint: str
     evidence: str | None = None
-    """The message with what it quotes of the job's files, where it quotes anything; no log has it."""
+    """Message with its quotes from the job's files, if it has any; never logged."""
     fix: dict[str, Any] | None = None
-    """What is to be changed in the job file, where that is the remedy: dotted key, new value or null to take it out."""
+    """Edit of the job file that fixes the error, if one does: dotted key, and new value or null to remove the key."""
 
 
 class Failure(_Answer):
@@ -162,14 +162,14 @@ class JobShown(JobRow):
     error: dict[str, Any] | None
     artifacts: dict[str, Any]
     metrics: dict[str, Any]
-    """The last value of each figure."""
+    """Last value of each metric."""
     adjustments: list[dict[str, Any]]
-    """What it does otherwise since it ran out of memory, a step each: attempt, text, changes."""
+    """Changes since the job ran out of memory, one per step: attempt, text, changes."""
     depends_on: list[str]
     """Numbers and names of the jobs that it waits for."""
     job_dir: str
     memory: dict[str, Any]
-    """Bytes, as `estimated` and as `used`."""
+    """Memory in bytes, as `estimated` and as `used`."""
 
 
 class Metric(_Answer):
@@ -188,7 +188,7 @@ class MetricList(_Answer):
 
     metrics: list[Metric]
     next: str | None
-    """The address of the next page; null on the last."""
+    """Address of the next page; null on the last."""
 
 
 class Prediction(_Answer):
@@ -208,7 +208,7 @@ class PredictionList(_Answer):
 
     predictions: list[Prediction]
     next: str | None
-    """The address of the next page; null on the last."""
+    """Address of the next page; null on the last."""
 
 
 class DaemonHealth(_Answer):
@@ -269,7 +269,7 @@ def _predictions(source: Source, asker: Asker, job_id: int, asked: PredictionPag
 
 
 ENDPOINTS = (
-    Endpoint("/api/jobs", "All jobs, the newest first", JobPaging, JobList, _jobs, "jobs"),
+    Endpoint("/api/jobs", "All jobs, newest first", JobPaging, JobList, _jobs, "jobs"),
     Endpoint(
         "/api/jobs/{job_id}",
         "One job",
@@ -277,10 +277,10 @@ ENDPOINTS = (
         JobShown,
         lambda source, asker, job_id, _asked: source.show(job_id, asker),
     ),
-    Endpoint("/api/jobs/{job_id}/metrics", "Its figures", MetricPaging, MetricList, _metrics, "metrics"),
+    Endpoint("/api/jobs/{job_id}/metrics", "Metrics of one job", MetricPaging, MetricList, _metrics, "metrics"),
     Endpoint(
         "/api/jobs/{job_id}/predictions",
-        "What its model wrote",
+        "Predictions of one job",
         PredictionPaging,
         PredictionList,
         _predictions,
@@ -288,7 +288,7 @@ ENDPOINTS = (
     ),
     Endpoint(
         "/healthz",
-        "Whether honed is up and its database can be read",
+        "Health of the daemon and its database",
         NoParameters,
         Health,
         lambda source, _asker, _job_id, _asked: source.health(),
@@ -296,24 +296,24 @@ ENDPOINTS = (
 )
 #: Endpoints without JSON: address, summary, media type.
 _OTHERS = (
-    ("/", "The page over all jobs", "text/html"),
-    ("/jobs/{job_id}", "One job's report", "text/html"),
-    ("/api/events", "`changed` whenever a job moves or tells of a step", "text/event-stream"),
+    ("/", "Page of all jobs", "text/html"),
+    ("/jobs/{job_id}", "Report of one job", "text/html"),
+    ("/api/events", "`changed` whenever a job changes state or reports a step", "text/event-stream"),
     (
         "/api/jobs/{job_id}/events",
         "`progress` (with a row as of /api/jobs, stage, eval_loss, predicted_step and line) "
-        "when the job tells something, `ended` when it is over",
+        "when the job reports something, `ended` when it is over",
         "text/event-stream",
     ),
-    ("/metrics", "Figures for Prometheus", "text/plain"),
+    ("/metrics", "Metrics for Prometheus", "text/plain"),
 )
 _FAILURES = {
-    400: "a parameter that is wrong",
-    401: "a token is needed, and was not shown or is wrong",
-    403: "somebody else's job",
+    400: "invalid parameter",
+    401: "missing or wrong token",
+    403: "another user's job",
     404: "no such job or address",
-    421: "a Host that is not this machine's",
-    503: "too many requests at a time, or nothing to read yet",
+    421: "Host header with a name that is not this machine's",
+    503: "too many concurrent requests, or nothing to read yet",
 }
 
 
@@ -335,7 +335,7 @@ def openapi() -> dict[str, Any]:
         "info": {
             "title": "honed",
             "version": __version__,
-            "summary": "What honed trains, to be read",
+            "summary": "Read-only access to honed's jobs",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,

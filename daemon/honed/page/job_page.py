@@ -123,7 +123,7 @@ class Pages:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="honed.page.job_page", description="Make the page of a job.")
+    parser = argparse.ArgumentParser(prog="honed.page.job_page", description="Print the page of a job, as JSON.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("id", type=int)
     options = parser.parse_args(arguments)

@@ -639,9 +639,9 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="honed.page.report", description="Make the reports of jobs, and the index.")
+    parser = argparse.ArgumentParser(prog="honed.page.report", description="Write the reports of jobs, and the index.")
     parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--shared", action="store_true", help="everybody may read every job")
+    parser.add_argument("--shared", action="store_true", help="let everybody read every job")
     parser.add_argument("--admin-group", default="")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)

@@ -342,32 +342,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="honed-web", description="Show what honed trains, as pages and as an API, for reading."
-    )
+    made = argparse.ArgumentParser(prog="honed-web", description="Serve honed's jobs as web pages and a read-only API.")
     made.add_argument(
         "--root",
         type=Path,
         default=layouts.default_root(),
-        help="the directory below which the instance lies (default: $HONED_ROOT or /)",
+        help="root directory of the instance (default: $HONED_ROOT or /)",
     )
-    made.add_argument("--user", action="store_true", help="one's own instance, where XDG says")
-    made.add_argument("--listen", metavar="ADDRESS", help="where to listen, HOST:PORT or a path (default: web.listen)")
+    made.add_argument("--user", action="store_true", help="your per-user instance, in the XDG directories")
+    made.add_argument(
+        "--listen", metavar="ADDRESS", help="HOST:PORT or path of a unix socket to listen on (default: web.listen)"
+    )
     made.add_argument(
         "--patience-sec",
         type=float,
         default=PATIENCE_SEC,
         metavar="SEC",
-        help="seconds for a request's head; twice as many for a reader (default: %(default)s)",
+        help="timeout in seconds for a request's head; twice that for reading an answer (default: %(default)s)",
     )
     made.add_argument(
         "--idle-sec",
         type=float,
         default=IDLE_SEC,
         metavar="SEC",
-        help="end when nobody has connected for so long, if systemd started it (%(default)s)",
+        help="if started by systemd, exit after SEC seconds without connections (default: %(default)s)",
     )
-    made.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
+    made.add_argument("--verbose", action="store_true", help="log debug messages")
     made.add_argument("--version", action="version", version=f"honed-web {__version__}")
     return made
 

@@ -554,17 +554,19 @@ def _shown(address: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `honed-send` command."""
     parser = argparse.ArgumentParser(
-        prog="honed-send", description="Deliver metrics and predictions to the endpoint that honed.toml names."
+        prog="honed-send", description="Send metrics, predictions and notices to the addresses in honed.toml."
     )
     parser.add_argument(
         "--root",
         type=Path,
         default=layouts.default_root(),
-        help="the directory below which the instance lies (default: $HONED_ROOT or /)",
+        help="root directory of the instance (default: $HONED_ROOT or /)",
     )
-    parser.add_argument("--until-eof", action="store_true", help="end with standard input, after what waits by then")
-    parser.add_argument("--again", action="store_true", help="send what was refused once more, and end")
-    parser.add_argument("--verbose", action="store_true", help="log what only a developer wants to know")
+    parser.add_argument(
+        "--until-eof", action="store_true", help="exit at the end of standard input, after sending queued rows"
+    )
+    parser.add_argument("--again", action="store_true", help="retry rejected rows once, then exit")
+    parser.add_argument("--verbose", action="store_true", help="log debug messages")
     options = parser.parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-send")
     sender = Sender(layouts.of(options.root), stdin=sys.stdin if options.until_eof else None)

@@ -75,111 +75,112 @@ class SpoolConfig(_Section):
     """[spool]"""
 
     settle_sec: Annotated[float, Field(ge=0, le=60)] = 2.0
-    """Seconds for which a file that was not seen to be closed or renamed in must lie still before it is taken."""
+    """Seconds that a file must stay unchanged before it is taken, if honed did not see it closed or moved in."""
     rescan_interval_sec: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    """Seconds between scans of incoming/ that no event asked for: inotify can drop events."""
+    """Seconds between scans of incoming/ that no event triggered: inotify can lose events."""
     max_spec_bytes: Annotated[int, Field(gt=0, le=16 * 1024 * 1024)] = 256 * 1024
-    """Bytes; a larger job file is refused."""
+    """Maximum bytes of a job file; a larger one is rejected."""
     preflight_timeout_sec: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that the checking of one job file may take, slow file systems included."""
+    """Maximum seconds for the check of one job file, slow file systems included."""
 
 
 class JobsConfig(_Section):
     """[jobs]"""
 
     stop_timeout_sec: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds that a worker which was asked to stop has for its checkpoint, before it is killed."""
+    """Seconds that a worker has for its checkpoint after a stop request, before it is killed."""
     retry_delay_sec: Annotated[float, Field(ge=0)] = 30.0
-    """Seconds before the second retry, doubled for each one after it; the first retry follows at once."""
+    """Seconds before the second retry, doubled for each later one; the first retry follows at once."""
     stall_timeout_sec: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds without a sign of life from a worker after which it hangs: its stacks go to its log, and it is ended.
-    Once a job's own steps are known it is less: twenty times the longest of its last pauses."""
+    """Seconds without a sign of life after which a worker counts as hung: its stacks go to its log, and it is ended.
+    Once a job's own steps are known, the limit is lower: twenty times the longest of its last pauses."""
     min_stall_timeout_sec: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds that a worker may be silent however quick its steps were, as long as that is below stall_timeout_sec."""
+    """Seconds that a worker may always be silent, however quick its steps were, up to stall_timeout_sec."""
     time_limit_grace_sec: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds beyond a job's time_limit_sec, all attempts together, after which honed has its worker stopped where that
-    has not ended by itself: it does at the end of a step, and one that hangs comes to none."""
+    """Seconds beyond a job's time_limit_sec, all attempts together, after which honed stops its worker. A worker ends
+    by itself at the end of a step; one that hangs reaches none."""
     poll_interval_sec: Annotated[float, Field(gt=0, le=10)] = 0.5
-    """Seconds between looks at the events of running jobs."""
+    """Seconds between checks for events of running jobs."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """Jobs at a time in all; by default as many as there are devices: one on each GPU, and one on the processor, for
-    merges and jobs without a GPU."""
+    """Maximum number of jobs at a time; by default one on each GPU, and one on the processor, for merges and jobs
+    without a GPU."""
     runner: Literal["auto", "process", "systemd"] = "auto"
-    """How workers are started: as units honed-job@ID.service, or as processes of honed's own. By default as units where
-    that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log says which
-    and why. Read at start."""
+    """Method of starting workers: as units honed-job@ID.service, or as processes of honed's own. `auto` uses units
+    where that works (the instance at /, started by systemd, with the units and the polkit rule installed); the log
+    reports the choice and the reason. Read at start."""
     on_stop: Literal["leave", "checkpoint"] = "leave"
-    """What happens to running jobs when honed itself is stopped or restarted: left to go on, for the next honed to take
-    over, or asked for a checkpoint and queued. Only units can be left; a shutdown of the machine always checkpoints."""
+    """Action for running jobs when honed itself is stopped or restarted: `leave` lets them continue, and the next honed
+    takes them over; `checkpoint` has them write one and queues them. Only units can be left; a shutdown of the machine
+    always checkpoints."""
 
 
 class DeviceConfig(_Section):
     """[device]"""
 
     gpus: list[int] | None = None
-    """Indices of the GPUs that honed may use, as nvidia-smi numbers them; all by default, none with an empty list."""
+    """Indices of the GPUs that honed may use, as nvidia-smi numbers them; by default all, with an empty list none."""
     reserve_bytes: Annotated[int, Field(ge=0)] = 512 * 1024 * 1024
-    """Bytes of a device's memory that are never planned with."""
+    """Bytes of a device's memory that plans never use."""
     busy_bytes: Annotated[int, Field(ge=0)] = 1024 * 1024 * 1024
-    """A GPU on which others hold more than this is not free, and a job waits for it."""
+    """Bytes of memory that others may hold on a free GPU; above that, a job waits for it."""
 
 
 class PolicyConfig(_Section):
     """[policy]: what jobs may request."""
 
     hub: bool = False
-    """Whether a job may name a hub id, of a model or a data set, that must be fetched: honed fetches it before it
-    accepts the job. Where not, it is refused with the command that fetches it. One in the local cache may always be
-    used."""
+    """Allow hub ids, of models and data sets, that must be fetched: honed fetches them before it accepts the job. If
+    false, the job is rejected with the command that fetches them. Those in the local cache are always allowed."""
     arrivals: Literal["spool", "socket"] = "spool"
-    """How job files come in. `spool`: by a file in incoming/, whose owner is who submits it; `honectl submit` drops
-    one. `socket`: by `honectl submit` alone, over the control socket, where the kernel says who submits; a file in
-    incoming/ is refused. It cannot be known where that lay before: a file in a directory that others can write can be
-    moved to incoming/ by them, and stays its owner's."""
+    """Ways to submit a job. `spool`: by a file in incoming/, whose owner is the submitter; `honectl submit` drops one.
+    `socket`: by `honectl submit` alone, over the control socket, where the kernel identifies the submitter; a file in
+    incoming/ is rejected. honed cannot know where such a file was before: others can move a file from a directory that
+    they can write to incoming/, and it keeps its owner."""
     trust_remote_code: bool = False
-    """Whether a job may run code that comes with a model."""
+    """Allow a job to run code that comes with a model."""
     pickle: bool = False
-    """Whether weights in pickle files (.bin, .pt) may be loaded: loading one runs what is in it."""
+    """Allow weights in pickle files (.bin, .pt): loading one runs the code in it."""
     allowed_paths: list[Directory] | None = None
     """Directories below which a job may read models and data and write its output; symbolic links are followed first.
     By default it reads all that its submitter may, and writes into its own directory alone. Its own directory, the
-    model cache and what `submit --stage` copied are always allowed. Nobody but root may write the directories above
-    one, or else `honectl sandbox` refuses it: whoever may can put a link to any other in its place."""
+    model cache and the copies of `submit --stage` are always allowed. Only root may have write access to the
+    directories above an entry, or `honectl sandbox` refuses it: others could replace it by a link to any directory."""
     admin_group: str = "root"
-    """Members of this group may cancel, hold, release and requeue every job, and read its results, as root may."""
+    """Group whose members may cancel, hold, release and requeue every job, and read its results, as root may."""
     share_results: bool = False
-    """Whether everybody may read every job: its name, spec, metrics and predictions. By default the one who dropped it
-    alone may, besides root and the administrators' group; of the others' jobs the queue, and the status line of
-    `systemctl status honed`, show number and state."""
+    """Allow everybody to read every job: its name, spec, metrics and predictions. By default only its submitter, root
+    and the administrators' group may; for others' jobs, the queue and the status line of `systemctl status honed` show
+    number and state."""
 
 
 class ReportingConfig(_Section):
     """[reporting]: an HTTP endpoint that receives every metric and every prediction."""
 
     metrics_api_url: Annotated[str, AfterValidator(_web_address)] | None = None
-    """Where metrics and predictions are sent, as JSON by POST; nowhere by default. $METRICS_API_URL goes before it."""
+    """URL that receives metrics and predictions, as JSON by POST; none by default. $METRICS_API_URL takes
+    precedence."""
     token_file: Directory | None = None
-    """A file that holds the bearer token for it, and that honed's user can read. The unit's own credential goes before
-    it, /etc/credstore/honed.metrics-token. Without either, none is sent."""
+    """File with the bearer token for metrics_api_url, readable by honed's user. The unit's own credential,
+    /etc/credstore/honed.metrics-token, takes precedence. Without either, no token is sent."""
     timeout_sec: Annotated[float, Field(gt=0, le=120)] = 30.0
-    """Seconds that the other side may take for one answer."""
+    """Maximum seconds for one response of the endpoint."""
     retry_delay_sec: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds before what could not be sent is tried again, doubled each time, with some chance in it."""
+    """Seconds before a failed delivery is retried, doubled each time, with random jitter."""
     max_retry_delay_sec: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds between two tries, at most. There is no last one."""
+    """Maximum seconds between two tries. Retries never end."""
     flush_sec: Annotated[float, Field(ge=0)] = 30.0
-    """Seconds that `honed --drain` leaves at its end for the delivery of what still waits."""
+    """Seconds that `honed --drain` leaves at its end for deliveries that still wait."""
     max_outbox_bytes: Annotated[int, Field(gt=0)] = 256 * 1024 * 1024
-    """Bytes that may wait for delivery. Rows for which there is no room are counted and dropped, and the log says so;
-    in honed.db they are in any case."""
+    """Maximum bytes of rows that wait for delivery. Further rows are counted, logged and not sent; honed.db has them in
+    any case."""
     sync_wandb: bool = False
-    """Whether the runs of jobs with `report_to: [wandb]`, which wandb writes without network, are synchronised once a
-    job has ended. Everybody who may drop jobs then sends to this account. Where not, they stay in jobs/ID/wandb."""
+    """Synchronise the runs of jobs with `report_to: [wandb]`, which wandb writes without network, once a job has ended.
+    Everybody who may submit jobs then sends to this account. If false, the runs stay in jobs/ID/wandb."""
     wandb_key_file: Directory | None = None
-    """A file that holds the key of the account at wandb, and that honed's user can read. The unit's own credential goes
-    before it, /etc/credstore/honed.wandb-key."""
+    """File with the key of the wandb account, readable by honed's user. The unit's own credential,
+    /etc/credstore/honed.wandb-key, takes precedence."""
     wandb_base_url: Annotated[str, AfterValidator(_web_address)] | None = None
-    """A wandb server of one's own; by default wandb's."""
+    """URL of a wandb server of your own; by default wandb's."""
 
     def address(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Return the URL that rows are sent to, or None. Raises SpecError if METRICS_API_URL is invalid."""
@@ -195,10 +196,10 @@ class HubConfig(_Section):
     """[hub]: fetching of models and data sets, if policy.hub allows it."""
 
     fetch_timeout_sec: Annotated[float, Field(gt=0)] = 86400.0
-    """Seconds that fetching one model or data set may take, all interruptions and retries together; then its jobs are
-    refused."""
+    """Maximum seconds to fetch one model or data set, all interruptions and retries together; then its jobs are
+    rejected."""
     max_fetches: Annotated[int, Field(ge=1)] = 2
-    """Models and data sets that are fetched at a time."""
+    """Maximum number of models and data sets fetched at a time."""
 
 
 class RetentionConfig(_Section):
@@ -208,89 +209,92 @@ class RetentionConfig(_Section):
     """
 
     max_job_age_days: Annotated[float, Field(ge=0)] | None = None
-    """Days after which a finished job is removed, with all that lies in its directory and its rows in honed.db."""
+    """Days after which a finished job is removed, with its whole directory and its rows in honed.db."""
     max_jobs: Annotated[int, Field(ge=0)] | None = None
-    """Finished jobs that are kept; the oldest go. Pinned ones do not count."""
+    """Maximum number of finished jobs; the oldest are removed. Pinned ones do not count."""
     max_job_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes that the directories of finished jobs may take together; the oldest go. Pinned ones do not count."""
+    """Maximum bytes of all finished jobs' directories; the oldest are removed. Pinned ones do not count."""
     max_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
-    """Days after which the checkpoints of a job that has succeeded are removed; its output stays."""
+    """Days after which the checkpoints of a succeeded job are removed; its output stays."""
     max_failed_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
-    """The same of jobs that failed or were cancelled: requeued after that, they start from the beginning."""
+    """Days after which the checkpoints of failed and cancelled jobs are removed; requeued later, they start from the
+    beginning."""
     max_checkpoint_jobs: Annotated[int, Field(ge=0)] | None = None
-    """Finished jobs whose checkpoints are kept, failed and cancelled ones among them; those of the oldest go."""
+    """Maximum number of finished jobs with checkpoints, failed and cancelled ones included; those of the oldest are
+    removed."""
     max_checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes that the checkpoints of finished jobs may take together; those of the oldest go."""
+    """Maximum bytes of all finished jobs' checkpoints; those of the oldest are removed."""
     max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
-    """Days after which a refused file is removed from rejected/, with its reason."""
+    """Days after which a rejected file is removed from rejected/, with its reason."""
     max_rejected: Annotated[int, Field(ge=0)] | None = 10_000
-    """Refused files that are kept; the oldest go."""
+    """Maximum number of rejected files; the oldest are removed."""
     max_event_age_days: Annotated[float, Field(ge=0)] | None = None
-    """Days after which what the workers of finished jobs told is removed from the table `events`, their metrics and
-    predictions not. A database that is made again has them again, until then."""
+    """Days after which events from the workers of finished jobs are removed from the table `events`; their metrics and
+    predictions stay. A rebuilt database has them again, until the next removal."""
     max_events: Annotated[int, Field(ge=0)] | None = None
-    """Rows in the table `events` that are kept of finished jobs; the oldest go."""
+    """Maximum number of rows of finished jobs in the table `events`; the oldest are removed."""
     interval_sec: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds between looks at all that."""
+    """Seconds between checks of all these limits."""
 
 
 class NotifyConfig(_Section):
     """[notify]: allowed recipients in a job's own `notify:`, and the administrator's notifications."""
 
     allowed_webhooks: list[Annotated[str, AfterValidator(_web_address)]] = []
-    """Addresses that a job may have called, each with all that lies below its path: https://ntfy.example.org/honed.
-    None by default: honed-send has network, and a job file must not choose where it goes."""
+    """URLs that a job may call, each with everything below its path: https://ntfy.example.org/honed. None by default:
+    honed-send has network access, and a job file must not choose its target."""
     webhook_files: dict[Annotated[str, AfterValidator(_webhook_name)], Directory] = {}
-    """Webhooks by a name that jobs may use, whose address is a secret: name = file, which has the address on its first
-    line and, where one is needed, a bearer token on its second. Readable for honed's group alone."""
+    """Webhooks with a secret URL, under a name that jobs may use: name = file. The file has the URL on its first line
+    and, where one is needed, a bearer token on its second. It is readable for honed's group alone."""
     allowed_mail_domains: list[str] = []
-    """Domains to which jobs may have mail sent, each written out."""
+    """Domains to which jobs may send mail, each in full."""
     smtp_host: str | None = None
-    """The mail server; without one no mail is sent."""
+    """Mail server; without one no mail is sent."""
     smtp_port: Annotated[int, Field(gt=0, lt=65536)] = 587
-    """Its port."""
+    """Port of the mail server."""
     smtp_security: Literal["starttls", "tls", "none"] = "starttls"
-    """How the connection is kept private: by STARTTLS, by TLS from the start (port 465), or not."""
+    """Encryption of the connection: STARTTLS, TLS from the start (port 465), or none."""
     smtp_user: str | None = None
-    """The user to log in as, where that is needed."""
+    """User name at the mail server, where it needs one."""
     smtp_password_file: Directory | None = None
-    """A file with that user's password, readable for honed's group alone."""
+    """File with the password of smtp_user, readable for honed's group alone."""
     mail_from: Annotated[str, AfterValidator(_mail_address)] | None = None
-    """The sender's address."""
+    """Sender address of mails."""
     admin_webhook: Annotated[str, AfterValidator(_webhook_or_name)] | None = None
-    """The administrator's own webhook, for all jobs: an address, or a name in webhook_files."""
+    """Administrator's own webhook, for all jobs: a URL, or a name in webhook_files."""
     admin_mail: list[Annotated[str, AfterValidator(_mail_address)]] = []
-    """The administrator's own mail addresses, for all jobs."""
+    """Administrator's own mail addresses, for all jobs."""
     admin_states: list[Literal["succeeded", "failed", "cancelled"]] = ["failed"]
-    """The ends that the administrator is told of."""
+    """Final states of jobs that the administrator is notified of."""
     admin_degraded: bool = True
-    """Whether the administrator is told when honed cannot work (a full disk, a GPU that does not answer), and when it
-    can again."""
+    """Notify the administrator when honed cannot work (a full disk, a GPU that does not respond), and when it
+    recovers."""
     timeout_sec: Annotated[float, Field(gt=0, le=120)] = 30.0
-    """Seconds that a receiver may take for one answer."""
+    """Maximum seconds for one response of a recipient."""
     retry_delay_sec: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds before what could not be delivered is tried again, doubled each time, with some chance in it."""
+    """Seconds before a failed delivery is retried, doubled each time, with random jitter."""
     max_retry_delay_sec: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds between two tries, at most."""
+    """Maximum seconds between two tries."""
     give_up_days: Annotated[float, Field(gt=0)] = 7.0
-    """Days after which a notice that nobody takes is set aside."""
+    """Days after which an undelivered notification is set aside."""
     max_waiting: Annotated[int, Field(gt=0)] = 10_000
-    """Notices that may wait for delivery; what comes after that is dropped, and the log says so."""
+    """Maximum number of notifications that wait for delivery; further ones are discarded and logged."""
 
 
 class WebConfig(_Section):
     """[web]: honed-web, pages and an API for browsers; it runs only if honed-web.socket is enabled."""
 
     listen: str = "127.0.0.1:8470"
-    """Where it listens when it is started by hand: an address with a port, or the path of a socket. Where systemd
-    starts it, the socket unit says that. An address that other machines reach needs a token."""
+    """Address with a port, or path of a socket, to listen on when started by hand; under systemd the socket unit sets
+    it. An address that other machines reach needs a token."""
     token_file: Directory | None = None
-    """A file with the token that whoever asks must show, as a bearer token or as a password: one line of 16 characters
-    or more, which honed-web can read. The unit's own credential goes before it, /etc/credstore/honed.web-token. Who has
-    it reads every job; on a loopback address one without it reads what policy.share_results lets everybody read."""
+    """File with the token that clients must send, as a bearer token or as a password: one line of 16 characters or
+    more, readable by honed-web. The unit's own credential, /etc/credstore/honed.web-token, takes precedence. A client
+    with the token reads every job; on a loopback address one without it reads what policy.share_results lets everybody
+    read."""
     hosts: list[str] = []
-    """Names of this machine by which browsers may ask, besides localhost and its addresses: those that a proxy before
-    it hands on. Any other is refused, or a page from elsewhere could give its own name our address."""
+    """Names of this machine that browsers may request, besides localhost and its addresses: those that a proxy in front
+    forwards. Any other is rejected, or else a foreign page could point its own name to our address."""
 
 
 class Config(_Section):

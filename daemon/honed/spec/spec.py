@@ -281,16 +281,16 @@ class LoraSpec(Section):
     r: Annotated[int, Ge(1), Le(4096)] = 16
     """Rank of the adapter's matrices."""
     lora_alpha: Count = 32
-    """The adapter counts `lora_alpha / r` times."""
+    """The adapter's output is scaled by `lora_alpha / r`."""
     lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Dropout before the adapter."""
+    """Dropout on the adapter's input."""
     target_modules: Annotated[
         str | list[str],
         any_of(lambda value: isinstance(value, str) or is_texts(value), str, list),
         AfterValidator(_target_modules),
         _MODULES,
     ] = "all-linear"
-    """The modules that get an adapter."""
+    """Modules that get an adapter."""
     exclude_modules: (
         Annotated[
             str | list[str],
@@ -300,35 +300,35 @@ class LoraSpec(Section):
         ]
         | None
     ) = None
-    """The modules that get none."""
+    """Modules that get no adapter."""
     modules_to_save: Texts | None = None
-    """Modules that are trained whole, beside the adapter."""
+    """Modules that are fully trained, beside the adapter."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases are trained."""
+    """Biases that are trained."""
     use_rslora: Flag = False
-    """Whether the adapter counts `lora_alpha / sqrt(r)` times."""
+    """Scale the adapter's output by `lora_alpha / sqrt(r)`."""
     use_dora: Flag = False
-    """Whether weights are split into magnitude and direction."""
+    """Split weights into magnitude and direction."""
     init_lora_weights: Annotated[
         bool | str,
         any_of(lambda value: isinstance(value, bool) or bool(_LORA_INIT.fullmatch(value)), bool, str),
         Expected("true, false, gaussian, olora, orthogonal, pissa or pissa_niter_<number>"),
     ] = True
-    """How the adapter begins."""
+    """Initialization of the adapter."""
     layers_to_transform: list[Annotated[int, Ge(0)]] | None = None
-    """Numbers of the layers that get an adapter; null takes all."""
+    """Numbers of the layers that get an adapter; null means all."""
     rank_pattern: dict[str, Count] | None = None
-    """Modules with a rank of their own."""
+    """Ranks by module, in place of `r`."""
     alpha_pattern: dict[str, Count] | None = None
-    """Modules with a `lora_alpha` of their own."""
+    """Alphas by module, in place of `lora_alpha`."""
     finetune_language_layers: Flag = True
-    """Whether the language model's layers get an adapter."""
+    """Put adapters on the language model's layers."""
     finetune_vision_layers: Flag = False
-    """Whether the vision tower's layers get one too."""
+    """Put adapters on the vision encoder's layers too."""
     finetune_projector: Flag = False
-    """Whether what carries images and sound over to the language model gets one too."""
+    """Put adapters on the projector too, which passes images and sound to the language model."""
     finetune_audio_layers: Flag = False
-    """Whether the audio tower's layers get one too."""
+    """Put adapters on the audio encoder's layers too."""
 
 
 def _pattern(value: str) -> str:
@@ -354,7 +354,7 @@ class PartsSpec(Section):
     projector: Pattern | None = None
     """Modules that project the encoders' outputs into the language model."""
     language: Pattern | None = None
-    """Modules of the language model whose names say otherwise."""
+    """Modules of the language model whose names suggest another part."""
 
     @property
     def patterns(self) -> dict[Part, str]:
@@ -366,11 +366,11 @@ class MediaDirSpec(Section):
     """`media_dir:` with a directory for each kind; null means the data file's directory."""
 
     image: AbsolutePath | None = None
-    """Of images."""
+    """Directory of images."""
     video: AbsolutePath | None = None
-    """Of videos and of directories of frames."""
+    """Directory of videos and of directories of frames."""
     audio: AbsolutePath | None = None
-    """Of sound."""
+    """Directory of sound."""
 
 
 MediaDir = Annotated[
@@ -385,20 +385,20 @@ class MediaSpec(Section):
     """`media:` conversion of images, videos and sound to tokens, and handling of rows where it fails."""
 
     max_pixels: Pixels | None = None
-    """Pixels (width × height) above which an image or frame is made smaller, in proportion; null leaves that to the
-    model's processor."""
+    """Maximum pixels (width × height) of an image or frame; larger ones are scaled down in proportion. null leaves that
+    to the model's processor."""
     min_pixels: Pixels | None = None
-    """Pixels below which one is enlarged."""
+    """Minimum pixels of an image or frame; smaller ones are enlarged."""
     max_image_size: Annotated[int, Ge(8)] | None = None
-    """Pixels of the longer side above which one is made smaller."""
+    """Maximum pixels of the longer side; larger images and frames are scaled down."""
     num_frames: Annotated[int, Ge(1), Le(10_000)] | None = None
-    """Frames of a video that the model sees, evenly spread; null takes 8, and the whole of a list of frames."""
+    """Frames of a video that the model sees, evenly spaced; null takes 8, and all of a list of frames."""
     broken: Literal["drop", "refuse"] = "drop"
-    """What happens for a file that is missing or cannot be read: its row is left out, counted and named, or the job
-    is refused."""
+    """Action for a file that is missing or cannot be read: skip its row, count and report it (`drop`), or reject the
+    job (`refuse`)."""
     too_long: Literal["drop", "refuse"] = "drop"
-    """What happens for a row that `max_length` would cut through an image, video or sound, or whose sound is longer
-    than the model's processor takes in: the same choice."""
+    """Action for a row where `max_length` would cut through an image, video or sound, or whose sound is longer than the
+    model's processor accepts: `drop` or `refuse`, as for `broken`."""
 
     @property
     def limits(self) -> MediaLimits:
@@ -409,28 +409,28 @@ class DatasetSpec(Section):
     """One entry of `datasets:` or `eval_datasets:`."""
 
     path: Annotated[str, AfterValidator(_dataset_path), Place(), Expected("an absolute path, or a hub id (org/name)")]
-    """A .jsonl, .json, .csv, .parquet or .arrow file, the first three also packed (.gz, .zst, .bz2, .xz), or a
-    directory of them: also one that `save_to_disk` wrote, or with the files in `data/`. Or the hub id of a data set
-    with such files, which is fetched as a base model is."""
+    """A .jsonl, .json, .csv, .parquet or .arrow file, or a directory of them, also one written by `save_to_disk` or
+    with the files in `data/`. The first three formats may be compressed (.gz, .zst, .bz2, .xz). Or the hub id of a data
+    set with such files, which is fetched as a base model is."""
     name: Text | None = None
-    """Of a hub id: the configuration, where the data set has several."""
+    """Configuration of a hub data set that has several."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
-    """Of a hub id: branch, tag or commit."""
+    """Branch, tag or commit of a hub data set."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
-    """How a row is built; `auto` goes by its columns."""
+    """Format of the rows; `auto` chooses by their columns."""
     fraction: Annotated[float, Gt(0)] | None = None
-    """Share of the mixture, as in TRL: normalised, no row drawn twice. For all data sets or none."""
+    """Share of the mixture, as in TRL: normalised, no row drawn twice. Set it for all data sets or for none."""
     split: Text | None = None
-    """The split to read from a directory with several: a subdirectory, or a word that names of files begin or end
-    with. Required where some names say `test` or the like; `train` takes files whose names say no split, if none says
-    `train`."""
+    """Split to read from a directory with several: a subdirectory, or a word at the beginning or end of file names.
+    Required where some names contain `test` or the like; `train` takes files whose names contain no split, if none
+    contains `train`."""
     max_rows: Count | None = None
-    """Rows that are read at most."""
+    """Maximum number of rows to read."""
     media_dir: MediaDir | None = None
-    """The directory that paths of images, audio and video in the rows start from; null takes the data file's. A section
-    has one for each kind."""
+    """Directory that relative paths of images, audio and video in the rows start from; null takes the data file's. A
+    section has one for each kind."""
     columns: dict[str, Text] | None = None
-    """Columns with other names, as `our name: their column`."""
+    """Column names that differ, as `our name: their column`."""
     _place: Path | None = PrivateAttr(None)  # the snapshot of a hub data set, and its files
     _files: tuple[str, ...] = PrivateAttr(())
 
@@ -476,11 +476,11 @@ class SampleSpec(Section):
     """`predictions.sample:` settings for predictions that are sampled instead of greedy."""
 
     temperature: Annotated[float, Gt(0), Le(100)] = 1.0
-    """Above 1 answers vary more, below 1 less."""
+    """Temperature: above 1 answers vary more, below 1 less."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Tokens are drawn from the likeliest that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
-    """Seed of the drawing, the same for each round, so that a change is the model's."""
+    """Seed for sampling, the same in each round, so that a change comes from the model."""
 
 
 class PredictionSpec(Section):
@@ -491,35 +491,35 @@ class PredictionSpec(Section):
         any_of(lambda value: value in ("eval", "epoch", "off") if isinstance(value, str) else value >= 1, int, str),
         Expected("one of eval, epoch, off, or a whole number of steps"),
     ] = "eval"
-    """When predictions are made, apart from the start and the end; `off` makes none at all."""
+    """Interval of predictions, in addition to those at the start and the end; `off` makes none at all."""
     num_samples: Count = 5
-    """Examples that are followed."""
+    """Number of held-out examples to predict."""
     max_new_tokens: Count = 64
-    """Tokens that the model may write."""
+    """Maximum number of tokens per answer."""
     batch_size: Count | None = None
-    """Prompts that are answered at a time; null takes 16, and 4 with images, videos or sounds."""
+    """Prompts per batch; null takes 16, and 4 with images, videos or sounds."""
     prompts: Texts | None = None
-    """Prompts of one's own, in place of held-out examples."""
+    """Prompts to use in place of held-out examples."""
     metrics: Annotated[
         Literal["auto"] | list[Metric],
         any_of(lambda value: value == "auto" or is_metrics(value), str, list),
         BeforeValidator(_metric_names),
         Expected("auto, or a list of metrics' names"),
     ] = "auto"
-    """The metrics on predictions; `auto` goes by what the answers should be. See docs/operation.md for all of them."""
+    """Metrics on predictions; `auto` chooses by the expected answers. docs/operation.md lists all of them."""
     sample: SampleSpec | None = None
-    """How answers are drawn; null takes the likeliest token each time."""
+    """Sampling settings; null takes the likeliest token each time."""
     settings: Literal["greedy", "base"] = "greedy"
-    """Further generation settings: `greedy` uses none, `base` those of the base model's generation_config.json
+    """Further generation settings: `greedy` uses none, `base` uses those of the base model's generation_config.json
     (penalties, n-grams, suppressed and forced tokens, and, without `sample`, sampling and beams). Answers end at the
     same tokens in both, and the output keeps the base's file."""
     autocast: Literal["off", "match"] = "off"
-    """Whether predictions are made under the trainer's autocast; `match` is for a model that fails without. Where
-    parameters that are trained beside LoRA's own have another dtype than the model was loaded in, `off` is autocast in
-    the model's: they would fail without."""
+    """Autocast in predictions: `match` uses the trainer's, for a model that fails without it. Where parameters trained
+    beside LoRA's own have another dtype than the loaded model, `off` is autocast in the model's dtype: predictions
+    would fail without it."""
     max_share: Share | None = 0.1
-    """Share of a run of more than ten minutes that predictions may take: those of evaluations are left out where they
-    would take more. null sets no limit, and is the default where `num_samples` is given."""
+    """Maximum share of a run of more than ten minutes that predictions may take; those at evaluations are skipped where
+    they would take more. null sets no limit, and is the default where `num_samples` is given."""
 
     @model_validator(mode="before")
     @classmethod
@@ -533,20 +533,20 @@ class ResourceSpec(Section):
     """`resources:` that the job needs."""
 
     gpus: Annotated[int, Ge(0), AfterValidator(_one_gpu), Expected("0 or 1")] = 1
-    """GPUs of the job; 0 trains on the CPU."""
+    """Number of GPUs; 0 trains on the CPU."""
 
 
 class RetrySpec(Section):
     """`retry:` after a crash or an out-of-memory error."""
 
     max_attempts: Annotated[int, Ge(1), Le(100)] = 3
-    """Attempts in all, each from the last checkpoint. A clean stop uses up none, nor does a step of `adjust`."""
+    """Maximum number of attempts, each from the last checkpoint. Clean stops and steps of `adjust` do not count."""
     on_out_of_memory: Literal["adjust", "retry", "fail"] = "adjust"
-    """After memory ran out: `adjust` lets the next attempt take one step down a ladder that keeps what is learned
-    (smaller batches with more accumulation, gradient checkpointing, smaller batches of evaluations and of
-    predictions), until it fits or no step is left; `retry` tries again as it is; `fail` ends the job."""
+    """Action after an out-of-memory error: `adjust` takes the next attempt one step down a ladder that keeps what is
+    learned (smaller batches with more accumulation, gradient checkpointing, smaller batches of evaluations and of
+    predictions), until it fits or no step is left; `retry` tries again unchanged; `fail` ends the job."""
     may_shrink_media: Flag = False
-    """Whether the ladder may go on to fewer frames of a video and fewer pixels of an image, which changes what is
+    """Let the ladder continue to fewer frames of a video and fewer pixels of an image, which changes what is
     learned."""
 
 
@@ -554,25 +554,25 @@ class DivergenceSpec(Section):
     """`divergence:` detection of runs that cannot recover. Two losses in a row that are not numbers always count."""
 
     grad_norm_factor: Annotated[float, Gt(1)] | None = 20.0
-    """The gradient's norm explodes where it is so many times its median over the last steps, and the loss has more
-    than doubled, to more than half of what a guess among all tokens has. null looks at losses alone: at those far above
-    such a guess."""
+    """Factor over the median of the last steps above which a gradient's norm is an explosion, if the loss has also more
+    than doubled, to more than half of the loss of a guess among all tokens. null checks losses alone, for values far
+    above such a guess."""
     num_steps: Count = 5
-    """Steps in a row with such a gradient, or such a loss, after which the run is stopped."""
+    """Consecutive steps with such a gradient or loss after which the run is stopped."""
 
 
 class GuardSpec(Section):
     """`guard:` lets a job fail if its model ends worse than it began."""
 
     metric: Metric
-    """The metric on predictions that is watched, such as exact_match."""
+    """Metric on predictions to watch, such as exact_match."""
     max_drop: Annotated[float, Ge(0)] = 0.0
-    """How far it may fall below its value before training."""
+    """Maximum fall of the metric below its value before training."""
     num_samples: Count = 100
-    """Held-out examples that it is measured on."""
+    """Number of held-out examples to measure the metric on."""
     patience: Count | None = None
-    """Evaluations in a row with the metric further down than that, after which training ends; null measures it before
-    and after training alone."""
+    """Consecutive evaluations with a fall of more than `max_drop` after which training ends; null measures the metric
+    before and after training alone."""
 
 
 class NotifySpec(Section):
@@ -581,11 +581,11 @@ class NotifySpec(Section):
     webhook: (
         Annotated[str, AfterValidator(_webhook), Expected("an http or https address, or a webhook's name")] | None
     ) = None
-    """An address that gets a POST, or the name of one in honed.toml; the administrator says which a job may name."""
+    """URL that gets a POST, or its name in honed.toml; the administrator decides which ones a job may name."""
     mail: Annotated[str, form(MAIL_ADDRESS.pattern), Expected("a mail address")] | None = None
-    """A mail address, in a domain that the administrator allows."""
+    """Mail address, in a domain that the administrator allows."""
     states: list[Ending] = Field(default=["succeeded", "failed", "cancelled"])
-    """The ends that are told."""
+    """Final states that are reported."""
 
 
 class JobSpec(Section):
@@ -594,26 +594,26 @@ class JobSpec(Section):
     name: (
         Annotated[str, AfterValidator(_name), Expected("a name of at most 100 characters, without a slash")] | None
     ) = None
-    """A name for people; honectl takes it where it is unambiguous."""
+    """Name for people; honectl accepts it where it is unambiguous."""
     kind: Literal["sft", "merge"] = "sft"
-    """What is done: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
+    """Task: supervised fine-tuning, or the merge of an adapter into its base model, on the CPU."""
     priority: Annotated[int, Ge(-1_000_000), Le(1_000_000)] = 0
-    """Higher runs first; equal: first come."""
+    """Jobs with a higher value run first, equal ones in order of arrival."""
     base_model: Annotated[
         str, AfterValidator(_base_model), Expected("an absolute directory, a hub id (org/name), or job:NAME"), Place()
     ]
-    """What training starts from: a directory, a hub id, or what another job makes (`job:NAME`)."""
+    """Model that training starts from: a directory, a hub id, or another job's output (`job:NAME`)."""
     model_type: (
         Annotated[str, BeforeValidator(_model_type), form(r"[A-Za-z0-9_-]+"), Expected("a model type such as qwen3")]
         | None
     ) = None
-    """The model's type, only where the checkpoint's config.json lacks it or has an alias."""
+    """Model type, only where the checkpoint's config.json lacks it or has an alias."""
     revision: Annotated[str, form(r"\w[\w./-]*"), Expected("a branch, tag or commit")] | None = None
     """Branch, tag or commit of a hub id."""
     trust_remote_code: Flag = False
-    """Whether code that comes with the model may run; only where the administrator allows it."""
+    """Run code that comes with the model; only where the administrator allows it."""
     chat_template: Annotated[AbsolutePath, BeforeValidator(_chat_template)] | None = None
-    """A file with a chat template, for a base model without one."""
+    """File with a chat template, for a base model without one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, in training and predictions; a row's own `chat_template_kwargs` override them."""
     training_chat_template: (
@@ -626,8 +626,8 @@ class JobSpec(Section):
         ]
         | None
     ) = None
-    """Another template to render rows with, where the base's leaves out parts of them: `trl` uses the training variant
-    that TRL ships for it; else a file. Predictions and the exported model use the base's template."""
+    """Template for rendering rows, where the base model's leaves out parts of them: `trl` uses the training variant
+    that TRL ships for it; any other value is a file. Predictions and the exported model use the base's template."""
     adapter: (
         Annotated[
             str,
@@ -638,86 +638,86 @@ class JobSpec(Section):
         ]
         | None
     ) = None
-    """An adapter's directory, or the job that makes it (`job:NAME`): training goes on from it, or it is merged."""
+    """Directory of an adapter, or the job that makes it (`job:NAME`), to continue training from or to merge."""
     backend: Literal["auto", "unsloth", "transformers"] = "auto"
-    """What loads the model; `auto` falls back to transformers, a backend asked for by name does not."""
+    """Library that loads the model; `auto` falls back to transformers, a backend set by name does not."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of computation; `auto` takes what the checkpoint stores, if the device can. The weights of full
-    fine-tuning are float32 then, under autocast, as far as memory allows: see `master_weights`. float32 computes in
-    float32, without autocast. Of a merge: every parameter's."""
+    """Precision of computation; `auto` takes the checkpoint's, if the device supports it. Full fine-tuning then has
+    float32 weights, under autocast, as far as memory allows: see `master_weights`. float32 computes in float32, without
+    autocast. For a merge: precision of every parameter."""
     adapter_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights trained beside a frozen base; `auto` is float32, also for QLoRA. bfloat16 takes half the
     memory and loses small updates."""
     master_weights: Literal["auto", "float32", "compensated", "none"] = "auto"
-    """How full fine-tuning stores its weights: `float32`, computed under autocast; `compensated`, bfloat16 with a
+    """Storage of the weights in full fine-tuning: `float32`, computed under autocast; `compensated`, bfloat16 with a
     remainder that completes each weight to float32, updated by honed's own AdamW; `none`, bfloat16 alone, which loses
     small updates. `auto` takes the first that fits into the device's memory, with an 8-bit AdamW where that helps and
     `training.optim` names no other optimizer."""
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of a full fine-tuning's output; `auto` is that of the base checkpoint, `float32` keeps what was
-    trained."""
+    """Precision of a full fine-tuning's output; `auto` takes the base checkpoint's, `float32` keeps the trained
+    values."""
     quantization: Annotated[Literal["none", "4bit", "8bit"], BeforeValidator(_quantization)] = "none"
     """Quantization of the base model, under an adapter."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """The attention's implementation."""
+    """Implementation of attention."""
     lora: Annotated[LoraSpec | None, BeforeValidator(_lora)] = None
-    """Train an adapter. Left out: full fine-tuning, of a model that sees or hears that of its language model."""
+    """Train an adapter. Left out: full fine-tuning; in a multimodal model, of its language model."""
     parts: PartsSpec = PartsSpec()
-    """The modules of the vision encoder, the audio encoder and the projector, where honed does not know their names."""
+    """Modules of the vision encoder, the audio encoder and the projector, where honed does not know their names."""
     train_parts: Annotated[
         list[Literal["language", "vision", "audio", "projector"]],
         Expected("a list of language, vision, audio, projector"),
     ] = Field(default=["language"], min_length=1)
-    """The parts of the model that full fine-tuning trains; the others stay as they are."""
+    """Parts of the model that full fine-tuning trains; the others stay frozen."""
     datasets: Annotated[list[DatasetSpec], BeforeValidator(_splits)] = Field(default_factory=list)
-    """What is trained on."""
+    """Training data."""
     eval_datasets: Annotated[list[DatasetSpec], BeforeValidator(_none_as_empty)] = Field(default_factory=list)
-    """What is held out; or `eval_split`."""
+    """Held-out data; or use `eval_split`."""
     eval_split: ShareOrZero | None = None
-    """The share of the training data to hold out; 0 and null hold nothing out. Rows with the same content are kept on
-    the same side."""
+    """Share of the training data to hold out; 0 and null hold nothing out. Rows with the same content stay on the same
+    side."""
     media: MediaSpec = MediaSpec()
-    """How images, videos and sound of the rows become tokens."""
+    """Conversion of the rows' images, videos and sound to tokens."""
     training: TrainingSpec = TrainingSpec()
-    """SFTConfig's own names."""
+    """Trainer settings, under SFTConfig's own names."""
     predictions: PredictionSpec = PredictionSpec()
-    """What the model writes for held-out examples."""
+    """Predictions for held-out examples."""
     output_dir: AbsolutePath | None = None
-    """Where the result goes; by default `jobs/<id>/output`."""
+    """Directory for the result; by default `jobs/<id>/output`."""
     save_merged: Literal["none", "bfloat16", "float16"] = "none"
-    """A merged checkpoint beside the adapter, in this precision."""
+    """Precision of a merged checkpoint beside the adapter; `none` saves none."""
     resources: ResourceSpec = ResourceSpec()
-    """What the job needs."""
+    """Resources that the job needs."""
     retry: RetrySpec = RetrySpec()
-    """How often it is tried."""
+    """Retries after a crash or an out-of-memory error."""
     divergence: DivergenceSpec = DivergenceSpec()
-    """When it is given up because it only gets worse."""
+    """Detection of runs that cannot recover."""
     depends_on: Annotated[list[Text], BeforeValidator(_job_ids), Expected("a list of job names or numbers")] = Field(
         default_factory=list
     )
-    """Jobs that must have succeeded first."""
+    """Jobs that must succeed before this one starts."""
     time_limit_sec: Seconds | None = None
-    """Seconds that the job may run in all."""
+    """Maximum run time in seconds, all attempts together."""
     save_interval_sec: Seconds | None = 600.0
-    """Seconds between checkpoints, beside `save_steps`; null goes by steps alone."""
+    """Seconds between checkpoints, in addition to `save_steps`; null saves by steps alone."""
     early_stopping_patience: Count | None = None
     """Evaluations without improvement after which training ends."""
     guard: GuardSpec | None = None
-    """A metric that must not fall."""
+    """Metric that must not fall."""
     report_to: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
         BeforeValidator(_listed),
         Expected("a list of tensorboard, wandb, mlflow, trackio"),
     ] = Field(default_factory=list)
-    """Who else gets the figures."""
+    """Trackers that receive the metrics."""
     pin: Flag = False
-    """Whether the job is kept when it is over: nothing removes it until `honectl unpin`."""
+    """Keep the finished job: nothing removes it until `honectl unpin`."""
     notify: NotifySpec | None = None
-    """Who is told of the end."""
+    """Recipients of a notification when the job ends."""
     trial: Annotated[
         bool | str, any_of(lambda value: value in (True, False, "only"), bool, str), Expected("true, false or only")
     ] = False
-    """Whether eight rows are tried for a few steps first, and what is found told; `only` does nothing else."""
+    """Try eight rows for a few steps first and report the findings; `only` does nothing else."""
 
     @property
     def eval_strategy(self) -> str:

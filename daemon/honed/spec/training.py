@@ -87,163 +87,163 @@ class TrainingSpec(Section):
 
     # How long
     num_train_epochs: Annotated[float, Gt(0)] = 3.0
-    """Passes over the training data."""
+    """Number of passes over the training data."""
     max_steps: MaxSteps = -1
-    """Optimizer steps in all; where set, it wins over `num_train_epochs`."""
+    """Total number of optimizer steps; if set, it overrides `num_train_epochs`."""
 
     # Batches and lengths
     per_device_train_batch_size: Count = 8
-    """Examples in one forward pass."""
+    """Examples per forward pass."""
     gradient_accumulation_steps: Count = 1
-    """Forward passes for one optimizer step."""
+    """Forward passes per optimizer step."""
     max_length: Count | None = 1024
-    """Tokens; longer examples are cut. null cuts nothing."""
+    """Maximum tokens per example; longer ones are cut. null cuts nothing."""
     packing: Flag = False
-    """Whether several examples share one sequence of `max_length`; refused where the model would mix them."""
+    """Pack several examples into one sequence of `max_length`; rejected where the model would mix them."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """How examples are fitted together: best fit, best fit with long ones split, or one after the other, all mixed."""
+    """Packing method: best fit, best fit with long examples split, or one after the other, all mixed."""
     padding_free: Flag = False
-    """Whether a batch is one long sequence without padding."""
+    """Concatenate a batch into one long sequence without padding."""
     pad_to_multiple_of: Count | None = None
-    """Tokens; sequences are padded to a multiple."""
+    """Pad sequences to a multiple of this number of tokens."""
     truncation_mode: Literal["keep_start"] = "keep_start"
-    """Which end of a long example is kept."""
+    """End of a truncated example that is kept."""
     train_sampling_strategy: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
-    """The order of the examples."""
+    """Order of the examples."""
     shuffle_dataset: Flag = False
-    """Whether the data are shuffled once, before the first epoch."""
+    """Shuffle the data once, before the first epoch."""
 
     # Learning rate and optimizer
     learning_rate: Annotated[float, Gt(0), Le(1)] = 2e-5
-    """The highest learning rate. LoRA usually wants ten times that of full fine-tuning."""
+    """Peak learning rate. LoRA usually needs ten times that of full fine-tuning."""
     lr_scheduler_type: Schedule = "linear"
-    """How the learning rate falls."""
+    """Schedule of the learning rate."""
     lr_scheduler_kwargs: dict[str, Any] | None = None
-    """What the schedule takes, such as `num_cycles`."""
+    """Arguments of the schedule, such as `num_cycles`."""
     warmup_steps: StepsOrZero = 0
-    """Steps in which the learning rate rises; below 1, a share of the run."""
+    """Steps in which the learning rate rises; a value below 1 is a share of the run."""
     optim: Optimizer = "adamw_torch_fused"
-    """The optimizer. Some need a package of their own."""
+    """Optimizer. Some need a package of their own."""
     optim_args: str | None = None
-    """What the optimizer takes, as `key=value,key=value`."""
+    """Arguments of the optimizer, as `key=value,key=value`."""
     optim_target_modules: (
         Annotated[str | list[str], any_of(bool, str, list), Expected("text or a list of words")] | None
     ) = None
-    """The modules that GaLore and APOLLO work on."""
+    """Modules that GaLore and APOLLO apply to."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """Decay of the weights at each step."""
+    """Weight decay at each step."""
     adam_beta1: Fraction = 0.9
-    """Adam's decay of the mean."""
+    """Decay rate of Adam's running mean."""
     adam_beta2: Fraction = 0.999
-    """Adam's decay of the variance."""
+    """Decay rate of Adam's running variance."""
     adam_epsilon: Annotated[float, Gt(0)] = 1e-8
     """Adam's term against division by zero."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
+    """Maximum gradient norm; larger gradients are scaled down, 0 scales none."""
 
     # Loss
     loss_type: Literal["nll", "dft", "chunked_nll"] | None = None
-    """The loss; null leaves the choice to TRL, or to Unsloth, which computes the same in its own way, and takes nll
-    where theirs is not the model's: see docs/operation.md."""
+    """Loss function; null leaves it to TRL, or to Unsloth, which computes the same in its own way. Where their loss is
+    not the model's, null takes nll: see docs/operation.md."""
     label_smoothing_factor: Fraction = 0.0
-    """Label smoothing."""
+    """Factor of label smoothing."""
     neftune_noise_alpha: Annotated[float, Ge(0)] | None = None
-    """Noise on the embeddings (NEFTune)."""
+    """Noise level on the embeddings (NEFTune)."""
     router_aux_loss_coef: Annotated[float, Ge(0)] | None = None
     """Weight of the load-balancing loss of a mixture of experts."""
     average_tokens_across_devices: Flag = True
-    """Whether the loss is averaged over the tokens of all devices."""
+    """Average the loss over the tokens of all devices."""
 
     # Memory and speed
     gradient_checkpointing: Flag = True
-    """Whether activations are computed again instead of kept: less memory, slower by a fifth."""
+    """Recompute activations in the backward pass: saves memory, slower by a fifth."""
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    """What gradient checkpointing takes, such as `use_reentrant`."""
+    """Arguments of gradient checkpointing, such as `use_reentrant`."""
     activation_offloading: Flag = False
-    """Whether activations are kept in the machine's memory."""
+    """Keep activations in main memory."""
     torch_compile: Flag = False
-    """Whether the model is compiled."""
+    """Compile the model with torch.compile."""
     torch_compile_backend: str | None = None
-    """The compiler's backend."""
+    """Backend of torch.compile."""
     torch_compile_mode: str | None = None
-    """The compiler's mode."""
+    """Mode of torch.compile."""
     use_liger_kernel: Flag = False
-    """Whether Liger's kernels are used; needs the package liger-kernel."""
+    """Use Liger's kernels; needs the package liger-kernel."""
     liger_kernel_config: dict[str, bool] | None = None
-    """Which of Liger's kernels are used."""
+    """Liger's kernels to turn on or off, by name."""
     torch_empty_cache_steps: Count | None = None
-    """Steps between emptyings of the device's cache."""
+    """Steps after which the device's cache is emptied each time."""
 
     # Evaluation
     eval_strategy: Interval = "no"
-    """When held-out rows are evaluated. Unless set: by `eval_steps` where given, else each epoch."""
+    """Interval type of evaluations on held-out rows. If not set: by `eval_steps` where given, else each epoch."""
     eval_steps: Steps | None = None
     """Steps between evaluations; null takes `logging_steps`."""
     eval_delay: Annotated[float, Ge(0)] = 0
     """Epochs or steps before the first evaluation."""
     eval_on_start: Flag = False
-    """Whether the trainer evaluates before the first step. Unless set: where it evaluates at all."""
+    """Evaluate before the first step. If not set: true where the trainer evaluates at all."""
     per_device_eval_batch_size: Count = 8
-    """Examples in one forward pass of an evaluation."""
+    """Examples per forward pass of an evaluation."""
     eval_accumulation_steps: Count | None = None
-    """Batches whose outputs stay on the device."""
+    """Batches whose outputs accumulate on the device."""
     eval_packing: Flag | None = None
-    """Whether held-out examples are packed; null does as `packing`."""
+    """Pack held-out examples; null takes the value of `packing`."""
 
     # Checkpoints
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
-    """When checkpoints are written. A stop writes one in any case. Unless set: with each evaluation, where the best
-    checkpoint is wanted."""
+    """Interval type of checkpoints. A stop always writes one. If not set: with each evaluation, where the best
+    checkpoint is needed."""
     save_steps: Steps = 500
     """Steps between checkpoints; see also save_interval_sec."""
     save_total_limit: Count | None = None
-    """Checkpoints that are kept."""
+    """Maximum number of checkpoints to keep."""
     load_best_model_at_end: Flag = False
-    """Whether the best checkpoint is the result, instead of the last."""
+    """Use the best checkpoint as the result, instead of the last."""
     metric_for_best_model: str | None = None
-    """The metric that tells the best; null takes the loss."""
+    """Metric that selects the best checkpoint; null takes the loss."""
     greater_is_better: Flag | None = None
-    """Whether more of that metric is better; null goes by its name."""
+    """Prefer a higher `metric_for_best_model`; null decides by its name."""
 
     # Logging
     logging_strategy: Interval = "steps"
-    """When figures are reported."""
+    """Interval type for reporting metrics."""
     logging_steps: Steps = 10
-    """Steps between figures. Unless set: each step."""
+    """Steps between reports of metrics. If not set: every step."""
     logging_first_step: Flag = False
-    """Whether the first step is reported too."""
+    """Report the first step too."""
     include_num_input_tokens_seen: Annotated[
         Literal["all", "non_padding", "no"] | bool,
         any_of(lambda value: value in ("all", "non_padding", "no", True, False), str, bool),
         Expected("one of all, non_padding, no"),
     ] = "no"
-    """Whether tokens are counted."""
+    """Count input tokens."""
     project: str = "huggingface"
-    """Trackio's project."""
+    """Project in Trackio."""
     skip_memory_metrics: Flag = True
-    """Whether memory figures are left out of the metrics."""
+    """Leave memory usage out of the metrics."""
 
     # Seeds and loading
     seed: Seed = 42
-    """Seed of weights, order, split and samples."""
+    """Seed for weights, order, split and samples."""
     data_seed: Seed | None = None
-    """Seed of the order alone; null takes `seed`."""
+    """Seed for the order alone; null takes `seed`."""
     full_determinism: Flag = False
-    """Whether slower kernels are used that give the same bits each time."""
+    """Use slower kernels with bit-identical results."""
     dataloader_drop_last: Flag = False
-    """Whether an incomplete last batch is left out."""
+    """Skip an incomplete last batch."""
     dataloader_num_workers: Annotated[int, Ge(0)] = 0
     """Processes that load data; 0 loads in the worker itself."""
     dataloader_pin_memory: Flag = True
-    """Whether batches lie in pinned memory."""
+    """Keep batches in pinned memory."""
     dataloader_persistent_workers: Flag = False
-    """Whether those processes live from epoch to epoch."""
+    """Keep the data loading processes alive from epoch to epoch."""
     dataloader_prefetch_factor: Count | None = None
-    """Batches that each of those processes loads ahead."""
+    """Batches that each data loading process loads ahead."""
     dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
-    """How those processes are started."""
+    """Start method of the data loading processes."""
     dataloader_in_order: Flag = True
-    """Whether batches come in the order in which they were asked for."""
+    """Return batches in the order of their requests."""
 
     @property
     def cut_at(self) -> int | None:

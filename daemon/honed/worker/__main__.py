@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m honed.worker", description=__doc__)
     parser.add_argument("job_dir", type=Path)
     parser.add_argument("attempt", type=int)
-    parser.add_argument("--backend", choices=["transformers", "unsloth"], help="instead of the plan's")
+    parser.add_argument("--backend", choices=["transformers", "unsloth"], help="backend to use instead of the plan's")
     arguments = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -49,11 +49,11 @@ class _Asked:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="honed.worker.preview", description="Rows as they will be trained on.")
+    parser = argparse.ArgumentParser(prog="honed.worker.preview", description="Show rows as they will be trained on.")
     parser.add_argument("spec_file", type=Path)
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="how many (default: 5)")
-    parser.add_argument("--base-model", type=Path, metavar="DIR", help="in place of the spec's, for job:NAME")
-    parser.add_argument("--json", action="store_true", help="a list of objects on standard output, or {error}")
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="number of rows (default: 5)")
+    parser.add_argument("--base-model", type=Path, metavar="DIR", help="base model to use for a spec's job:NAME")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, or {error}")
     options = parser.parse_args(arguments)
     try:
         rows = preview(
