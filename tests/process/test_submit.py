@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed.daemon import acceptance
+from honed.daemon import incoming
 from honed.daemon.acceptance import Acceptance
 from honed.job.arrival import Arrivals
 from honed.job.job import State
@@ -194,7 +194,7 @@ def test_what_was_taken_when_honed_was_killed_is_accepted_for_its_submitter(inst
 def test_more_than_are_checked_at_a_time_are_all_taken_also_after_a_kill(instance: Instance) -> None:
     instance.configure(f"{SOCKET}[spool]\nrescan_interval_sec = 3600\n")
     instance.start()
-    numbers = [submit(instance, f"job-{number}.json")["id"] for number in range(acceptance.MAX_PENDING + 30)]
+    numbers = [submit(instance, f"job-{number}.json")["id"] for number in range(incoming.MAX_PENDING + 30)]
     instance.kill(signal.SIGKILL)
     instance.start()
     wait_for(lambda: len(list(instance.spool.jobs(State.HELD))) == len(numbers), what="all accepted")
@@ -275,17 +275,17 @@ def test_what_cannot_be_written_is_not_taken_and_its_submitter_told(instance: In
 
 
 def test_the_files_of_one_user_that_wait_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "MAX_SUBMITTED", 2)
+    monkeypatch.setattr(incoming, "MAX_SUBMITTED", 2)
     spool = Spool(Instance(tmp_path).layout)
     nothing: Any = None
     taking = Acceptance(spool, Arrivals(spool), nothing, nothing, Config(), nothing)
     for _ in range(2):
-        taking.submit("a.json", b"{}", UID)
+        taking.incoming.submit("a.json", b"{}", UID)
     with pytest.raises(EnvironmentInvalidError, match="2 job files of yours wait"):
-        taking.submit("a.json", b"{}", UID)
-    assert taking.submit("a.json", b"{}", UID + 1).submitter == UID + 1
+        taking.incoming.submit("a.json", b"{}", UID)
+    assert taking.incoming.submit("a.json", b"{}", UID + 1).submitter == UID + 1
     with pytest.raises(SpecError, match="larger than"):
-        taking.submit("a.json", bytes(Config().spool.max_spec_bytes + 1), UID)
+        taking.incoming.submit("a.json", bytes(Config().spool.max_spec_bytes + 1), UID)
     spool.close()
 
 

@@ -298,17 +298,17 @@ class Backlog:
         with_device = [ready for wants_gpu, ready in self._ready.items() if self._placement.is_any_free(wants_gpu)]
         for _, number in merge(*with_device):
             job = self._jobs[number]
-            if self._not_before.get(job.id, now) > now or self._acceptance.is_asked_again(job.id):
+            if self._not_before.get(job.id, now) > now or job.id in self._acceptance.replanning.numbers:
                 continue
             if job.needs_bytes and not self._attempts.has_room(job):
                 continue
             if (free := self._placement.free_device(job)) is not None:
                 if self._placement.holds_on(job, free):
                     return job, free
-                if not self._acceptance.has_room:
+                if not self._acceptance.replanning.has_room:
                     break
                 self._asked_for[job.id] = free
-                self._acceptance.plan_again(job, self._made_for(job), free)
+                self._acceptance.replanning.plan_again(job, self._made_for(job), free)
         if self._ready[True] and not self._attempts.running and not self._placement.is_any_free(wants_gpu=True):
             self._tell_waits(self._jobs[self._ready[True][0][1]])
         return None
@@ -403,7 +403,7 @@ class Backlog:
             other = self._find_any(reference)
             if other is not None and other.state is not State.SUCCEEDED:
                 return "dependency", f"job {other.id} ({other.name}), which it depends on, is {other.state}"
-        if job.is_deferred or self._acceptance.is_asked_again(job.id):
+        if job.is_deferred or job.id in self._acceptance.replanning.numbers:
             return "plan", "it is being planned again"
         if (seconds := self._not_before.get(job.id, 0.0) - self._clock()) > 0:
             return "retry", f"it is tried again in {duration(seconds)}"
@@ -422,14 +422,14 @@ class Backlog:
         """Plan the deferred jobs whose inputs exist by now."""
         self.look_again()
         for number in sorted(self._unplanned):
-            if not self._acceptance.has_room:
+            if not self._acceptance.replanning.has_room:
                 return
-            if not self._acceptance.is_asked_again(number):
-                self._acceptance.plan_again(self._jobs[number], self._made_for(self._jobs[number]))
+            if number not in self._acceptance.replanning.numbers:
+                self._acceptance.replanning.plan_again(self._jobs[number], self._made_for(self._jobs[number]))
 
     def settle_replanned(self) -> None:
         """Take the plans that were made again; an error found then fails the job."""
-        for done in self._acceptance.replanned():
+        for done in self._acceptance.replanning.take_done():
             job, found = self._jobs.get(done.job_id), self._asked_for.pop(done.job_id, None)
             if job is not None and job.state is State.QUEUED:
                 self._replanned(job, done.answer, found)

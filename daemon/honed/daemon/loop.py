@@ -240,9 +240,9 @@ class Daemon:
         """Return the seconds that the loop may sleep if nothing wakes it."""
         now = self._clock()
         waits = [self._rescan_at - now, self._housekeeper.patience(), self._publishing.patience()]
-        if self._attempts.running or self._acceptance.num_fetching:
+        if self._attempts.running or len(self._acceptance.fetches.numbers):
             waits.append(self._config.jobs.poll_interval_sec)
-        if self._acceptance.num_unsettled:
+        if self._acceptance.incoming.num_unsettled:
             waits.append(min(0.1, self._config.spool.settle_sec))
         if self._acceptance.is_busy or self._acceptance.num_waiting:
             waits.append(0.2)
@@ -258,7 +258,7 @@ class Daemon:
             return all(self._is_left(job_id) for job_id in self._attempts.running)
         if self._attempts.running:
             return False
-        on_their_way = self._acceptance.num_waiting + self._acceptance.num_fetching + self._acceptance.num_stuck
+        on_their_way = self._acceptance.num_waiting + len(self._acceptance.fetches.numbers) + self._acceptance.num_stuck
         is_taken = not self._acceptance.is_busy and not on_their_way
         return self._drain and is_taken and self._backlog.all_wait_for_a_person()
 
@@ -379,13 +379,13 @@ class Daemon:
         return delay
 
     def _take_arrivals(self) -> None:
-        self._acceptance.settle_fetched()
+        self._acceptance.fetches.settle()
         for job in self._acceptance.settle():
             self._backlog.add(job)
         if self._is_stopping:
             return
         now = self._clock()
-        if now >= self._rescan_at or self._acceptance.num_unsettled:
+        if now >= self._rescan_at or self._acceptance.incoming.num_unsettled:
             self._rescan_at = now + self._config.spool.rescan_interval_sec
             self._watcher.rearm()
             self._acceptance.scan()

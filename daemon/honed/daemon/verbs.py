@@ -98,8 +98,8 @@ class Answers:
                     "is_watching": self._watcher.is_watching,
                     "is_paused": self._spool.is_paused,
                     "takes_drops": self.config.policy.arrivals == "spool",
-                    "num_arriving": self._acceptance.num_arriving,
-                    "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetching()],
+                    "num_arriving": self._acceptance.incoming.num_seen,
+                    "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetches.rows()],
                 }
             case "pause" | "resume":
                 if not self._asker(request).is_administrator:
@@ -109,7 +109,7 @@ class Answers:
                 return self._status(query.ANYBODY)
             case "cancel" if (found := self._arrival(reference, self._asker(request))) is not None:
                 self._require_owner(request, found["id"], found["uid"])
-                self._acceptance.cancel(found["id"])
+                self._acceptance.fetches.cancel(found["id"])
                 return {**found, "state": "rejected"}
             case "prune":
                 asker = self._asker(request)
@@ -155,7 +155,7 @@ class Answers:
 
         Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
         """
-        found = [each for each in self._acceptance.fetching() if each["source"] is not None]
+        found = [each for each in self._acceptance.fetches.rows() if each["source"] is not None]
         if not found:
             return None
         closed = [each for each in found if not (asker.reads_all or each["uid"] == asker.uid)]
@@ -222,7 +222,7 @@ class Answers:
         except ValueError as error:
             raise UsageError(f"data is not base64: {error}") from error
         try:
-            claim = self._acceptance.submit(
+            claim = self._acceptance.incoming.submit(
                 held_name(name) if request.arguments.get("hold") else name, content, request.uid
             )
         except OSError as error:

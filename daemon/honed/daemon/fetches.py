@@ -1,0 +1,151 @@
+"""Arrivals, and accepted jobs that are planned again, whose model or data set is fetched from the hub first."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from honed.daemon.checks import Checks, Pending
+from honed.daemon.rejection import Rejection
+from honed.daemon.replanning import Replanning
+from honed.job.spool import Spool
+from honed.run.fetcher import Fetcher
+from honed.run.snapshot import MODEL, Missing
+from honed.spec.config import Config
+from honed.system.error import HonedError, InternalError, InterruptedRunError
+
+log = logging.getLogger(__name__)
+
+#: Fetches of the same model or data set for one arrival: a cached copy can be removed before the next check.
+MAX_FETCHES_PER_ARRIVAL = 3
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """An arrival, or an accepted job that is planned again, and the model or data set that is fetched for it."""
+
+    missing: Missing
+    answer: dict[str, Any]
+    pending: Pending | None  #: None for an accepted job
+
+
+class Fetches:
+    """Fetches what a check missed, and has the check repeated."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        spool: Spool,
+        checks: Checks,
+        replanning: Replanning,
+        rejection: Rejection,
+        config: Callable[[], Config],
+    ) -> None:
+        self._fetcher = fetcher
+        self._spool = spool
+        self._checks = checks
+        self._replanning = replanning
+        self._rejection = rejection
+        self._config = config
+        self._fetching: dict[int, _Fetching] = {}
+        self._num_fetches: dict[int, Counter[Missing]] = {}
+
+    @property
+    def numbers(self) -> set[int]:
+        """Numbers of the arrivals and jobs that wait for a fetch."""
+        return set(self._fetching)
+
+    def begin(self, answer: dict[str, Any], pending: Pending | None) -> None:
+        """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
+        number = answer["id"]
+        missing = Missing(**answer["needs_fetch"])
+        waits = _Fetching(missing, answer, pending)
+        counts = self._num_fetches.setdefault(number, Counter())
+        counts[missing] += 1
+        if counts[missing] > MAX_FETCHES_PER_ARRIVAL:
+            why = f"{missing.key}: {missing.repo_id} was fetched, and is not in the cache"
+            self._fail(number, waits, InternalError(why, hint="see the log"))
+            return
+        self._fetching[number] = waits
+        self._fetcher.want(number, missing)
+        who = repr(pending.claim.name) if pending else "planned again"
+        log.info("job %d (%s): waits for %s at %s to be fetched", number, who, missing.repo_id, missing.revision)
+
+    def forget(self, number: int) -> None:
+        """Forget how often something was fetched for an arrival or job: its check misses nothing any more."""
+        self._num_fetches.pop(number, None)
+
+    def settle(self) -> None:
+        """Check again the arrivals and jobs whose fetch succeeded, and refuse those whose fetch failed."""
+        for fetched in self._fetcher.poll():
+            waits = self._fetching.pop(fetched.number)
+            if fetched.error is None:
+                self._check_again(fetched.number, waits)
+            else:
+                self._fail(fetched.number, waits, fetched.error)
+        if not self._config().policy.hub:  # no longer allowed: the check reports it
+            for number, waits in list(self._fetching.items()):
+                self._fetcher.leave(number)
+                del self._fetching[number]
+                self._check_again(number, waits)
+
+    def cancel(self, number: int) -> None:
+        """Refuse an arrival that waits for a fetch, at its owner's request."""
+        waits = self._fetching.pop(number)
+        self._fetcher.leave(number)
+        what = "base model" if waits.missing.repo_type == MODEL else waits.missing.what
+        self._fail(number, waits, InterruptedRunError(f"cancelled, before its {what} was fetched"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each arrival and job that waits for a fetch, with its progress."""
+        found = []
+        for number, waits in sorted(self._fetching.items()):
+            progress = self._fetcher.progress(number)
+            pending, job = waits.pending, None if waits.pending else self._spool.job(number)
+            uid = pending.copy.uid if pending else job.uid if job else None
+            found.append(
+                {
+                    "id": number,
+                    "name": _name(waits, number),
+                    "uid": uid,
+                    "source": pending.claim.name if pending else None,
+                    "state": "fetching",
+                    "repo_id": waits.missing.repo_id,
+                    "revision": waits.missing.revision,
+                    "repo_type": waits.missing.repo_type,
+                    "num_bytes": progress.get("bytes", 0),
+                    "total_bytes": progress.get("of") or None,
+                    "problem": progress.get("problem"),
+                }
+            )
+        return found
+
+    def names(self) -> set[str]:
+        """Return the names and numbers by which other arrivals may name those that wait for a fetch."""
+        return {
+            name
+            for number, waits in self._fetching.items()
+            if waits.pending is not None
+            for name in (_name(waits, number), str(number))
+        }
+
+    def _check_again(self, number: int, waits: _Fetching) -> None:
+        if waits.pending is not None:
+            self._checks.begin(waits.pending)
+        else:
+            self._replanning.ask(number)
+
+    def _fail(self, number: int, waits: _Fetching, error: HonedError) -> None:
+        """Refuse an arrival, or fail the replanning of a job, because its fetch failed."""
+        if waits.pending is not None:
+            self._rejection.reject(waits.pending.claim, error)
+        else:
+            self._replanning.fail(number, error)
+
+
+def _name(waits: _Fetching, number: int) -> str:
+    title = waits.pending.claim.title if waits.pending else str(number)
+    return str(waits.answer["spec"].get("name") or title)

@@ -1,0 +1,271 @@
+"""Arrivals on their way to be checked: files in incoming/ and job files from the control socket.
+
+    incoming/ ── listed ── whole ──► claimed/<id>/ ── copied ──► checks
+    socket    ── claimed/<id>/ ────────────────────── copied ──► checks
+
+Users take turns: a flood of one user's files delays nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from pathlib import Path
+from typing import TypeVar
+
+from honed.daemon.checkers import Checkers
+from honed.daemon.checks import MAX_TOGETHER, Checks, Pending
+from honed.daemon.rejection import Rejection
+from honed.daemon.watcher import Watcher
+from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
+from honed.job.job import Job
+from honed.spec.config import Config
+from honed.system.error import EnvironmentInvalidError, HonedError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+#: Arrivals of one user that are claimed and not checked yet, at most: the rest of a flood stays in incoming/, where it
+#: costs nothing and delays nobody.
+MAX_PENDING = 64
+#: Arrivals looked at in one pass; and the pause between two listings of incoming/, as a multiple of a listing's
+#: duration.
+MAX_LOOKS_PER_PASS = 200
+LISTING_REST = 20
+#: Failed attempts to take an arrival, after which it is left in incoming/.
+MAX_DENIALS = 3
+#: Unchecked files of one user that came over the control socket: they count on honed's disk, and not in the user's
+#: quota.
+MAX_SUBMITTED = 10_000
+
+
+class Listing:
+    """The last listing of incoming/, as far as its files were not taken since."""
+
+    def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
+        self._arrivals = arrivals
+        self._watcher = watcher
+        self.not_looked_at: dict[int, deque[Path]] = {}  #: by owner
+        self.num_unsettled = 0  #: looked at and not claimed, such as files that are still being written
+        self._left: dict[str, int] = {}  # name → inode
+        self._num_denials: dict[str, int] = {}
+        self._num_scans = 0
+        self._seen_at: dict[str, int] = {}  # name → the scan that saw it first
+
+    def refresh(self) -> None:
+        """List incoming/."""
+        arrivals = self._in_order(self._arrivals.dropped())
+        self._watcher.keep({each.path.name for each in arrivals})
+        self.not_looked_at, self.num_unsettled = {}, 0
+        for each in arrivals:
+            self.not_looked_at.setdefault(each.uid, deque()).append(each.path)
+
+    def is_whole(self, path: Path) -> bool:
+        """Look at a file: return True if it can be claimed now."""
+        if self._is_left(path):
+            return False
+        self.num_unsettled += 1  # until it is claimed, or the next listing
+        return self._watcher.is_whole(path)
+
+    def claim(self, paths: list[Path]) -> tuple[list[Claim], list[Exception]]:
+        """Claim these files. Returns the claims, and the machine's faults that prevented others."""
+        claims: list[Claim] = []
+        faults: list[Exception] = []
+        for path, taken in zip(paths, self._arrivals.claim_all(paths), strict=True):
+            match taken:
+                case PermissionError() if taken.filename == str(path):  # else the error is about a directory of our own
+                    self._num_denials[path.name] = self._num_denials.get(path.name, 0) + 1
+                    if self._num_denials[path.name] < MAX_DENIALS:
+                        continue  # the next attempt may succeed
+                    self._leave(path, taken)
+                case Exception():
+                    faults.append(taken)
+                    continue
+                case Claim():
+                    claims.append(taken)
+            self._watcher.forget(path.name)
+            self._num_denials.pop(path.name, None)
+            self.num_unsettled -= 1
+        return claims, faults
+
+    def _in_order(self, arrivals: list[Dropped]) -> list[Dropped]:
+        """Sort arrivals by the scan that first saw them, then by their times, which clock jumps falsify."""
+        self._num_scans += 1
+        self._seen_at = {each.path.name: self._seen_at.get(each.path.name, self._num_scans) for each in arrivals}
+        return sorted(arrivals, key=lambda each: self._seen_at[each.path.name])
+
+    def _leave(self, path: Path, error: OSError) -> None:
+        """Leave an arrival that cannot be taken (another user's directory) where it is, and log it once."""
+        with contextlib.suppress(FileNotFoundError):
+            self._left[path.name] = path.lstat().st_ino
+            log.warning("%r lies in %s and cannot be taken: %s", path.name, path.parent, error.strerror)
+
+    def _is_left(self, path: Path) -> bool:
+        try:
+            return path.name in self._left and self._left[path.name] == path.lstat().st_ino
+        except FileNotFoundError:
+            del self._left[path.name]
+            return False
+
+
+class Incoming:
+    """Claims arrivals, copies them, and has them checked."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        watcher: Watcher,
+        checkers: Checkers,
+        checks: Checks,
+        rejection: Rejection,
+        config: Callable[[], Config],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arrivals = arrivals
+        self._checkers = checkers
+        self._checks = checks
+        self._rejection = rejection
+        self._config = config
+        self._clock = clock
+        self._listing = Listing(arrivals, watcher)
+        self._submitted: dict[int, deque[Claim]] = {}  # came over the control socket and not copied yet, by submitter
+        self._list_at = 0.0
+        self._must_list = False
+        self._tried: set[int] = set()  # claims that could not be settled
+        self._late: list[Job] = []  # accepted, although an error followed after their entry was written
+
+    @property
+    def num_unsettled(self) -> int:
+        """Number of arrivals that can be taken, plus one if more may have arrived since the last listing."""
+        arrivals = sum(len(waiting) for uid, waiting in self._lists() if not self._checkers.is_stuck(uid))
+        return self._listing.num_unsettled + arrivals + self._must_list
+
+    @property
+    def num_seen(self) -> int:
+        """Number of arrivals that were seen and not taken yet: they may still be being written."""
+        return self._listing.num_unsettled + sum(len(waiting) for _, waiting in self._lists())
+
+    @property
+    def num_stuck(self) -> int:
+        """Number of arrivals that were not looked at, as they cannot be checked for now."""
+        return sum(len(waiting) for uid, waiting in self._lists() if self._checkers.is_stuck(uid))
+
+    @property
+    def has_late(self) -> bool:
+        """True if `take_late` has jobs to return."""
+        return bool(self._late)
+
+    def take_late(self) -> list[Job]:
+        """Return the jobs of earlier claims that turned out to be accepted already, each once."""
+        late, self._late = self._late, []
+        return late
+
+    def submit(self, name: str, data: bytes, uid: int) -> Claim:
+        """Take a job file over the control socket. Raises HonedError if it is not taken, and OSError if the machine
+        prevents it."""
+        if len(data) > (limit := self._config().spool.max_spec_bytes):
+            raise too_large(name, limit)
+        if self._arrivals.num_submitted(uid) >= MAX_SUBMITTED:
+            raise EnvironmentInvalidError(
+                f"{shown(name)}: {MAX_SUBMITTED} job files of yours wait to be checked",
+                hint="submit it again when there are fewer: honectl list",
+            )
+        claim = self._arrivals.submit(name, data, uid)
+        self._submitted.setdefault(uid, deque()).append(claim)
+        return claim
+
+    def scan(self, known: Set[int]) -> None:
+        """Take complete arrivals, and earlier claims that could not be settled; `known`: claims that others settle.
+
+        Raises OSError if the machine prevents a claim, after the others were made.
+        """
+        now = self._clock()
+        self._must_list = now < self._list_at
+        if not self._must_list:
+            self._listing.refresh()
+            self._list_at = now + LISTING_REST * (self._clock() - now)
+        self._take_earlier(known)
+        whole: list[Path] = []
+        submitted: list[Claim] = []
+        for claim in self._in_turn(self._submitted, submitted, limit=MAX_TOGETHER):
+            submitted.append(claim)
+        self._copy(submitted)
+        looked_at = self._in_turn(self._listing.not_looked_at, whole, limit=MAX_TOGETHER - len(submitted))
+        for path in itertools.islice(looked_at, MAX_LOOKS_PER_PASS):
+            if self._listing.is_whole(path):
+                whole.append(path)
+        claims, faults = self._listing.claim(whole)
+        self._copy(claims)
+        if faults:
+            raise faults[0]
+
+    def _lists(self) -> Iterator[tuple[int, Sequence[object]]]:
+        """Yield the arrivals that were not looked at yet, by user."""
+        yield from self._listing.not_looked_at.items()
+        yield from self._submitted.items()
+
+    def _in_turn(self, lists: dict[int, deque[T]], taken: Sequence[object], *, limit: int) -> Iterator[T]:
+        """Take items off these lists, one of each user in turn, until `limit` are `taken`.
+
+        Users with too much under way, and users whose files cannot be checked, are skipped.
+        """
+        counts = self._checks.num_by_user()
+        while len(taken) < limit:
+            having = (uid for uid in lists if counts[uid] < MAX_PENDING and not self._checkers.is_stuck(uid))
+            if (uid := next(having, None)) is None:
+                return
+            waiting, num_taken = lists.pop(uid), len(taken)
+            first = waiting.popleft()
+            if waiting:
+                lists[uid] = waiting  # behind the other users
+            yield first
+            counts[uid] += len(taken) - num_taken
+
+    def _take_earlier(self, known: Set[int]) -> None:
+        """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
+        submitted = {claim.id for claims in self._submitted.values() for claim in claims}
+        if (room := self._room()) <= 0:
+            self._must_list = True
+            return
+        found = self._arrivals.claims(but={*known, *submitted, *self._tried}, limit=room)
+        if not found:
+            self._tried.clear()  # tried once more at the next scan
+            return
+        self._tried |= {claim.id for claim in found}
+        self._must_list = True  # and then the arrivals behind them
+        unsettled = []
+        for claim in found:
+            if (job := self._arrivals.accepted(claim)) is not None:
+                self._late.append(job)
+            else:
+                unsettled.append(claim)
+        self._copy(unsettled)
+
+    def _room(self) -> int:
+        """Return how many more of the earlier claims may be looked at now."""
+        num_under_way = len(self._checks.being_checked()) + self._checks.num_checked
+        return max(0, min(MAX_TOGETHER, MAX_PENDING - num_under_way))
+
+    def _copy(self, claims: list[Claim]) -> None:
+        """Copy claimed files, and have the copies checked."""
+        config = self._config()
+        copies = self._arrivals.copy_all(
+            claims,
+            max_bytes=config.spool.max_spec_bytes,
+            is_shared=config.policy.share_results,
+            admin_group=config.policy.admin_group,
+            drops=config.policy.arrivals == "spool",
+        )
+        for claim, copy in zip(claims, copies, strict=True):
+            match copy:
+                case HonedError():
+                    self._rejection.reject(claim, copy)
+                case Exception():
+                    self._rejection.postpone(claim, copy)
+                case Copy():
+                    self._checks.begin(Pending(claim, copy))

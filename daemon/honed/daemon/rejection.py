@@ -1,0 +1,56 @@
+"""Rejections of arrivals: the file goes to rejected/, with its reason, and the log says so."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from honed.job.arrival import Arrivals, Claim, refusal
+from honed.job.database import timestamp
+from honed.system import durable, message, quote
+from honed.system.error import HonedError, said
+from honed.system.log import about
+
+log = logging.getLogger(__name__)
+
+
+class Rejection:
+    """Rejects arrivals; one that the machine keeps from being rejected is left to the next scan."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self.fault = ""  #: the machine's fault that kept the last scan's arrivals from being settled
+
+    def reject(self, claim: Claim, error: HonedError) -> None:
+        """Reject an arrival for this reason."""
+        try:
+            self._reject(claim, error)
+        except OSError as problem:
+            self.postpone(claim, problem)
+
+    def postpone(self, claim: Claim, error: Exception) -> None:
+        """Leave an arrival, which a fault of the machine keeps from being settled, to the next scan."""
+        self.fault = durable.machine_fault(error) or quote.hide(said(error))
+        unforeseen = None if isinstance(error, OSError) else error
+        log.error("%r waits in %s: %s", claim.name, claim.path.parent, said(error), exc_info=unforeseen)
+
+    def _reject(self, claim: Claim, error: HonedError) -> None:
+        target = self._arrivals.reject(claim, refusal(claim, error, when=timestamp(time.time())))
+        first = error.message.splitlines()[0] if error.message else ""
+        more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
+        log.warning(
+            "%r refused: %s: %s%s; see %s.reason",
+            claim.name,
+            error.code,
+            first,
+            more,
+            target,
+            extra=about(
+                claim.id,
+                message.of_error(error.code),
+                state="rejected",
+                code=error.code,
+                file=claim.name,
+                hint=error.hint,
+            ),
+        )

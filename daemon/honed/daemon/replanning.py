@@ -1,0 +1,97 @@
+"""Second checks of accepted jobs: whose inputs other jobs have made by now, or that are to run on another device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from honed.daemon.checkers import Checkers
+from honed.job.job import Job
+from honed.job.spool import Spool
+from honed.spec.config import Config
+from honed.system import untrusted
+from honed.system.device import Device
+from honed.system.error import HonedError
+
+#: Accepted jobs that are checked again at the same time, at most.
+MAX_ASKED_AGAIN = 32
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """The answer of a job's second check: a plan, or an error."""
+
+    job_id: int
+    answer: dict[str, Any]
+
+
+class Replanning:
+    """Has accepted jobs checked again, and keeps the answers until they are taken."""
+
+    def __init__(self, spool: Spool, checkers: Checkers, config: Callable[[], Config]) -> None:
+        self._spool = spool
+        self._checkers = checkers
+        self._config = config
+        self._asked: dict[int, Callable[[], None]] = {}  # number → how to ask once more
+        self._done: list[Replanned] = []
+
+    @property
+    def numbers(self) -> set[int]:
+        """Jobs that are being checked again."""
+        return set(self._asked)
+
+    @property
+    def has_room(self) -> bool:
+        """True if more accepted jobs may be checked again now: a few at a time, so that new arrivals get their turn."""
+        return len(self._asked.keys() - self._checkers.stuck()) < MAX_ASKED_AGAIN
+
+    def plan_again(self, job: Job, made: dict[str, Path], device: Device | None = None) -> None:
+        """Have a job checked whose inputs are there now, name → output directory, or that is to run on another device
+        than it was planned for; `take_done` returns the answer."""
+        if job.id not in self._asked:
+            self._asked[job.id] = functools.partial(self._submit, job, made, device)
+            self.ask(job.id)
+
+    def ask(self, number: int) -> None:
+        """Ask the helper, for the first time or once more."""
+        self._asked[number]()
+
+    def end(self, number: int, answer: dict[str, Any]) -> None:
+        """Take the helper's answer."""
+        del self._asked[number]
+        self._done.append(Replanned(number, answer))
+
+    def fail(self, number: int, error: HonedError) -> None:
+        """End a second check that cannot be made."""
+        self.end(number, {"id": number, "ok": False, "error": error.as_dict()})
+
+    def take_done(self) -> list[Replanned]:
+        """Return the answers that have come since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def _submit(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
+        files = self._spool.job_layout(job.id)
+        commit, pinned = None, None
+        places: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
+            plan = json.loads(untrusted.read_plain(files.plan_path, num_names=1))
+            commit, pinned = plan.get("base_model_commit"), plan.get("precision")
+            places = plan.get("hub_datasets") or {}
+        commits = {key: str(place["commit"]) for key, place in places.items()}
+        self._checkers.submit(
+            job.id,
+            files.spec_path,
+            self._config(),
+            device,
+            jobs=made,
+            commit=commit,
+            dataset_commits=commits,
+            pinned=pinned,
+            uid=job.uid,
+        )
