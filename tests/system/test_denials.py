@@ -95,8 +95,8 @@ def test_a_lock_that_somebody_holds_keeps_nobodys_view_waiting(honed: Machine) -
     try:
         wait_for(lambda: held[1].poll() is not None and held[2].poll() is not None, what="those that may not")
         assert held[0].poll() is None
-        honed.run("systemctl", "start", f"honed-view@{job_id}", timeout_sec=20)
-        assert honed.exists(f"/run/userdb/honed-j{job_id}.user")
+        # The locks are held for longer than a start may take; the view ends at once, since nobody needs it.
+        honed.run("systemctl", "start", f"honed-view@{job_id}")
         honed.run("systemctl", "restart", "honed")
     finally:
         for each in held:
