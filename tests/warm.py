@@ -2,12 +2,15 @@
 
 The imports of a worker take longer than all that most tests look at, and those of honectl or the daemon as long as what
 they then do. A server of each test process imports once, and a process is a fork of it that has only imported. From
-there it is what its command line asks for: the shim forks, the worker is the shim's child, signals, sessions, exit
-statuses and the kernel's looks at them are a cold one's. There are two servers: a worker's has torch, transformers and
+there it is what its command line asks for: the shim forks, the worker is the shim's child, signals, sessions and exit
+statuses are a cold one's. Not so /proc/PID/environ and cmdline (the server's), the children of a daemon (the server's,
+so that it gets no SIGCHLD of them), the descriptors that an exec would close, what Python does at its end, and the seed
+of str hashes (one for all). There are two servers: a worker's has torch, transformers and
 TRL, and all others are forks of one that has honed without them. A worker that would import otherwise (Unsloth,
 bitsandbytes, wandb, a merge) begins anew, by exec, and so does a process for which there is a sitecustomize.
 
-Tests of how a process starts, of what it imports, and those that put other modules in the place of some use subprocess.
+Tests of these, of how a process starts and what it imports, and those that put other modules in the place of some use
+subprocess.
 """
 
 from __future__ import annotations
@@ -331,6 +334,7 @@ def go_on_as(command: list[str], exec_anew: Callable[[str, Sequence[str]], NoRet
         del words[0]
     status = 1
     try:
+        sys.orig_argv = list(command)
         if words[0] != "-m":
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")

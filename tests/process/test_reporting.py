@@ -153,13 +153,16 @@ def test_a_platform_names_the_job_and_its_user(instance: Instance, endpoint: End
 
 def test_a_token_is_in_no_file_and_no_process_of_the_instance(instance: Instance, endpoint: Endpoint) -> None:
     report_to(instance, endpoint)
-    instance.environment |= {"JOB_TOKEN": TOKEN}
+    instance.is_warm = False  # a fork's environ and cmdline are those of the process that it was forked from
+    instance.environment |= {"JOB_TOKEN": TOKEN, "HONED_TEST_SEEN": "in environ"}
     instance.drop("job", name="slow")
     instance.start()
     wait_for(lambda: endpoint.rows, what="rows")
     worker = instance.layout.job(1).attempt(1).dir / "lock"
     pid = int(worker.read_text().partition('"worker_pid": ')[2].partition(",")[0])
-    assert TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"HONED_TEST_SEEN=in environ" in environ
+    assert TOKEN.encode() not in environ
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes()

@@ -57,8 +57,11 @@ for name in ("chat_template", "training_chat_template"):
 plain.write_dataset(own / "datasets/rows.jsonl")
 Image.new("RGB", (40, 40), "red").save(own / "media/picture.png")
 shutil.copytree(own, "/srv/swaps/theirs")
+Path("/srv/swaps/theirs/sentinel").touch()
 vision.build_vision_checkpoint(own / "seeing", "qwen2_5_vl")
 """
+#: A file of berta's that nothing but the tests opens.
+SENTINEL = "/srv/swaps/theirs/sentinel"
 #: Opens berta's files to the users of honed, as an administrator may have done.
 OPEN = """
 import pwd
@@ -79,6 +82,7 @@ class Field:
     mallory_uid: int
     job_id: int  #: of mallory's
     witness_path: Path
+    num_calls: int = 0
 
     def look(self, unit: str, kind: str, *cases: str, every: int = 1, races: int = 0, user: str = "") -> list[Any]:
         """Run the subject in a unit, and return its looks."""
@@ -92,13 +96,26 @@ class Field:
         assert told and told[-1] == {"over": True}, self.honed.run("journalctl", "--no-pager", "-n", "40", "-u", unit)
         return told[:-1]
 
-    def opened(self, looks: list[Any]) -> Counter[tuple[str, str]]:
-        """Count the openings of berta's files during looks at each case."""
-        found: Counter[tuple[str, str]] = Counter()
-        for line in self.witness_path.read_text().splitlines()[1:]:
-            at = json.loads(line)["at"]
-            found.update((each["input"], each["swap"]) for each in looks if each["began"] <= at <= each["ended"])
-        return found
+    def opened(self) -> Counter[str]:
+        """Count the openings of berta's files since the last call, by input.
+
+        The witness reports them in order, and late on a busy machine: the opening of the sentinel is the last one.
+        """
+        self.num_calls += 1
+        self.honed.run("cat", SENTINEL)
+        wait_for(lambda: self._paths().count(SENTINEL) >= self.num_calls, what="the witness")
+        paths = self._paths()
+        ends = [at for at, path in enumerate(paths) if path == SENTINEL]
+        since = ends[-2] + 1 if len(ends) > 1 else 0
+        return Counter(
+            Path(path).relative_to("/srv/swaps/theirs").parts[0] if path.startswith("/srv") else "chain"
+            for path in paths[since : ends[-1]]
+        )
+
+    def _paths(self) -> list[str]:
+        text = self.witness_path.read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()[1:]
+        return [json.loads(line)["opened"] for line in lines]
 
     @property
     def check(self) -> str:
@@ -182,13 +199,13 @@ def test_whenever_it_is_swapped_nothing_of_anothers_is_opened(
     told = [each for each in looks if each["at"] is not None and "by the user mallory" in each["outcome"]]
     assert {each["input"] for each in refused + told} == set(INPUTS)
     assert told
-    assert field.opened(looks) == Counter()
+    assert field.opened() == Counter()
 
 
 def test_where_the_right_is_honeds_own_each_swap_reads_what_is_anothers(field: Field) -> None:
     """Prove that the witness sees openings and that the files are readable: honed's own user may open berta's."""
-    looks = field.look(field.check, "check", "link", every=31, user="honed")
-    assert {name for name, _ in field.opened(looks)} == set(INPUTS)
+    field.look(field.check, "check", "link", every=31, user="honed")
+    assert set(field.opened()) == set(INPUTS)
 
 
 @pytest.mark.parametrize("kind", ["check", "work"])
@@ -197,7 +214,7 @@ def test_in_a_race_nothing_of_anothers_is_opened(field: Field, kind: str, reques
     looks = field.look(field.check if kind == "check" else field.job, kind, races=num_races)
     assert len(looks) == num_races
     assert sum(each["num_turns"] for each in looks) > num_races
-    assert field.opened(looks) == Counter()
+    assert field.opened() == Counter()
     outcomes = Counter(each["outcome"] == "in order" for each in looks)
     print(
         f"{kind}: {num_races} races, {sum(each['num_turns'] for each in looks)} swaps, {outcomes[False]} refused, "

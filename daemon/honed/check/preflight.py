@@ -354,8 +354,8 @@ def _of_itself(job_spec: JobSpec) -> list[str]:
 
 
 def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
-    """Check the rights to all paths, before any is opened. Other jobs' outputs are left out: acceptance.py checks
-    those."""
+    """Check the rights to all paths, before any is opened. Other jobs' outputs are left out: daemon/naming.py
+    checks those."""
     named = spec.references(job_spec)
     model = None
     with contextlib.suppress(UncachedError):  # it will be fetched into honed's own cache

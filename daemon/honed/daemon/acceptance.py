@@ -44,7 +44,7 @@ PLANTED_ERRNOS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.
 
 
 class Acceptance:
-    """Accepts or refuses arrivals; each stage on the way is an attribute."""
+    """Accepts or refuses arrivals. The stages before and after it, which others ask too, are attributes."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Acceptance:
         return [*late, *self._accept([(*each, _job(*each)) for each in checked])]
 
     def settle_waiting(self) -> list[Job]:
-        """Accept or refuse the arrivals that name other jobs, as far as those are known. Returns the accepted jobs."""
+        """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
         return self.naming.settle(self._accept, is_quiet=self._is_quiet, fetched=self.fetches.names())
 
     def _accept(self, checked: list[Ready]) -> list[Job]:

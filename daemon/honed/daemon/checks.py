@@ -12,7 +12,7 @@ from honed.daemon.checkers import Checkers
 from honed.job.arrival import Claim, Copy
 from honed.spec.config import Config
 
-#: Checked arrivals that are accepted together: they share the syncs of the disk. More would hold up the loop.
+#: Arrivals that are claimed, or accepted, together: they share the syncs of the disk. More would hold up the loop.
 MAX_TOGETHER = 16
 #: Seconds that a checked arrival waits for others to be accepted with.
 ACCEPT_TOGETHER_SEC = 0.25

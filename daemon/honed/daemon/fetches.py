@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,9 @@ class Fetches:
         self._num_fetches: dict[int, Counter[Missing]] = {}
 
     @property
-    def numbers(self) -> set[int]:
+    def numbers(self) -> Set[int]:
         """Numbers of the arrivals and jobs that wait for a fetch."""
-        return set(self._fetching)
+        return self._fetching.keys()
 
     def begin(self, answer: dict[str, Any], pending: Pending | None) -> None:
         """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
@@ -75,7 +75,7 @@ class Fetches:
         log.info("job %d (%s): waits for %s at %s to be fetched", number, who, missing.repo_id, missing.revision)
 
     def forget(self, number: int) -> None:
-        """Forget how often something was fetched for an arrival or job: its check misses nothing any more."""
+        """Forget how often something was fetched for an arrival or job: its last check asked for no fetch."""
         self._num_fetches.pop(number, None)
 
     def settle(self) -> None:

@@ -44,7 +44,7 @@ MAX_SUBMITTED = 10_000
 
 
 class Listing:
-    """The last listing of incoming/, as far as its files were not taken since."""
+    """Files in incoming/ that were not taken yet, and what is known of them from earlier listings."""
 
     def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
         self._arrivals = arrivals
@@ -65,7 +65,7 @@ class Listing:
             self.not_looked_at.setdefault(each.uid, deque()).append(each.path)
 
     def is_whole(self, path: Path) -> bool:
-        """Look at a file: return True if it can be claimed now."""
+        """Look at a file, once per listing. Return True if it can be claimed now."""
         if self._is_left(path):
             return False
         self.num_unsettled += 1  # until it is claimed, or the next listing
@@ -147,7 +147,7 @@ class Incoming:
 
     @property
     def num_seen(self) -> int:
-        """Number of arrivals that were seen and not taken yet: they may still be being written."""
+        """Number of arrivals that are not being checked yet; files may still be being written."""
         return self._listing.num_unsettled + sum(len(waiting) for _, waiting in self._lists())
 
     @property

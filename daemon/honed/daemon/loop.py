@@ -240,7 +240,7 @@ class Daemon:
         """Return the seconds that the loop may sleep if nothing wakes it."""
         now = self._clock()
         waits = [self._rescan_at - now, self._housekeeper.patience(), self._publishing.patience()]
-        if self._attempts.running or len(self._acceptance.fetches.numbers):
+        if self._attempts.running or self._acceptance.fetches.numbers:
             waits.append(self._config.jobs.poll_interval_sec)
         if self._acceptance.incoming.num_unsettled:
             waits.append(min(0.1, self._config.spool.settle_sec))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,9 +89,9 @@ class Naming:
         self._last_waiting = 0  # the number at which the last pass stopped
 
     @property
-    def numbers(self) -> set[int]:
+    def numbers(self) -> Set[int]:
         """Numbers of the waiting arrivals."""
-        return set(self._waiting)
+        return self._waiting.keys()
 
     def add(self, pending: Pending, answer: dict[str, Any], job: Job) -> None:
         """Keep an arrival; `job` is the job that it becomes."""

@@ -1,4 +1,4 @@
-"""Rejections of arrivals: the file goes to rejected/, with its reason, and the log says so."""
+"""Arrivals that are not accepted: rejected with a reason, or left to the next scan by a fault of the machine."""
 
 from __future__ import annotations
 

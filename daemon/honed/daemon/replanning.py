@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ class Replanning:
         self._done: list[Replanned] = []
 
     @property
-    def numbers(self) -> set[int]:
-        """Jobs that are being checked again."""
-        return set(self._asked)
+    def numbers(self) -> Set[int]:
+        """Jobs that are being checked again, or wait for a fetch before that."""
+        return self._asked.keys()
 
     @property
     def has_room(self) -> bool:
@@ -62,7 +62,7 @@ class Replanning:
         self._asked[number]()
 
     def end(self, number: int, answer: dict[str, Any]) -> None:
-        """Take the helper's answer."""
+        """End a second check with this answer."""
         del self._asked[number]
         self._done.append(Replanned(number, answer))
 
@@ -79,7 +79,7 @@ class Replanning:
         files = self._spool.job_layout(job.id)
         commit, pinned = None, None
         places: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # without it the branch means what it means now
+        with contextlib.suppress(OSError, ValueError):  # without a pinned commit, the branch's current one is used
             plan = json.loads(untrusted.read_plain(files.plan_path, num_names=1))
             commit, pinned = plan.get("base_model_commit"), plan.get("precision")
             places = plan.get("hub_datasets") or {}
