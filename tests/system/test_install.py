@@ -186,7 +186,7 @@ def test_journalctl_explains_a_refusal(machine: Machine) -> None:
 def test_a_running_job_shows_step_and_loss_in_systemctl_status(machine: Machine) -> None:
     drop(machine, "anna", "long", 300)
     events = machine.host_path(f"/var/lib/honed/jobs/{LONG}/attempts/1/events.jsonl")
-    wait_for(lambda: events.exists() and events.read_text().count('"step"') > 2, what="steps", deadline_sec=400)
+    wait_for(lambda: events.exists() and 3 in steps(machine, LONG), what="step 3", deadline_sec=400)
     # However long an installation takes, the job is still running after it.
     machine.run("kill", "-STOP", str(worker_pid(machine, LONG)))
     wait_for_step(machine, "long", 3)
