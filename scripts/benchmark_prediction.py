@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from honed.inputs.row import Example  # noqa: E402
-from honed.plan.precision import Precision  # noqa: E402
+from honed.job.plan_file import Precision  # noqa: E402
 from honed.text.chat import ChatFormat  # noqa: E402
 from honed.worker.stop import Stop  # noqa: E402
 from honed.worker.train import prediction  # noqa: E402

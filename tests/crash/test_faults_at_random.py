@@ -20,6 +20,7 @@ import pytest
 from honed.daemon.loop import Daemon
 from honed.job.arrival import Arrivals
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.runner import Exit, NotNowError
 from honed.spec.config import Config
@@ -131,7 +132,7 @@ def admit(spool: Spool, chance: random.Random, *states: State) -> Job | None:
         state=chance.choice(states or (State.QUEUED, State.HELD)),
     )
     try:
-        return arrivals.admit(job, claim, PLAN)
+        return arrivals.admit(job, claim, PlanFile(PLAN))
     except OSError:
         return arrivals.accepted(claim)
 

@@ -11,6 +11,7 @@ import pytest
 
 from honed.job.arrival import Arrivals, Claim
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.layout import Layout
 
@@ -60,7 +61,7 @@ def test_a_job_whose_start_failed_half_way_and_that_is_cancelled_then_is_cancell
     spool: Spool, name: str, at: int
 ) -> None:
     taken = claim(spool)
-    job = Arrivals(spool).admit(job_of(taken), taken, {})
+    job = Arrivals(spool).admit(job_of(taken), taken, PlanFile({}))
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
         spool.move(job, State.RUNNING)
@@ -76,7 +77,7 @@ def test_a_job_whose_start_failed_half_way_and_that_is_cancelled_then_is_cancell
 @pytest.mark.parametrize(("name", "at"), HALVES)
 def test_a_start_that_failed_half_way_is_simply_made_again(spool: Spool, name: str, at: int) -> None:
     taken = claim(spool)
-    job = Arrivals(spool).admit(job_of(taken), taken, {})
+    job = Arrivals(spool).admit(job_of(taken), taken, PlanFile({}))
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
         spool.move(job, State.RUNNING)
@@ -94,7 +95,7 @@ def test_an_arrival_whose_acceptance_failed_after_its_entry_is_accepted_and_not_
     taken = claim(spool)
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(OSError, match="Input/output"):
         Broken(monkeypatch, name, at)
-        Arrivals(spool).admit(job_of(taken), taken, {})
+        Arrivals(spool).admit(job_of(taken), taken, PlanFile({}))
     job = Arrivals(spool).accepted(taken)
     assert job is not None
     assert job.state is State.QUEUED
@@ -103,7 +104,7 @@ def test_an_arrival_whose_acceptance_failed_after_its_entry_is_accepted_and_not_
 
 def test_what_a_crash_leaves_of_a_refusal_is_removed_and_a_jobs_directory_never(spool: Spool, tmp_path: Path) -> None:
     refused, accepted = claim(spool), claim(spool)
-    job = Arrivals(spool).admit(job_of(accepted), accepted, {})
+    job = Arrivals(spool).admit(job_of(accepted), accepted, PlanFile({}))
     with pytest.MonkeyPatch.context() as monkeypatch:
         Broken(monkeypatch, "rmdir", 1)
         Arrivals(spool).reject(refused, "no")

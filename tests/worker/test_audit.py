@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from honed.job.event import EventWriter
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 from honed.system.error import PrecisionError
 from honed.worker import assignment as assignments
 from honed.worker.model import audit, load

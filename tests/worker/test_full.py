@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from honed.inputs import basemodel
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 from worker.conftest import Ended, MakeJob, WorkerJob
 
 BFLOAT16 = {"dtype": "bfloat16"}

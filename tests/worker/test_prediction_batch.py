@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 from honed.text.chat import ChatFormat
 from honed.worker.stop import Stop
 from honed.worker.train import prediction

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from honed.inputs.row import Example
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 from honed.text.chat import ChatFormat
 from honed.worker.stop import Stop
 from honed.worker.train import prediction

@@ -14,8 +14,8 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from honed.job.plan_file import Grant
 from honed.spec import variant
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec, MediaDirSpec
@@ -192,45 +192,29 @@ class Policy:
         )
 
 
-@dataclass(frozen=True)
-class Grant:
-    """The files that a job's worker may read, as settled when the job was planned.
+def check_granted(grant: Grant, named: Named, *own: Path) -> None:
+    """Raise the path's error type if the worker must not read it; `own` are the job's own directories.
 
-    A link that was in order then may lead elsewhere by the time the worker starts. The preflight checks a data set's
-    first rows, the worker checks the others. The worker's user can read the outputs of all jobs; a job must not.
+    A link that was in order when the job was planned may lead elsewhere by the time the worker starts. The preflight
+    checks a data set's first rows, the worker checks the others. The worker's user can read the outputs of all jobs; a
+    job must not.
     """
-
-    closed: tuple[Path, ...]  #: honed's own places
-    allowed: tuple[Path, ...] | None  #: None: everything else
-    inputs: tuple[Path, ...]  #: the real places of the paths that the job names
-
-    def check(self, named: Named, *own: Path) -> None:
-        """Raise the path's error type if the worker must not read it; `own` are the job's own directories."""
-        real = _real(named.path)
-        if os.path.lexists(named.path) and not os.access(named.path, os.R_OK):
-            raise named.error(
-                f"{named.key}: {_shown(named.path, real)} cannot be read by the user {access.user_name(os.geteuid())}, "
-                "as it could when the job was accepted",
-                hint="open it again, or lead the link back; then honectl requeue",
-            )
-        if _is_below(real, *self.inputs, *own):
-            return
-        if _is_below(real, *self.closed):
-            raise named.error(f"{named.key}: {_shown(named.path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
-        if self.allowed is not None and not _is_below(real, *self.allowed):
-            raise named.error(
-                f"{named.key}: {_shown(named.path, real)} lies outside of what jobs may read here",
-                hint=f"policy.allowed_paths has: {_listed(self.allowed)}",
-            )
-
-    def as_dict(self) -> dict[str, Any]:
-        allowed = None if self.allowed is None else list(map(str, self.allowed))
-        return {"closed": list(map(str, self.closed)), "allowed": allowed, "inputs": list(map(str, self.inputs))}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Grant:
-        allowed = None if data["allowed"] is None else tuple(map(Path, data["allowed"]))
-        return cls(tuple(map(Path, data["closed"])), allowed, tuple(map(Path, data["inputs"])))
+    real = _real(named.path)
+    if os.path.lexists(named.path) and not os.access(named.path, os.R_OK):
+        raise named.error(
+            f"{named.key}: {_shown(named.path, real)} cannot be read by the user {access.user_name(os.geteuid())}, "
+            "as it could when the job was accepted",
+            hint="open it again, or lead the link back; then honectl requeue",
+        )
+    if _is_below(real, *grant.inputs, *own):
+        return
+    if _is_below(real, *grant.closed):
+        raise named.error(f"{named.key}: {_shown(named.path, real)} {_NOT_THEIRS}", hint=_JOB_NAME)
+    if grant.allowed is not None and not _is_below(real, *grant.allowed):
+        raise named.error(
+            f"{named.key}: {_shown(named.path, real)} lies outside of what jobs may read here",
+            hint=f"policy.allowed_paths has: {_listed(grant.allowed)}",
+        )
 
 
 def inputs(job_spec: JobSpec, model: Path | None, adapter: Path | None) -> Iterator[Named]:

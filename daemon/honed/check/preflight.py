@@ -43,6 +43,7 @@ from honed.check import datacheck, modelcheck, packagecheck, placecheck, rowchec
 from honed.check.policy import Policy, inputs
 from honed.inputs import basemodel, hubdata, modality
 from honed.inputs.basemodel import UncachedError
+from honed.job.plan_file import DatasetPlace, PlanFile, Precision
 from honed.plan import loss, pace, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
@@ -86,7 +87,7 @@ class Verdict:
     needs_fetch: Missing | None = None  #: a base model or data set that is not in the cache and may be fetched
     commit: str | None = None  #: the commit that the base model's hub id means now; a branch may move
     lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
-    hub_datasets: Mapping[str, hubdata.Place] = field(default_factory=dict)  #: local places of hub data sets, by key
+    hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local places of hub data sets, by key
 
     def places(self) -> dict[str, Any]:
         """Return `hub_datasets` in the plan's format."""
@@ -109,7 +110,7 @@ class _Asked:
     jobs: Mapping[str, Path]
     commit: str | None
     dataset_commits: Mapping[str, str]
-    pinned: Mapping[str, Any] | None
+    pinned: Precision | None
     uid: int | None
     progress: Progress
     cache: datacheck.Cache | None
@@ -130,7 +131,7 @@ def check(
     data: bytes | None = None,
     commit: str | None = None,
     dataset_commits: Mapping[str, str] | None = None,
-    pinned: Mapping[str, Any] | None = None,
+    pinned: Precision | None = None,
     uid: int | None = None,
     progress: Progress = lambda _stage: None,
     cache: datacheck.Cache | None = None,
@@ -216,8 +217,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
     warnings += packagecheck.unpaged(job_spec, candidates[0])
     progress("plan")
 
-    earlier = asked.pinned or {}
-    pinned = rung.pinned(earlier)
+    pinned = rung.pinned(asked.pinned)
 
     def planned(changed: JobSpec, target: Device) -> Plan:
         return plan.make(
@@ -231,7 +231,7 @@ def _check(job_spec: JobSpec, asked: _Asked, missing: Missing | None) -> Verdict
             num_rows=looked.num_rows,
             rows=looked.attached,
             pinned=pinned,
-            adapter_dtype=earlier.get("adapter_dtype"),
+            adapter_dtype=asked.pinned.adapter_dtype if asked.pinned else None,
         )
 
     def fitting(target: Device) -> Plan:
@@ -425,7 +425,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
             jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
             commit=request.get("commit"),
             dataset_commits=request.get("dataset_commits"),
-            pinned=request.get("pinned"),
+            pinned=Precision.from_dict(request["pinned"]) if request.get("pinned") else None,
             uid=request.get("uid"),
             progress=progress,
             cache=cache,
@@ -441,14 +441,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         "id": request_id,
         "ok": True,
         "spec": verdict.spec.model_dump(mode="json"),
-        "plan": (verdict.plan.as_dict() if verdict.plan else {})
-        | {
-            "warnings": list(map(quote.show, verdict.warnings)),
-            "adapter_path": str(verdict.adapter_path) if verdict.adapter_path else None,
-            "base_model_commit": verdict.commit,
-            "hub_datasets": verdict.places(),
-            "may_read": _grant(verdict, Policy.of(layout, config, request.get("uid"))) if verdict.plan else None,
-        },
+        "plan": _plan_file(verdict, Policy.of(layout, config, request.get("uid"))).document,
         "output_dir": str(verdict.output_dir),
         "warnings": list(map(quote.hide, verdict.warnings)),
         "lines": dict(verdict.lines),
@@ -458,10 +451,19 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
     }
 
 
-def _grant(verdict: Verdict, rights: Policy) -> dict[str, Any]:
-    """Return the files that the worker may read; the worker checks again, since files and links change."""
-    assert verdict.plan is not None
-    return rights.grant(inputs(verdict.spec, verdict.plan.model.path, verdict.adapter_path)).as_dict()
+def _plan_file(verdict: Verdict, rights: Policy) -> PlanFile:
+    """Return the plan, with the files that the worker may read; it checks again, since files and links change."""
+    grant = None
+    if verdict.plan is not None:
+        grant = rights.grant(inputs(verdict.spec, verdict.plan.model.path, verdict.adapter_path))
+    return PlanFile.checked(
+        verdict.plan.as_dict() if verdict.plan else {},
+        warnings=[quote.show(each) for each in verdict.warnings],
+        adapter_path=verdict.adapter_path,
+        base_model_commit=verdict.commit,
+        hub_datasets=verdict.places(),
+        may_read=grant,
+    )
 
 
 def unforeseen(error: Exception) -> InternalError:

@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from honed.daemon.replanning import Replanning
 from honed.daemon.watcher import Watcher
 from honed.job.arrival import Arrivals, Claim
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.fetcher import Fetcher
 from honed.spec.config import Config
@@ -163,12 +163,9 @@ class Acceptance:
             return self._arrivals.accepted(claim)
         return None
 
-    def plan_of(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
+    def plan_of(self, job: Job, answer: dict[str, Any]) -> PlanFile:
         """Return the content of plan.json."""
-        identity = {"id": job.id, "name": job.name, "user_id": str(job.uid), "instance": str(self._spool.root)}
-        # Chat templates may ask for today's date in local time; every attempt gets the date of the acceptance.
-        date = datetime.fromtimestamp(job.submitted_at, UTC).astimezone().isoformat(timespec="seconds")
-        return {**answer["plan"], "job": identity, "spec": answer["spec"], "output_dir": job.output_dir, "date": date}
+        return PlanFile(answer["plan"]).accepted(job, answer["spec"], self._spool.root)
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself

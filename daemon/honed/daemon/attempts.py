@@ -24,6 +24,7 @@ from honed.job import event, out_of_memory
 from honed.job.database import Database
 from honed.job.job import Adjustment, Attempt, Fallback, Job, State, Stop
 from honed.job.narration import Narrator
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit, NotNowError, Runner
@@ -531,8 +532,7 @@ class Attempts:
         attempt = job.attempt
         if not outcome.is_worth_another_backend or attempt.backend != "unsloth" or attempt.num_starts > 1:
             return False
-        plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
-        return bool(plan["spec"].get("backend") != "unsloth")
+        return bool(PlanFile.read(self._layout.job(job.id).plan_path).spec.get("backend") != "unsloth")
 
     def _settle(self, running: Running, outcome: Outcome, *, is_counted: bool = True) -> Job:
         """Record how the attempt ended, and move the job to its next state."""
@@ -603,9 +603,9 @@ class Attempts:
         problem = outcome.error
         assert problem is not None
         try:
-            plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
-            spec = out_of_memory.adjusted(plan["spec"], job.adjustments)
-            media = out_of_memory.Media.of(plan.get("memory") or {})
+            plan = PlanFile.read(self._layout.job(job.id).plan_path)
+            spec = out_of_memory.adjusted(plan.spec, job.adjustments)
+            media = out_of_memory.Media.of(plan.memory)
         except (OSError, ValueError, KeyError, TypeError) as fault:
             log.warning("job %d (%s): its plan cannot be read: %s", job.id, job.name, error.said(fault))
             return Remedy()

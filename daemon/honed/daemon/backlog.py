@@ -8,7 +8,6 @@ are planned again from here.
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +22,10 @@ from honed.daemon.placement import Placement
 from honed.job import query
 from honed.job.database import Database
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, gib
 from honed.job.spool import Spool
-from honed.system import durable, message, untrusted
+from honed.system import message
 from honed.system.device import Device
 from honed.system.error import EnvironmentInvalidError, HonedError, ModelError, from_dict
 from honed.system.layout import Layout
@@ -283,8 +283,7 @@ class Backlog:
 
     def backend_of(self, job: Job) -> str:
         """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""
-        plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
-        name: str = plan["backend"]["name"]
+        name = PlanFile.read(self._layout.job(job.id).plan_path).backend.name
         if job.attempts and job.attempts[-1].num_starts > 1:
             name = job.attempts[-1].backend  # it fell back before, and would again
         return name
@@ -437,7 +436,7 @@ class Backlog:
     def _replanned(self, job: Job, answer: dict[str, Any], found: Device | None) -> None:
         """Take one new plan. `found` is the device that it was made for; None if it was made for new inputs."""
         if answer["ok"] and not answer["waits_for"]:
-            durable.write_json(self._layout.job(job.id).plan_path, self._acceptance.plan_of(job, answer))
+            self._acceptance.plan_of(job, answer).write(self._layout.job(job.id).plan_path)
             self._placement.reread_plan(job)
             self._put(self._spool.update(job, is_deferred=False))
             log.info(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from honed.job.plan_file import Precision
 from honed.run import reply
 from honed.run.helper import READY, STAGE_BYTES, Helper, Start, Watch
 from honed.spec.config import Config
@@ -147,7 +148,7 @@ class Checker:
         *,
         commit: str | None = None,
         dataset_commits: Mapping[str, str] | None = None,
-        pinned: Mapping[str, Any] | None = None,
+        pinned: Precision | None = None,
         uid: int | None = None,
     ) -> None:
         """Submit a job file for a check; `poll` returns the answer. `commit`: the commit that a hub id meant before;
@@ -157,7 +158,7 @@ class Checker:
             "jobs": {name: str(path) for name, path in (jobs or {}).items()},
             "commit": commit,
             "dataset_commits": dict(dataset_commits or {}),
-            "pinned": dict(pinned) if pinned else None,
+            "pinned": pinned.as_dict() if pinned else None,
             "uid": uid,
         }
         self._waiting.append(_Request(job_id, spec_path, config, rest))

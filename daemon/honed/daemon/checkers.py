@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.daemon.checker import Checker
+from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.spec.config import Config
 from honed.system import access
@@ -82,7 +83,7 @@ class Checkers:
         *,
         commit: str | None = None,
         dataset_commits: Mapping[str, str] | None = None,
-        pinned: Mapping[str, Any] | None = None,
+        pinned: Precision | None = None,
         uid: int | None = None,
     ) -> None:
         """Submit a job file as Checker.submit does, to be checked with the rights of `uid`; None: with our own."""

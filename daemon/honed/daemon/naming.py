@@ -5,7 +5,6 @@ A job may be submitted together with the jobs that it names, in any order: it wa
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
@@ -15,10 +14,10 @@ from honed.daemon.checks import MAX_TOGETHER, Pending
 from honed.daemon.rejection import Rejection
 from honed.job import query
 from honed.job.job import Job
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.spec import problem
 from honed.spec.config import Config
-from honed.system import untrusted
 from honed.system.error import HonedError, SpecError
 
 #: Seconds that a pass over waiting arrivals may take.
@@ -210,8 +209,7 @@ class Naming:
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
 
     def _spec_of(self, job: Job) -> dict[str, Any]:
-        plan: dict[str, Any] = json.loads(untrusted.read_plain(self._spool.job_layout(job.id).plan_path, num_names=1))
-        return dict(plan["spec"])
+        return PlanFile.read(self._spool.job_layout(job.id).plan_path).spec
 
 
 def is_seen_by(other: Job, job: Job, config: Config) -> bool:

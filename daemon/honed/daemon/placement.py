@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from honed.daemon.attempts import Attempts
 from honed.job.job import Job
+from honed.job.plan_file import PlanFile
 from honed.spec.config import Config
-from honed.system import device, message, untrusted
+from honed.system import device, message
 from honed.system.device import Device
 from honed.system.layout import Layout
 from honed.system.log import about
@@ -89,8 +89,7 @@ class Placement:
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
-                plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
-                self._planned_for[job.id] = Device.from_dict(plan["device"])
+                self._planned_for[job.id] = PlanFile.read(self._layout.job(job.id).plan_path).device
         planned = self._planned_for[job.id]
         if planned is None or planned.kind != "cuda" or found.kind != "cuda":
             return True

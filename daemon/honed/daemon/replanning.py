@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 from honed.daemon.checkers import Checkers
 from honed.job.job import Job
+from honed.job.plan_file import DatasetPlace, PlanFile
 from honed.job.spool import Spool
 from honed.spec.config import Config
-from honed.system import untrusted
 from honed.system.device import Device
 from honed.system.error import HonedError
 
@@ -78,12 +77,13 @@ class Replanning:
     def _submit(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
         files = self._spool.job_layout(job.id)
         commit, pinned = None, None
-        places: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # without a pinned commit, the branch's current one is used
-            plan = json.loads(untrusted.read_plain(files.plan_path, num_names=1))
-            commit, pinned = plan.get("base_model_commit"), plan.get("precision")
-            places = plan.get("hub_datasets") or {}
-        commits = {key: str(place["commit"]) for key, place in places.items()}
+        places: dict[str, DatasetPlace] = {}
+        # Without a readable plan, a branch means what it means now.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            plan = PlanFile.read(files.plan_path)
+            commit, pinned = plan.base_model_commit, plan.precision if plan.is_decided else None
+            places = plan.hub_datasets
+        commits = {key: place.commit for key, place in places.items()}
         self._checkers.submit(
             job.id,
             files.spec_path,

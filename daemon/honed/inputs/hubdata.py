@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from honed.inputs import datadir
+from honed.job.plan_file import DatasetPlace
 from honed.run import snapshot
 from honed.run.snapshot import DATASET, Missing
 from honed.spec.data_form import SUFFIXES_HINT, form_of
@@ -33,18 +34,6 @@ CARD = "README.md"
 MAX_CARD_BYTES = 2**20
 #: A branch that the hub generates for many data sets.
 _CONVERTED = "refs/convert/parquet"
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of one data set's rows, fixed to a commit."""
-
-    commit: str
-    path: Path  #: the snapshot
-    files: tuple[str, ...]  #: within the snapshot, in their order
-
-    def as_dict(self, repo_id: str) -> dict[str, Any]:
-        return {"repo_id": repo_id, "commit": self.commit, "path": str(self.path), "files": list(self.files)}
 
 
 # --- which files -----------------------------------------------------------------------------------------------------
@@ -246,7 +235,7 @@ def wanted(each: DatasetSpec, commit: str | None = None) -> Missing:
     return Missing(each.path, commit or each.revision or "main", DATASET, each.name, each.split)
 
 
-def find(cache_dir: Path, asked: Missing) -> Place | None:
+def find(cache_dir: Path, asked: Missing) -> DatasetPlace | None:
     """Find a data set's rows in the cache; None if they are not, or not all, there. Raises DatasetError."""
     commit = snapshot.commit_of(cache_dir, asked.repo_id, asked.revision, DATASET)
     path = snapshot.snapshot_dir(cache_dir, asked.repo_id, commit, DATASET)
@@ -255,7 +244,7 @@ def find(cache_dir: Path, asked: Missing) -> Place | None:
     record = snapshot.read(cache_dir, asked.repo_id, commit, DATASET, asked.part)
     if record is not None:
         names = [name for name in record.files if name != CARD]
-        return Place(commit, path, tuple(names)) if names and snapshot.has_all(path, record) else None
+        return DatasetPlace(commit, path, tuple(names)) if names and snapshot.has_all(path, record) else None
     if not snapshot.is_foreign(cache_dir, asked.repo_id, commit, DATASET):
         return None
     there = [
@@ -265,19 +254,19 @@ def find(cache_dir: Path, asked: Missing) -> Place | None:
     ]
     card = path / CARD
     said = card.read_bytes() if card.is_file() and card.stat().st_size <= MAX_CARD_BYTES else None
-    return Place(commit, path, tuple(choose(there, said, asked)))
+    return DatasetPlace(commit, path, tuple(choose(there, said, asked)))
 
 
 def located(
     job_spec: JobSpec, cache_dir: Path, *, allow_hub: bool, commits: Mapping[str, str] | None = None
-) -> tuple[JobSpec, dict[str, Place], Missing | None]:
+) -> tuple[JobSpec, dict[str, DatasetPlace], Missing | None]:
     """Return the job with its hub data sets found in the cache, the place of each, and the first that has to be
     fetched.
 
     `commits` has the commits that their revisions meant before, by key. Raises DatasetError for a missing data set if
     nothing may be fetched.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, DatasetPlace] = {}
     missing = None
     for key, each in _of_hub(job_spec):
         asked = wanted(each, (commits or {}).get(key))
@@ -290,7 +279,7 @@ def located(
     return placed(job_spec, places), places, missing
 
 
-def placed(job_spec: JobSpec, places: Mapping[str, Place]) -> JobSpec:
+def placed(job_spec: JobSpec, places: Mapping[str, DatasetPlace]) -> JobSpec:
     """Return the job with these places for its hub data sets."""
     if not places:
         return job_spec
@@ -304,13 +293,6 @@ def placed(job_spec: JobSpec, places: Mapping[str, Place]) -> JobSpec:
         "eval_datasets": put("eval_datasets", job_spec.eval_datasets),
     }
     return job_spec.model_copy(update=sets)
-
-
-def planned(job_spec: JobSpec, plan: Mapping[str, Any]) -> JobSpec:
-    """Return the job with its plan's places for its hub data sets."""
-    given = plan.get("hub_datasets") or {}
-    places = {key: Place(each["commit"], Path(each["path"]), tuple(each["files"])) for key, each in given.items()}
-    return placed(job_spec, places)
 
 
 def _of_hub(job_spec: JobSpec) -> Iterator[tuple[str, DatasetSpec]]:

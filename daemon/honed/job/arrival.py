@@ -23,9 +23,9 @@ import stat
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool, names_in
 from honed.spec import problem
 from honed.system import access, durable
@@ -269,16 +269,16 @@ class Arrivals:
         yield from durable.writing(directory / f"spec{claim.path.suffix}", data)
         return Copy(directory / f"spec{claim.path.suffix}", uid)
 
-    def admit(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Job:
+    def admit(self, job: Job, claim: Claim, plan: PlanFile) -> Job:
         """Accept a claimed arrival. The rename of its entry is the commit: a crash before it leaves no job."""
         return finish(self._admitting(job, claim, plan))
 
-    def admit_all(self, accepted: Sequence[tuple[Job, Claim, dict[str, Any]]]) -> list[Job | Exception]:
+    def admit_all(self, accepted: Sequence[tuple[Job, Claim, PlanFile]]) -> list[Job | Exception]:
         """Accept many claimed arrivals at once; an arrival that failed is represented by its exception."""
         return durable.finish_all([self._admitting(*each) for each in accepted])
 
-    def _admitting(self, job: Job, claim: Claim, plan: dict[str, Any]) -> Steps[Job]:
-        yield from durable.writing(self._spool.job_layout(job.id).plan_path, durable.as_json(plan))
+    def _admitting(self, job: Job, claim: Claim, plan: PlanFile) -> Steps[Job]:
+        yield from durable.writing(self._spool.job_layout(job.id).plan_path, plan.to_json())
         yield [self._spool.layout.jobs_dir]
         yield from self._spool.adding(job)
         with contextlib.suppress(FileNotFoundError):  # recovery removes what a crash leaves here

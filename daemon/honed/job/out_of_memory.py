@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from honed.job.job import Adjustment
+from honed.job.plan_file import Memory
 
 #: Default number of prompts per batch; the second for images, videos or sounds, each of which may have thousands of
 #: tokens.
@@ -64,11 +65,9 @@ class Media:
     num_pixels: int = 0  #: pixels of the largest image or frame, as far as the model uses them; 0: unknown
 
     @classmethod
-    def of(cls, memory: Mapping[str, Any]) -> Media:
-        """Read the media from a plan's memory estimate; older plans have fewer keys."""
-        return cls(
-            tuple(memory.get("media") or ()), int(memory.get("num_frames") or 0), int(memory.get("num_pixels") or 0)
-        )
+    def of(cls, memory: Memory | None) -> Media:
+        """Return the media in a plan's memory estimate."""
+        return cls(memory.media, memory.num_frames, memory.num_pixels) if memory else cls()
 
 
 def next_step(

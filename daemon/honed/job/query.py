@@ -17,10 +17,11 @@ from honed.job.catalog import Catalog
 from honed.job.database import Reader, figures, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError, plain
-from honed.system.layout import Layout
+from honed.system.layout import JobLayout, Layout
 
 #: Rows of a list that are built at a time, so that one request does not block the daemon.
 ROWS_AT_ONCE = 256
@@ -233,7 +234,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     finally:
         reader.close()
-    plan = _read_json(files.plan_path, num_names=1)
+    plan = _plan(files).document
     spec = plan.pop("spec", {})
     result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
@@ -321,7 +322,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         }
     finally:
         reader.close()
-    memory = _read_json(layout.job(job.id).plan_path, num_names=1).get("memory") or {}
+    memory = _plan(layout.job(job.id)).memory
     held = _worker(layout, job) if job.state is State.RUNNING and job.attempts else {}
     return {
         **summary(job, progress),
@@ -329,7 +330,7 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         "eval_loss": metrics.get("eval_loss"),
         "resident_bytes": held.get("resident_bytes"),
         "cpu_sec": held.get("cpu_sec"),
-        "estimated_bytes": memory.get("total_bytes"),
+        "estimated_bytes": memory.total_bytes if memory else None,
         "device": job.attempt.device if job.attempts else None,
         "error": job.error,
     }
@@ -385,6 +386,13 @@ READING_VERBS: dict[str, Callable[[Spool, Layout, str, Asker], Any]] = {
     "losses": losses,
     "glance": glance,
 }
+
+
+def _plan(files: JobLayout) -> PlanFile:
+    try:
+        return PlanFile.read(files.plan_path)
+    except (OSError, ValueError):
+        return PlanFile({})
 
 
 def _read_json(path: Path, *, num_names: int) -> dict[str, Any]:

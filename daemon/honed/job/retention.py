@@ -7,7 +7,6 @@ Never removed are unfinished jobs, pinned jobs, and jobs whose files are needed 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -19,10 +18,10 @@ from typing import Any
 
 from honed.job.arrival import refused_uid
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.query import Asker
 from honed.job.spool import Spool
 from honed.spec.config import RetentionConfig
-from honed.system import untrusted
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.layout import Layout
 
@@ -102,10 +101,10 @@ class Needs:
     def _in_plan(self, job: Job) -> Iterator[int]:
         """Yield jobs whose directories contain paths in the plan, whose links were resolved during the check."""
         try:
-            plan = json.loads(untrusted.read_plain(self._layout.job(job.id).plan_path, num_names=1))
-        except (OSError, ValueError, RecursionError):
+            plan = PlanFile.read(self._layout.job(job.id).plan_path)
+        except (OSError, ValueError):
             return
-        for text in _texts(plan):
+        for text in _texts(plan.document):
             if (match := self._path.match(text)) is not None:
                 yield int(match[1])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 from honed.job import staging
 from honed.job.job import Job
-from honed.system import untrusted
+from honed.job.plan_file import PlanFile
 from honed.system.layout import Layout
 from honed.system.log import about
 
@@ -36,7 +35,7 @@ def copies_of_its_own(layout: Layout, job: Job, unfinished: Iterable[Job]) -> se
 
 def _spec_of(layout: Layout, job: Job) -> dict[str, Any]:
     try:
-        return dict(json.loads(untrusted.read_plain(layout.job(job.id).plan_path, num_names=1))["spec"])
+        return PlanFile.read(layout.job(job.id).plan_path).spec
     except (OSError, ValueError, KeyError, TypeError):  # reported elsewhere, where it matters
         return {}
 

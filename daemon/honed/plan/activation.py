@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from honed.inputs.basemodel import BaseModelInfo
 from honed.inputs.media import NUM_FRAMES, Facts, fitted_size, num_taken
 from honed.inputs.modality import NOTHING, Cost
+from honed.job.plan_file import Precision
 from honed.plan import loss, parameter, precision
 from honed.plan.parameter import Parameter, Sizes
-from honed.plan.precision import Precision
 from honed.spec.media import Kind, MediaLimits
 from honed.spec.spec import JobSpec
 from honed.system.device import Device

@@ -15,17 +15,15 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from honed.inputs.basemodel import BITS, AdapterInfo, BaseModelInfo
 from honed.inputs.dataset import NUM_OPENED
 from honed.job.out_of_memory import ASSUMED_PIXELS
+from honed.job.plan_file import Memory, Precision
 from honed.plan import activation, parameter
 from honed.plan.activation import Extent, Row
 from honed.plan.parameter import Shape
-from honed.plan.precision import Precision
-from honed.spec.media import Kind
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
 
@@ -35,48 +33,6 @@ BLOCK_OPTIMIZER, MIN_8BIT_SIZE = 256, 4096
 MIN_PAGED_SIZE = 100_000
 #: Rank to which GaLore and APOLLO project a matrix unless optim_args gives one.
 PROJECTED_RANK = 128
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Estimated memory of a job, in bytes."""
-
-    weights_bytes: int  #: quantization state included
-    adapter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    available_bytes: int  #: the device's whole memory, less the administrator's reserve
-    batch_size: int
-    length: int  #: tokens of the longest row expected in a batch
-    num_media_tokens: int = 0  #: of a row: tokens of images, videos and sounds
-    media: tuple[Kind, ...] = ()  #: kinds of media in the rows
-    num_frames: int = 0  #: taken of the longest video in them
-    num_pixels: int = 0  #: of the largest image or frame, up to where more no longer cost the model more; 0: unknown
-    tower_bytes: int = 0  #: part of the activations that vision and audio encoders take
-    paged_bytes: int = 0  #: part of the optimizer's states that the device may move to main memory
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.parts)
-
-    @property
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        names = ("weights", "adapter", "gradient", "optimizer", "activation")
-        return tuple((name, getattr(self, f"{name}_bytes")) for name in names)
-
-    @property
-    def fits(self) -> bool:
-        return self.total_bytes - self.paged_bytes <= self.available_bytes
-
-    @property
-    def can_fit(self) -> bool:
-        """True if the job fits when gradients and activations are never whole at once, as without accumulation."""
-        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
-        return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "media": list(self.media), "total_bytes": self.total_bytes, "fits": self.fits}
 
 
 def estimate(

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from honed.inputs import modality
 from honed.inputs.basemodel import BITS, QUANTIZATION_STATE, AdapterInfo, BaseModelInfo, Tensor
+from honed.job.plan_file import Precision
 from honed.plan import precision
-from honed.plan.precision import Precision
 from honed.spec.spec import JobSpec, LoraSpec
 
 Shape = tuple[int, ...]

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
+from honed.job.plan_file import Backend, Checkpoint, Loss, Memory, Precision
 from honed.job.progress import gib
 from honed.plan import loss, memory, parameter, precision
 from honed.plan.activation import Row
-from honed.plan.memory import Memory
-from honed.plan.precision import Precision
 from honed.plan.rung import Rung
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
@@ -25,22 +24,6 @@ from honed.system.installed import Installed, known_model_types
 
 #: Dtypes in which a merged checkpoint may be stored.
 MERGED_DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True)
-class Backend:
-    """The library that loads the model, and why."""
-
-    name: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The type of loss, and why."""
-
-    type: str | None  #: SFTConfig's `loss_type`; None leaves it to the backend
-    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,24 +63,25 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         model = self.model
+        checkpoint = Checkpoint(
+            num_parameters=model.num_parameters,
+            num_trained=self.num_trained,
+            stored_dtypes=model.stored_dtypes,
+            num_weight_bytes=model.num_weight_bytes,
+            model_type=model.model_type,
+            architectures=model.architectures,
+            quantization_method=model.quantization_method,
+            has_chat_template=model.has_chat_template,
+            has_vision=model.has_vision or model.has_audio,
+            is_pickled=model.is_pickled,
+        )
         return {
-            "backend": {"name": self.backend.name, "reasons": list(self.backend.reasons)},
+            "backend": self.backend.as_dict(),
             "precision": self.precision.as_dict(),
             "memory": self.memory.as_dict(),
-            "loss": {"type": self.loss.type, "reasons": list(self.loss.reasons)},
+            "loss": self.loss.as_dict(),
             "rungs": [each.as_dict() for each in self.rungs],
-            "checkpoint": {
-                "num_parameters": model.num_parameters,
-                "num_trained": self.num_trained,
-                "stored_dtypes": model.stored_dtypes,
-                "num_weight_bytes": model.num_weight_bytes,
-                "model_type": model.model_type,
-                "architectures": list(model.architectures),
-                "quantization_method": model.quantization_method,
-                "has_chat_template": model.has_chat_template,
-                "has_vision": model.has_vision or model.has_audio,
-                "is_pickled": model.is_pickled,
-            },
+            "checkpoint": checkpoint.as_dict(),
             "base_model_path": str(model.path),
             "device": self.device.as_dict(),
             "training_chat_template": None if self.rows_template is None else str(self.rows_template),

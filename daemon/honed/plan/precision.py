@@ -9,10 +9,10 @@ resolved here. tests/unit/plan/test_precision.py names the failure that each rul
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from honed.inputs.basemodel import BaseModelInfo
+from honed.job.plan_file import Precision
 from honed.plan.rung import Rung, accumulates, candidates, loses
 from honed.spec.media import Part
 from honed.spec.spec import JobSpec
@@ -82,30 +82,6 @@ COMPUTE_REASONS = {
     "8bit": "LLM.int8() takes its inputs through float16 and answers in the dtype that the rest is loaded in",
 }
 HALF = ("bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Precision:
-    """All precision choices; dtypes by torch's names. `_check` asserts the invariants."""
-
-    load_dtype: str  #: handed to from_pretrained
-    compute_dtype: str | None  #: bitsandbytes'; None without quantization
-    bf16: bool  #: the trainer's flag: autocast to bfloat16
-    fp16: bool  #: the trainer's flag: autocast to float16, with a GradScaler
-    adapter_dtype: str | None  #: of every trainable parameter beside a frozen base; None for full fine-tuning
-    quantization: str  #: none, 4bit, 8bit
-    attn_implementation: str
-    reasons: dict[str, str]  #: why, for each of these fields
-    warnings: tuple[str, ...] = ()
-    #: In full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
-    master_weights: str | None = None
-    optim: str | None = None  #: the optimizer that the plan chose; None: the job's
-    save_dtype: str | None = None  #: of a full fine-tuning's output; None: as trained
-
-    def as_dict(self) -> dict[str, Any]:
-        choices = asdict(self)
-        del choices["warnings"]  # they are listed with the plan's other warnings
-        return choices
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from honed.job.plan_file import Memory
 from honed.job.progress import gib
 from honed.plan import loss, precision
 from honed.plan.activation import UNCUT_LENGTH
-from honed.plan.memory import Memory
 from honed.spec import rule
 from honed.spec.field import Section
 from honed.spec.spec import JobSpec, LoraSpec

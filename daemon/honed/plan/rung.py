@@ -14,10 +14,10 @@ and keeps it for its life: plan.json stores it, and each new plan of the job use
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
+from honed.job.plan_file import Precision
 from honed.spec.optimizer import ADAMW, ADAMW_8BIT, COMPENSATED, asked_optim
 
 if TYPE_CHECKING:
@@ -63,17 +63,16 @@ def candidates(spec: JobSpec, *, can_half: bool, has_8bit: bool) -> tuple[Rung, 
     return tuple(found)
 
 
-def pinned(precision: Mapping[str, Any]) -> Rung | None:
-    """Return the rung that an earlier plan chose, read from the precision in plan.json; None for adapters.
+def pinned(precision: Precision | None) -> Rung | None:
+    """Return the rung that an earlier plan chose; None without one, and for adapters.
 
     Plans made before rungs existed show theirs by the dtype, and their outputs keep the trained dtype.
     """
-    if precision.get("adapter_dtype") is not None or precision.get("load_dtype") is None:
+    if precision is None or precision.adapter_dtype is not None:
         return None
-    kept: MasterWeights = precision.get("master_weights") or (
-        "float32" if precision["load_dtype"] == "float32" else "none"
-    )
-    return Rung(kept, precision.get("optim"), precision.get("save_dtype"), is_pinned=True)
+    by_dtype: MasterWeights = "float32" if precision.load_dtype == "float32" else "none"
+    kept = cast("MasterWeights", precision.master_weights or by_dtype)
+    return Rung(kept, precision.optim, precision.save_dtype, is_pinned=True)
 
 
 def accumulates(rung: Rung, num_accumulated: int) -> str:

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from honed.job.plan_file import PlanFile
 from honed.system import access
 from honed.system.access import Person
 from honed.system.layout import JobLayout, Layout
@@ -126,12 +127,12 @@ def _locked() -> Iterator[None]:
 
 def _inputs(layout: Layout, job: JobLayout) -> Iterator[Path]:
     """Yield the directories directly below jobs/ and staged/ that a job's plan grants access to, except its own."""
-    grant = json.loads(job.plan_path.read_bytes()).get("may_read") or {}
+    grant = PlanFile.from_json(job.plan_path.read_bytes()).may_read
     places = {
-        top / Path(path).relative_to(top).parts[0]
-        for path in map(str, grant.get("inputs", []))
+        top / path.relative_to(top).parts[0]
+        for path in (grant.inputs if grant else ())
         for top in (layout.jobs_dir, layout.staged_dir)
-        if ".." not in Path(path).parts and Path(path).is_relative_to(top) and Path(path) != top
+        if ".." not in path.parts and path.is_relative_to(top) and path != top
     }
     yield from sorted(places - {job.dir})
 

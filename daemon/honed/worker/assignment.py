@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from honed.check.policy import Grant, Named, inputs
+from honed.check.policy import Named, check_granted, inputs
 from honed.inputs import hubdata
 from honed.job import out_of_memory
 from honed.job.job import Adjustment
-from honed.plan.precision import Precision
+from honed.job.plan_file import Grant, PlanFile, Precision
 from honed.spec.spec import JobSpec
 from honed.system.error import InternalError, said
 from honed.system.layout import AttemptLayout, JobLayout
@@ -55,7 +55,7 @@ class Assignment:
 
     def check_read(self, named: Named) -> None:
         if self._grant is not None:
-            self._grant.check(named, self.layout.dir)
+            check_granted(self._grant, named, self.layout.dir)
 
     @cached_property
     def _grant(self) -> Grant | None:
@@ -78,7 +78,7 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
         }
     date = _date(plan, layout)
     plan |= {"date": date.isoformat(timespec="seconds")}
-    spec = hubdata.planned(JobSpec.model_validate(plan["spec"]), plan)
+    spec = hubdata.placed(JobSpec.model_validate(plan["spec"]), PlanFile(plan).hub_datasets)
     if plan.get("adapter_path"):
         spec = spec.model_copy(update={"adapter": plan["adapter_path"]})  # where the spec says job:NAME
     return Assignment(

@@ -15,9 +15,10 @@ import PIL.Image
 import pytest
 
 from honed.check import preflight
-from honed.check.policy import Grant, Named, Policy
+from honed.check.policy import Named, Policy, check_granted
 from honed.cli import stage
 from honed.job import staging
+from honed.job.plan_file import Grant
 from honed.spec.config import Config, PolicyConfig
 from honed.system import access
 from honed.system.access import Acl, Person
@@ -356,20 +357,20 @@ def test_what_was_checked_and_leads_elsewhere_since_is_not_read(desk: Desk) -> N
     granted = Grant.from_dict(
         policy.grant([Named("datasets.0.path", desk.rows), Named("b", mine.dir / "rows.jsonl")]).as_dict()
     )
-    granted.check(Named("datasets.0.path", desk.rows))
-    granted.check(Named("a row", mine.dir / "media" / "cat.png"))
-    granted.check(Named("a row", theirs.dir / "media" / "cat.png"), theirs.dir)  # the job's own
+    check_granted(granted, Named("datasets.0.path", desk.rows))
+    check_granted(granted, Named("a row", mine.dir / "media" / "cat.png"))
+    check_granted(granted, Named("a row", theirs.dir / "media" / "cat.png"), theirs.dir)  # the job's own
     with pytest.raises(SpecError, match="is honed's or another user's"):
-        granted.check(Named("a row", theirs.dir / "media" / "cat.png"))
+        check_granted(granted, Named("a row", theirs.dir / "media" / "cat.png"))
     desk.rows.unlink()
     desk.rows.symlink_to(theirs.dir / "rows.jsonl")
     with pytest.raises(SpecError, match="is honed's or another user's"):
-        granted.check(Named("datasets.0.path", desk.rows))
+        check_granted(granted, Named("datasets.0.path", desk.rows))
 
 
 def test_rows_beyond_the_first_are_held_against_the_allowed_paths_too(desk: Desk) -> None:
     config = desk.allow(desk.srv)
     granted = Policy.of(desk.layout, config, os.getuid()).grant([Named("datasets.0.path", desk.rows)])
-    granted.check(Named("a row", desk.srv / "cat.png"))
+    check_granted(granted, Named("a row", desk.srv / "cat.png"))
     with pytest.raises(DatasetError, match="outside of what jobs may read here"):
-        granted.check(Named("a row", desk.path / "cat.png", DatasetError))
+        check_granted(granted, Named("a row", desk.path / "cat.png", DatasetError))

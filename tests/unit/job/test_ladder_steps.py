@@ -9,6 +9,7 @@ import pytest
 from honed.job import out_of_memory
 from honed.job.job import Adjustment, Job, State
 from honed.job.out_of_memory import Media
+from honed.job.plan_file import Memory
 from honed.spec.spec import JobSpec, PredictionSpec, RetrySpec
 from honed.spec.training import TrainingSpec
 
@@ -119,7 +120,7 @@ def test_frames_and_pixels_are_only_touched_with_leave() -> None:
 
 @pytest.mark.parametrize(("num_pixels", "first"), [(12_000_000, 12_000_000), (150_528, 150_528), (0, 1024 * 1024)])
 def test_without_a_limit_pixels_are_halved_from_those_that_there_are(num_pixels: int, first: int) -> None:
-    seen = Media.of({"media": ["image"], "num_frames": 0, "num_pixels": num_pixels})
+    seen = Media.of(Memory.from_dict({"media": ["image"], "num_frames": 0, "num_pixels": num_pixels}))
     training = {"per_device_train_batch_size": 1}
     (step, *_) = steps(seen=seen, training=training, retry={"may_shrink_media": True})
     assert step == f"media.max_pixels {first} → {first // 2}"

@@ -15,6 +15,7 @@ import pytest
 from honed.job import query, retention
 from honed.job.arrival import Arrivals, Claim, drop, refusal, submission_of
 from honed.job.job import MOVES, Attempt, Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system.error import EnvironmentInvalidError, SpecError
 from honed.system.layout import Layout
@@ -45,7 +46,7 @@ def accept(spool: Spool, name: str = "a.json") -> Job:
     claim = Arrivals(spool).claim(put(spool, name))
     assert claim is not None
     Arrivals(spool).copy(claim, max_bytes=MAX_BYTES)
-    return Arrivals(spool).admit(job_of(claim), claim, {"spec": {}})
+    return Arrivals(spool).admit(job_of(claim), claim, PlanFile({"spec": {}}))
 
 
 def test_an_accepted_arrival_is_one_entry_and_leaves_nothing_behind(spool: Spool) -> None:
@@ -238,7 +239,7 @@ def test_a_submitted_file_is_its_submitters_whoever_owns_it(spool: Spool) -> Non
     assert arrivals.num_submitted(SUBMITTER) == 1
     copy = arrivals.copy(claim, max_bytes=MAX_BYTES, drops=False)
     assert (copy.uid, copy.path.read_text()) == (SUBMITTER, "{}")
-    arrivals.admit(job_of(claim), claim, {})
+    arrivals.admit(job_of(claim), claim, PlanFile({}))
     assert list(spool.claimed_dir.iterdir()) == []
 
 
@@ -339,7 +340,7 @@ def life(spool: Spool, *, names: list[str]) -> None:
         if claim.name.startswith("bad"):
             arrivals.reject(claim, "no")
         else:
-            arrivals.admit(job_of(claim), claim, {})
+            arrivals.admit(job_of(claim), claim, PlanFile({}))
     run(spool)
 
 
@@ -366,7 +367,11 @@ def life_together(spool: Spool, *, names: list[str]) -> None:
             claims.remove(claim)
             arrivals.reject(claim, copy.message)
     good([copies[claim] for claim in claims])
-    good(arrivals.admit_all([(job_of(claim), claim, {}) for claim in claims if not claim.name.startswith("bad")]))
+    good(
+        arrivals.admit_all(
+            [(job_of(claim), claim, PlanFile({})) for claim in claims if not claim.name.startswith("bad")]
+        )
+    )
     for claim in arrivals.claims():
         arrivals.reject(claim, "no")
     run(spool)

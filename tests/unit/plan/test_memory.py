@@ -14,9 +14,9 @@ from honed.inputs import basemodel
 from honed.inputs.basemodel import BaseModelInfo, Tensor
 from honed.inputs.media import Facts
 from honed.job import out_of_memory
+from honed.job.plan_file import Memory
 from honed.plan import memory, parameter, precision, remedy
 from honed.plan.activation import Row
-from honed.plan.memory import Memory
 from honed.plan.parameter import Parameter
 from honed.spec import spec as job_spec
 from honed.spec.spec import JobSpec

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.inputs.basemodel import BaseModelInfo, Tensor
+from honed.job.plan_file import Precision
 from honed.plan import plan, precision, remedy
-from honed.plan.precision import Precision
 from honed.spec import spec as job_spec
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from honed.inputs.basemodel import BaseModelInfo, Tensor
+from honed.job.plan_file import Precision
 from honed.plan import plan, precision, rung
 from honed.plan.plan import Plan
 from honed.spec import spec as job_spec
@@ -251,7 +252,7 @@ def test_predictions_with_float32_weights_beside_compensated_ones_are_counted() 
 def test_a_plan_that_is_made_again_keeps_the_rung(size: str, first: Device, then: Device) -> None:
     """A run that resumes with weights or an optimizer other than its checkpoint's is another run."""
     before = make(model(size), first)
-    after = make(model(size), then, pinned=rung.pinned(before.as_dict()["precision"]))
+    after = make(model(size), then, pinned=rung.pinned(before.precision))
     assert chosen(after) == chosen(before)
     assert after.precision.save_dtype == before.precision.save_dtype
     assert after.precision.load_dtype == before.precision.load_dtype
@@ -262,12 +263,14 @@ def test_a_job_planned_with_bfloat16_weights_does_not_move_to_a_gpu_without() ->
     before = make(model("8B"), H100)
     assert before.precision.load_dtype == "bfloat16"
     with pytest.raises(SpecError, match="planned with bfloat16 weights"):
-        make(model("8B"), T4, pinned=rung.pinned(before.as_dict()["precision"]))
+        make(model("8B"), T4, pinned=rung.pinned(before.precision))
 
 
 @pytest.mark.parametrize(("load_dtype", "kept"), [("bfloat16", "none"), ("float32", "float32")])
 def test_a_job_planned_before_there_were_rungs_keeps_what_it_has(load_dtype: str, kept: str) -> None:
-    old = {"load_dtype": load_dtype, "adapter_dtype": None, "bf16": True, "fp16": False}
+    now = make(model("1B"), H100).precision.as_dict() | {"load_dtype": load_dtype}
+    new = {"master_weights", "optim", "save_dtype"}
+    old = Precision.from_dict({key: value for key, value in now.items() if key not in new})
     found = make(model("1B"), H100, pinned=rung.pinned(old)).precision
     assert (found.load_dtype, found.master_weights, found.optim, found.save_dtype) == (load_dtype, kept, None, None)
 
@@ -292,7 +295,7 @@ def test_an_adapter_planned_in_bfloat16_before_float32_was_the_default_stays_so(
 
 def test_an_adapters_plan_has_no_rung() -> None:
     made = make(model("1B"), H100, lora={})
-    assert rung.pinned(made.as_dict()["precision"]) is None
+    assert rung.pinned(made.precision) is None
     assert made.precision.master_weights is None
     assert made.rungs == ()
 

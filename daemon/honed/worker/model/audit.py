@@ -24,7 +24,7 @@ from typing import Any
 
 from honed.inputs import modality
 from honed.job.event import EventWriter
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 from honed.system.error import PrecisionError
 
 _ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b|\btrainable_tokens_")

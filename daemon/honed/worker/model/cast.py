@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 
 #: Weights that a warning names.
 MAX_NAMED = 3

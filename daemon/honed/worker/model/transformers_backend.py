@@ -10,7 +10,8 @@ from typing import Any
 
 from honed.inputs import modality, unused_weights
 from honed.inputs.basemodel import QUANTIZATION_STATE, read_names
-from honed.plan.precision import PART_KEYS, Precision, trained_parts
+from honed.job.plan_file import Precision
+from honed.plan.precision import PART_KEYS, trained_parts
 from honed.spec.media import Part
 from honed.system.error import ModelError
 from honed.worker.assignment import Assignment

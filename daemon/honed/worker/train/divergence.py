@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from honed.plan.precision import Precision
+from honed.job.plan_file import Precision
 from honed.spec.spec import DivergenceSpec
 from honed.system.error import DivergedError
 

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from honed.inputs.media import Media
 from honed.inputs.row import Example
 from honed.job.out_of_memory import MEDIA_PREDICTION_BATCH_SIZE, PREDICTION_BATCH_SIZE
-from honed.plan.precision import HALF, Precision
+from honed.job.plan_file import Precision
+from honed.plan.precision import HALF
 from honed.spec.spec import SampleSpec
 from honed.system.error import BY_CODE, HonedError, InternalError, said
 from honed.text.chat import ChatFormat

@@ -1,0 +1,385 @@
+"""A job's plan.json: the decisions made before its model is loaded, and what its worker needs beside them.
+
+    preflight   PlanFile.checked    the decisions, the warnings, the inputs and who may read them
+    daemon      accepted            the job's identity, its spec, its output directory, the date
+    worker      adjusted, dated     the spec of one attempt; `reduced` in trial.py: the spec of a trial
+
+`honectl plan --json` prints the decisions in the same shape; `show --json` and an output's manifest contain the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from honed.job.job import Adjustment, Job
+from honed.spec.media import Kind
+from honed.system import durable, untrusted
+from honed.system.device import Device
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The library that loads the model, and why."""
+
+    name: str
+    reasons: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "reasons": list(self.reasons)}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """All precision choices; dtypes by torch's names. plan/precision.py makes them and asserts their invariants."""
+
+    load_dtype: str  #: handed to from_pretrained
+    compute_dtype: str | None  #: bitsandbytes'; None without quantization
+    bf16: bool  #: the trainer's flag: autocast to bfloat16
+    fp16: bool  #: the trainer's flag: autocast to float16, with a GradScaler
+    adapter_dtype: str | None  #: of every trainable parameter beside a frozen base; None for full fine-tuning
+    quantization: str  #: none, 4bit, 8bit
+    attn_implementation: str
+    reasons: dict[str, str]  #: why, for each of these fields
+    warnings: tuple[str, ...] = ()
+    #: In full fine-tuning: float32, compensated or none; None for adapters, and in plans of earlier versions.
+    master_weights: str | None = None
+    optim: str | None = None  #: the optimizer that the plan chose; None: the job's
+    save_dtype: str | None = None  #: of a full fine-tuning's output; None: as trained
+
+    def as_dict(self) -> dict[str, Any]:
+        choices = asdict(self)
+        del choices["warnings"]  # they are listed with the plan's other warnings
+        return choices
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Precision:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated memory of a job, in bytes."""
+
+    weights_bytes: int  #: quantization state included
+    adapter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    available_bytes: int  #: the device's whole memory, less the administrator's reserve
+    batch_size: int
+    length: int  #: tokens of the longest row expected in a batch
+    num_media_tokens: int = 0  #: of a row: tokens of images, videos and sounds
+    media: tuple[Kind, ...] = ()  #: kinds of media in the rows
+    num_frames: int = 0  #: taken of the longest video in them
+    num_pixels: int = 0  #: of the largest image or frame, up to where more no longer cost the model more; 0: unknown
+    tower_bytes: int = 0  #: part of the activations that vision and audio encoders take
+    paged_bytes: int = 0  #: part of the optimizer's states that the device may move to main memory
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.parts)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        names = ("weights", "adapter", "gradient", "optimizer", "activation")
+        return tuple((name, getattr(self, f"{name}_bytes")) for name in names)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes - self.paged_bytes <= self.available_bytes
+
+    @property
+    def can_fit(self) -> bool:
+        """True if the job fits when gradients and activations are never whole at once, as without accumulation."""
+        lasting = self.weights_bytes + self.adapter_bytes + self.optimizer_bytes - self.paged_bytes
+        return lasting + max(self.gradient_bytes, self.activation_bytes) <= self.available_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "media": list(self.media), "total_bytes": self.total_bytes, "fits": self.fits}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Memory:
+        """Read an estimate; older ones have fewer keys."""
+        known: dict[str, Any] = {each.name: data.get(each.name) or 0 for each in fields(cls)}
+        return cls(**{**known, "media": tuple(data.get("media") or ())})
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The type of loss, and why."""
+
+    type: str | None  #: SFTConfig's `loss_type`; None leaves it to the backend
+    reasons: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"type": self.type, "reasons": list(self.reasons)}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The base model's facts."""
+
+    num_parameters: int = 0
+    num_trained: int = 0
+    stored_dtypes: Mapping[str, int] = field(default_factory=dict)  #: dtype → parameters
+    num_weight_bytes: int = 0
+    model_type: str | None = None
+    architectures: tuple[str, ...] = ()
+    quantization_method: str | None = None  #: of a checkpoint that is stored quantized
+    has_chat_template: bool = False
+    has_vision: bool = False  #: True for any encoder beside the language model: images, videos or sounds
+    is_pickled: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**facts, "stored_dtypes": dict(self.stored_dtypes), "architectures": list(self.architectures)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
+        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+        return cls(**{**known, "architectures": tuple(data.get("architectures") or ())})
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DatasetPlace:
+    """The place of the rows of a data set from the hub, fixed to a commit."""
+
+    commit: str
+    path: Path  #: the snapshot
+    files: tuple[str, ...]  #: within the snapshot, in their order
+
+    def as_dict(self, repo_id: str) -> dict[str, Any]:
+        return {"repo_id": repo_id, "commit": self.commit, "path": str(self.path), "files": list(self.files)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DatasetPlace:
+        return cls(str(data["commit"]), Path(data["path"]), tuple(data["files"]))
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The files that a job's worker may read, as settled when the job was planned; check/policy.py applies it."""
+
+    closed: tuple[Path, ...]  #: honed's own places
+    allowed: tuple[Path, ...] | None  #: None: everything else
+    inputs: tuple[Path, ...]  #: the real places of the paths that the job names
+
+    def as_dict(self) -> dict[str, Any]:
+        allowed = None if self.allowed is None else list(map(str, self.allowed))
+        return {"closed": list(map(str, self.closed)), "allowed": allowed, "inputs": list(map(str, self.inputs))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Grant:
+        allowed = None if data["allowed"] is None else tuple(map(Path, data["allowed"]))
+        return cls(tuple(map(Path, data["closed"])), allowed, tuple(map(Path, data["inputs"])))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A job as its outputs name it."""
+
+    id: int
+    name: str
+    instance: str  #: the spool that numbered the job; empty in files of older versions
+
+    @property
+    def owner(self) -> tuple[int, str]:
+        """The job's number, and the instance that numbered it."""
+        return self.id, self.instance
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Identity:
+        return cls(int(data["id"]), str(data.get("name") or ""), str(data.get("instance", "")))
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """The content of one plan.json.
+
+    Each property reads one key; a key that older versions did not write has a default. A damaged value raises KeyError,
+    TypeError or ValueError where it is read, so a reader of one key does not depend on the others.
+    """
+
+    document: dict[str, Any]  #: the whole file: its keys in their order, unknown ones included
+
+    @classmethod
+    def read(cls, path: Path) -> PlanFile:
+        """Read a job's plan.json. Raises OSError, and ValueError if it is not a plan."""
+        return cls.from_json(untrusted.read_plain(path, num_names=1))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> PlanFile:
+        """Parse the content of a plan.json. Raises ValueError if it is not a plan."""
+        try:
+            document = json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+        if not isinstance(document, dict):
+            raise ValueError("not a plan")
+        return cls(document)
+
+    def to_json(self) -> bytes:
+        return durable.as_json(self.document)
+
+    def write(self, path: Path) -> None:
+        """Replace a plan.json, atomically and durably."""
+        durable.write(path, self.to_json())
+
+    # -- what is decided
+
+    @property
+    def is_decided(self) -> bool:
+        """False while the job waits for another job's output, or for a fetch: there are no decisions yet."""
+        return "backend" in self.document
+
+    @property
+    def backend(self) -> Backend:
+        given = self.document["backend"]
+        return Backend(given["name"], tuple(given.get("reasons") or ()))
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.from_dict(self.document["precision"])
+
+    @property
+    def memory(self) -> Memory | None:
+        given = self.document.get("memory")
+        return Memory.from_dict(given) if given else None
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss; None if a version planned it that had one rule for all models."""
+        given = self.document.get("loss")
+        return None if given is None else Loss(given["type"], tuple(given.get("reasons") or ()))
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint.from_dict(self.document.get("checkpoint") or {})
+
+    @property
+    def device(self) -> Device | None:
+        given = self.document.get("device")
+        return Device.from_dict(given) if given else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self.document.get("warnings") or ())
+
+    @property
+    def splits_by_meaning(self) -> bool:
+        """True if rows of the same meaning stay on one side of eval_split."""
+        return bool(self.document.get("splits_by_meaning"))
+
+    # -- what is read and written
+
+    @property
+    def base_model_path(self) -> Path:
+        return Path(self.document["base_model_path"])
+
+    @property
+    def base_model_commit(self) -> str | None:
+        """The commit that the base model's hub id meant when the job was planned."""
+        given: str | None = self.document.get("base_model_commit")
+        return given
+
+    @property
+    def adapter_path(self) -> Path | None:
+        """The adapter that the job continues from, where its spec may say job:NAME."""
+        given = self.document.get("adapter_path")
+        return Path(given) if given else None
+
+    @property
+    def hub_datasets(self) -> dict[str, DatasetPlace]:
+        """The places of data sets from the hub, by key: datasets.0."""
+        given = self.document.get("hub_datasets") or {}
+        return {key: DatasetPlace.from_dict(each) for key, each in given.items()}
+
+    @property
+    def may_read(self) -> Grant | None:
+        """The files that the worker may read; None if it was not settled."""
+        given = self.document.get("may_read")
+        return Grant.from_dict(given) if given else None
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.document["output_dir"])
+
+    # -- the job
+
+    @property
+    def job(self) -> Identity:
+        return Identity.from_dict(self.document["job"])
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The job file's content, as validated."""
+        return dict(self.document["spec"])
+
+    @property
+    def date(self) -> datetime | None:
+        """The date that chat templates are given; None in plans of older versions."""
+        given = self.document.get("date")
+        return datetime.fromisoformat(given) if given is not None else None
+
+    @property
+    def is_trial(self) -> bool:
+        """True for the plan of a trial; see trial.py."""
+        return bool(self.document.get("is_trial"))
+
+    # -- its making
+
+    @classmethod
+    def checked(
+        cls,
+        decisions: Mapping[str, Any],
+        *,
+        warnings: Sequence[str],
+        adapter_path: Path | None,
+        base_model_commit: str | None,
+        hub_datasets: Mapping[str, Any],
+        may_read: Grant | None,
+    ) -> PlanFile:
+        """Return the plan as the preflight knows it; `decisions` are those of `Plan.as_dict`, or empty."""
+        return cls(
+            {
+                **decisions,
+                "warnings": list(warnings),
+                "adapter_path": str(adapter_path) if adapter_path else None,
+                "base_model_commit": base_model_commit,
+                "hub_datasets": dict(hub_datasets),
+                "may_read": may_read.as_dict() if may_read else None,
+            }
+        )
+
+    def accepted(self, job: Job, spec: Mapping[str, Any], instance: Path) -> PlanFile:
+        """Return the plan of an accepted job; `instance` is the spool that numbered it."""
+        identity = {"id": job.id, "name": job.name, "user_id": str(job.uid), "instance": str(instance)}
+        # Chat templates may ask for today's date in local time; every attempt gets the date of the acceptance.
+        date = datetime.fromtimestamp(job.submitted_at, UTC).astimezone().isoformat(timespec="seconds")
+        return self._with(job=identity, spec=spec, output_dir=job.output_dir, date=date)
+
+    def adjusted(self, spec: Mapping[str, Any], adjustments: Sequence[Adjustment]) -> PlanFile:
+        """Return the plan of an attempt whose spec was changed for lack of memory."""
+        return self._with(spec=spec, adjustments=[asdict(each) for each in adjustments])
+
+    def dated(self, date: datetime) -> PlanFile:
+        return self._with(date=date.isoformat(timespec="seconds"))
+
+    def for_trial(self, spec: Mapping[str, Any], output_dir: Path) -> PlanFile:
+        return self._with(spec=spec, output_dir=str(output_dir), is_trial=True)
+
+    def _with(self, **keys: Any) -> PlanFile:
+        return PlanFile({**self.document, **keys})

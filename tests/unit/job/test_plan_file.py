@@ -1,0 +1,140 @@
+"""plan.json: written as ever, and read whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.job.job import Adjustment, Job
+from honed.job.plan_file import Backend, DatasetPlace, Grant, Loss, PlanFile
+from honed.system.error import said
+
+PLANS = Path(__file__).parents[2] / "data" / "plans"
+RECORDED = ("adapter", "whole", "deferred")
+
+
+def recorded(name: str) -> PlanFile:
+    return PlanFile.read(PLANS / f"{name}.plan.json")
+
+
+def answered(name: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads((PLANS / f"{name}.answer.jsonl").read_bytes())
+    return answer
+
+
+@pytest.mark.parametrize("name", [*RECORDED, "older"])
+def test_a_plan_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
+    path = PLANS / f"{name}.plan.json"
+    recorded(name).write(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_daemon_makes_of_an_answer_the_plan_it_always_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, before = answered(name), json.loads((PLANS / f"{name}.plan.json").read_bytes())
+    spec = before["spec"]
+    job = Job(
+        answer["id"],
+        spec["name"] or "title",
+        submitted_at=1763870000.25,
+        source="dropped.json",
+        uid=1000,
+        output_dir=answer["output_dir"],
+    )
+    with monkeypatch.context() as context:
+        context.setenv("TZ", "UTC")
+        time.tzset()
+        made = PlanFile(answer["plan"]).accepted(job, spec, Path("/var/lib/honed"))
+    time.tzset()
+    assert made.to_json() == (PLANS / f"{name}.plan.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["adapter", "whole"])
+def test_what_is_read_of_a_plan_has_its_type_and_is_written_the_same(name: str) -> None:
+    plan = recorded(name)
+    document = plan.document
+    assert plan.is_decided
+    for key in ("backend", "precision", "loss", "checkpoint", "device", "may_read"):
+        assert json.loads(json.dumps(getattr(plan, key).as_dict())) == document[key], key
+    assert plan.memory is not None
+    assert json.dumps(plan.memory.as_dict()) == json.dumps(document["memory"])
+    assert json.dumps(plan.precision.as_dict()) == json.dumps(document["precision"])
+    assert json.dumps(plan.checkpoint.as_dict()) == json.dumps(document["checkpoint"])
+    assert plan.base_model_path == Path("/tmp/recorded/model")
+    assert plan.output_dir == Path(document["output_dir"])
+    assert plan.job.owner == (document["job"]["id"], "/var/lib/honed")
+    assert plan.date is not None
+    assert plan.date.isoformat() == document["date"]
+    assert plan.splits_by_meaning
+    assert not plan.is_trial
+
+
+def test_a_deferred_plan_has_no_decisions() -> None:
+    plan = recorded("deferred")
+    assert not plan.is_decided
+    assert (plan.memory, plan.device, plan.may_read, plan.adapter_path) == (None, None, None, None)
+    assert plan.warnings[0].startswith("adapter: job:first: ")
+    with pytest.raises(KeyError):
+        _ = plan.backend
+
+
+def test_a_plan_of_an_older_version_has_defaults() -> None:
+    plan = recorded("older")
+    assert plan.backend == Backend("transformers")
+    assert plan.precision.master_weights is None
+    assert plan.memory is not None
+    assert (plan.memory.total_bytes, plan.memory.media, plan.memory.num_frames) == (15, (), 0)
+    assert plan.loss is None
+    assert plan.checkpoint.quantization_method is None
+    assert not plan.checkpoint.is_pickled
+    assert (plan.date, plan.base_model_commit, plan.hub_datasets, plan.may_read) == (None, None, {}, None)
+    assert not plan.splits_by_meaning
+    assert plan.job.owner == (7, "")
+
+
+def test_an_attempts_plan_keeps_every_other_key() -> None:
+    plan = recorded("older")
+    change = Adjustment(1, "smaller", {"training.per_device_train_batch_size": 1})
+    made = plan.adjusted({"kind": "sft"}, [change])
+    assert list(made.document) == [*plan.document, "adjustments"]
+    assert made.document["colour"] == plan.document["colour"] == "blue"
+    assert made.document["adjustments"][0]["text"] == "smaller"
+    assert (made.spec, plan.spec["kind"]) == ({"kind": "sft"}, "merge")
+
+
+def test_places_and_grants_survive_the_file() -> None:
+    place = DatasetPlace("c0ffee", Path("/cache/snapshot"), ("a.jsonl", "b.jsonl"))
+    grant = Grant((Path("/var/lib/honed"),), None, (Path("/data/rows.jsonl"),))
+    made = PlanFile.checked(
+        {},
+        warnings=["a warning"],
+        adapter_path=Path("/a"),
+        base_model_commit="beef",
+        hub_datasets={"datasets.0": place.as_dict("org/rows")},
+        may_read=grant,
+    )
+    read = PlanFile.from_json(made.to_json())
+    assert read.hub_datasets == {"datasets.0": place}
+    assert read.may_read == grant
+    assert (read.adapter_path, read.base_model_commit, read.warnings) == (Path("/a"), "beef", ("a warning",))
+
+
+def test_a_loss_left_to_the_backend_is_not_one_that_was_not_planned() -> None:
+    assert PlanFile({"loss": {"type": None, "reasons": []}}).loss == Loss(None)
+    assert PlanFile({}).loss is None
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"7", b"\xff", b"[" * 100_000])
+def test_what_is_no_plan_is_told(data: bytes) -> None:
+    with pytest.raises(ValueError) as raised:
+        PlanFile.from_json(data)
+    assert said(raised.value)
+
+
+def test_a_damaged_grant_grants_nothing() -> None:
+    with pytest.raises(KeyError):
+        _ = PlanFile({"may_read": {"inputs": ["/"]}}).may_read
