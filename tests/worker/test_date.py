@@ -63,4 +63,4 @@ def test_a_job_of_an_older_honed_keeps_the_date_of_its_first_attempt(make_job: M
     job.events_path(1).write_text(json.dumps({"event": "started", "time": ACCEPTED.timestamp()}) + "\n")
     assert assignments.read(job.dir, 2).date == ACCEPTED
     job.events_path(1).write_text("torn" + os.linesep)
-    assert assignments.read(job.dir, 2).plan["date"][:4] >= "2026"
+    assert assignments.read(job.dir, 2).plan.document["date"][:4] >= "2026"

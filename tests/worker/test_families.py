@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 from honed.inputs import basemodel, modality
+from honed.job.plan_file import PlanFile
 from honed.plan import parameter, precision
 from honed.spec import spec as specs
 from honed.system.device import cpu
@@ -220,7 +221,7 @@ def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, An
         }
     )
     choices = precision.decide(spec, basemodel.inspect(base), cpu())
-    job: Any = SimpleNamespace(spec=spec, precision=choices, base_model_path=base, plan={}, seed=0)
+    job: Any = SimpleNamespace(spec=spec, precision=choices, base_model_path=base, plan=PlanFile({}), seed=0)
     model = transformers_backend.load_base(job, load.load_config(job))
     load.freeze(model, job)
     return transformers_backend.attach_adapter(model, job), job

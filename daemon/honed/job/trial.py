@@ -15,10 +15,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from honed.job.comparison import is_right
 from honed.job.event import Event
+from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, figure
 
 #: Rows that a trial must memorize.
@@ -74,9 +76,9 @@ def only(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**kept, "trial": "only", "priority": MAX_PRIORITY, "name": f"trial of {document.get('name') or name}"[:100]}
 
 
-def reduced(plan: Mapping[str, Any], output_dir: str) -> dict[str, Any]:
+def reduced(plan: PlanFile, output_dir: Path) -> PlanFile:
     """Return the plan of a job's trial: its learning rate, batch and precision, but no schedule or checkpoints."""
-    spec = dict(plan["spec"])
+    spec = plan.spec
     training = {name: value for name, value in spec.get("training", {}).items() if name not in _LEFT_OUT}
     batch = int(training.get("per_device_train_batch_size", 8))
     steps = max(NUM_STEPS, NUM_EPOCHS * math.ceil(NUM_ROWS / batch))
@@ -105,7 +107,7 @@ def reduced(plan: Mapping[str, Any], output_dir: str) -> dict[str, Any]:
         "notify": None,
         "save_merged": "none",
     }
-    return {**plan, "spec": spec, "output_dir": output_dir, "is_trial": True}
+    return plan.for_trial(spec, output_dir)
 
 
 _LEFT_OUT = {
@@ -127,21 +129,21 @@ _LEFT_OUT = {
 }
 
 
-def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
+def judge(events: Sequence[Event], plan: PlanFile) -> Findings:
     """Derive findings about the full run from a trial's events and the job's plan."""
     steps = [item for item in events if item.kind == "step"]
     losses = [item.data["loss"] for item in steps if isinstance(item.data.get("loss"), int | float)]
     data = _last(events, "data")
-    training = plan["spec"].get("training", {})
+    training = plan.spec.get("training", {})
     per_epoch = max(1, math.ceil(NUM_ROWS / int(training.get("per_device_train_batch_size", 8))))
     before = statistics.fmean(losses[:per_epoch]) if losses else None
     after = statistics.fmean(losses[-per_epoch:]) if losses else None
     rounds = [_answers(item.data.get("rows", [])) for item in events if item.kind == "predictions"]
     right_before, right = (sum(rounds[at].values()) if rounds else 0 for at in (0, -1))
     num_asked = len(rounds[-1]) if rounds else 0
-    memory, device = _last(events, "memory"), plan.get("device") or {}
+    memory, device = _last(events, "memory"), plan.device
     is_gpu = bool(memory.get("device_peak_bytes"))
-    whole_steps, step_sec, whole_sec = _time(events, plan, data)
+    whole_steps, step_sec, whole_sec = _time(events, plan.spec, data)
     return Findings(
         verdict=_verdict(before, after, right, num_asked),
         num_steps=len(steps),
@@ -156,9 +158,9 @@ def judge(events: Sequence[Event], plan: Mapping[str, Any]) -> Findings:
         step_sec=step_sec,
         whole_sec=whole_sec,
         peak_bytes=memory.get("device_peak_bytes" if is_gpu else "resident_peak_bytes"),
-        available_bytes=device.get("total_bytes"),
-        estimated_bytes=(plan.get("memory") or {}).get("total_bytes"),
-        device=str(device.get("kind", "cpu")),
+        available_bytes=device.total_bytes if device else None,
+        estimated_bytes=plan.memory.total_bytes if plan.memory else None,
+        device=device.kind if device else "cpu",
         warnings=[
             str(item.data.get("evidence") or item.data.get("message"))
             for item in events
@@ -188,10 +190,9 @@ def _last(events: Sequence[Event], kind: str) -> dict[str, Any]:
 
 
 def _time(
-    events: Sequence[Event], plan: Mapping[str, Any], data: Mapping[str, Any]
+    events: Sequence[Event], spec: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[int | None, float | None, float | None]:
     """Return the number of steps of the full run, the seconds of one, and the total seconds."""
-    spec = plan["spec"]
     training, predictions = spec.get("training", {}), spec.get("predictions", {})
     times = [item.time for item in events if item.kind == "step"]
     took = [after - before for before, after in itertools.pairwise(times)][NUM_SLOW:]

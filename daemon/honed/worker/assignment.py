@@ -1,15 +1,13 @@
-"""A worker's assignment: plan.json, read once."""
+"""A worker's assignment: plan.json, read once, with what has changed since."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from honed.check.policy import Named, check_granted, inputs
 from honed.inputs import hubdata
@@ -32,7 +30,7 @@ class Assignment:
     output_dir: Path
     backend: str
     precision: Precision
-    plan: dict[str, Any]  #: all of plan.json, for the output's manifest
+    plan: PlanFile  #: with the adjustments and the date, as the output's manifest has it
     layout: JobLayout
     attempt: AttemptLayout
     date: datetime  #: given to chat templates that ask for the date, in local time
@@ -41,7 +39,7 @@ class Assignment:
     @property
     def is_trial(self) -> bool:
         """True for a trial of the job on a few rows; see trial.py."""
-        return bool(self.plan.get("is_trial"))
+        return self.plan.is_trial
 
     @property
     def seed(self) -> int:
@@ -59,36 +57,32 @@ class Assignment:
 
     @cached_property
     def _grant(self) -> Grant | None:
-        granted = self.plan.get("may_read")
-        return Grant.from_dict(granted) if granted else None
+        return self.plan.may_read
 
 
 def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignment:
     """Read the assignment in `job_dir`; `backend` replaces the plan's."""
     layout = JobLayout(job_dir)
     try:
-        plan = json.loads(layout.plan_path.read_bytes())
+        plan = PlanFile.from_json(layout.plan_path.read_bytes())
     except (OSError, ValueError) as error:
         raise InternalError(f"{layout.plan_path}: {said(error)}") from error
     adjustments = _adjustments(layout)
     if adjustments:
-        plan |= {
-            "spec": out_of_memory.adjusted(plan["spec"], adjustments),
-            "adjustments": [asdict(each) for each in adjustments],
-        }
+        plan = plan.adjusted(out_of_memory.adjusted(plan.spec, adjustments), adjustments)
     date = _date(plan, layout)
-    plan |= {"date": date.isoformat(timespec="seconds")}
-    spec = hubdata.placed(JobSpec.model_validate(plan["spec"]), PlanFile(plan).hub_datasets)
-    if plan.get("adapter_path"):
-        spec = spec.model_copy(update={"adapter": plan["adapter_path"]})  # where the spec says job:NAME
+    plan = plan.dated(date)
+    spec = hubdata.placed(JobSpec.model_validate(plan.spec), plan.hub_datasets)
+    if plan.adapter_path is not None:
+        spec = spec.model_copy(update={"adapter": str(plan.adapter_path)})  # where the spec says job:NAME
     return Assignment(
-        job_id=plan["job"]["id"],
-        name=plan["job"].get("name") or f"job {plan['job']['id']}",
+        job_id=plan.job.id,
+        name=plan.job.name or f"job {plan.job.id}",
         spec=spec,
-        base_model_path=Path(plan["base_model_path"]),
-        output_dir=Path(plan["output_dir"]),
-        backend=backend or plan["backend"]["name"],
-        precision=Precision(**plan["precision"]),
+        base_model_path=plan.base_model_path,
+        output_dir=plan.output_dir,
+        backend=backend or plan.backend.name,
+        precision=plan.precision,
         plan=plan,
         layout=layout,
         attempt=layout.attempt(attempt),
@@ -97,10 +91,11 @@ def read(job_dir: Path, attempt: int, *, backend: str | None = None) -> Assignme
     )
 
 
-def _date(plan: Mapping[str, Any], layout: JobLayout) -> datetime:
+def _date(plan: PlanFile, layout: JobLayout) -> datetime:
     """Return when the job was accepted, or when its first attempt started if an older honed accepted it."""
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        return datetime.fromisoformat(plan["date"])
+    with contextlib.suppress(TypeError, ValueError):
+        if plan.date is not None:
+            return plan.date
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), layout.attempt(1).events_path.open() as events:
         return datetime.fromtimestamp(json.loads(next(events, ""))["time"], UTC).astimezone()
     return datetime.now(UTC).astimezone()

@@ -276,7 +276,7 @@ class _Story:
         )
 
         if resumed is None and not job.is_trial:
-            said = {text.partition(":")[0] for text in job.plan.get("warnings") or ()}  # at the check, in other words
+            said = {text.partition(":")[0] for text in job.plan.warnings}  # at the check, in other words
             for text in pace.unfit(spec, trainer.num_steps()):
                 if text.partition(":")[0] not in said:
                     self._log("warning", text)

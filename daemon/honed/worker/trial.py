@@ -34,7 +34,7 @@ def run(job: Assignment, *, attempt: int, tell: Callable[[str, str], None], stop
     place.events_path.unlink(missing_ok=True)  # left by a first start, before a fallback
     place.result_path.unlink(missing_ok=True)
     shutil.rmtree(layout.checkpoints_dir, ignore_errors=True)  # it would resume from one, and report fewer steps
-    durable.write_json(layout.plan_path, trial.reduced(job.plan, str(layout.output_dir)))
+    trial.reduced(job.plan, layout.output_dir).write(layout.plan_path)
     tell("info", f"a trial first: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.
     command = [sys.executable, "-m", "honed.worker", str(layout.dir), str(attempt), "--backend", job.backend]

@@ -22,9 +22,9 @@ def made(assignment: Assignment, facts: dict[str, Any], *, manifest: str) -> str
     figures = [
         f"- {_text(name)}: {value:.4g}" for name, value in sorted(metrics.items()) if isinstance(value, int | float)
     ]
-    commits = assignment.plan.get("hub_datasets") or {}
+    commits = assignment.plan.hub_datasets
     data = [
-        f"- {_code(item.path)}" + (f" at {found['commit']}" if (found := commits.get(f"datasets.{number}")) else "")
+        f"- {_code(item.path)}" + (f" at {found.commit}" if (found := commits.get(f"datasets.{number}")) else "")
         for number, item in enumerate(spec.datasets)
     ]
     return "\n".join(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import __version__
+from honed.job.plan_file import Identity
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
@@ -73,7 +74,7 @@ def export(
 def _beside_as_regressed(assignment: Assignment) -> Path:
     """Return the place of a regressed output, with the job's number in its name where another job's lies there."""
     place = assignment.output_dir.with_name(f"{assignment.output_dir.name}.regressed")
-    if not place.exists() or _owner(place) == _identity(assignment.plan):
+    if not place.exists() or _owner(place) == assignment.plan.job.owner:
         return place
     return place.with_name(f"{assignment.output_dir.name}.{assignment.job_id}.regressed")
 
@@ -88,7 +89,7 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
         place = assignment.output_dir.with_name(found)
         gone = place.with_name(f".{found}.old")
         shutil.rmtree(gone, ignore_errors=True)  # left by a killed process
-        if _owner(place) != _identity(assignment.plan):
+        if _owner(place) != assignment.plan.job.owner:
             continue
         try:
             place.rename(gone)
@@ -129,7 +130,7 @@ def finish(assignment: Assignment, made: Path, facts: dict[str, Any], *, target:
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _open_up(made)
     sync(made)
-    place(made, target or assignment.output_dir, owner=_identity(assignment.plan))
+    place(made, target or assignment.output_dir, owner=assignment.plan.job.owner)
 
 
 def _open_up(made: Path) -> None:
@@ -199,13 +200,8 @@ def sync(directory: Path) -> None:
 
 def _owner(target: Path) -> tuple[int, str] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return _identity(json.loads((target / MANIFEST).read_bytes()))
+        return Identity.from_dict(json.loads((target / MANIFEST).read_bytes())["job"]).owner
     return None
-
-
-def _identity(manifest: Any) -> tuple[int, str]:
-    """Return the owner of an output: the job's number, and the instance that numbered it."""
-    return int(manifest["job"]["id"]), str(manifest["job"].get("instance", ""))
 
 
 def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, int], None]) -> None:
@@ -222,11 +218,12 @@ def _merge(assignment: Assignment, adapter_dir: Path, progress: Callable[[int, i
 
 
 def _manifest(assignment: Assignment, facts: dict[str, Any]) -> dict[str, Any]:
+    plan = assignment.plan.document
     return {
         "honed": __version__,
-        "job": assignment.plan["job"],
-        "spec": assignment.plan["spec"],
-        "plan": {key: value for key, value in assignment.plan.items() if key not in ("spec", "job")},
+        "job": plan["job"],
+        "spec": plan["spec"],
+        "plan": {key: value for key, value in plan.items() if key not in ("spec", "job")},
         "backend": assignment.backend,
         "seed": assignment.seed,
         "ended": time.time(),

@@ -60,7 +60,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
         adapters.check_fits(empty, Path(assignment.spec.adapter))
     if torch.cuda.is_available():
         options["device_map"] = {"": 0}
-    if not assignment.plan.get("checkpoint", {}).get("is_pickled"):
+    if not assignment.plan.checkpoint.is_pickled:
         options["use_safetensors"] = True  # no pickle that appeared after the check
     model, info = model_class(config).from_pretrained(
         assignment.base_model_path,

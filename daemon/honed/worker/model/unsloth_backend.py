@@ -91,7 +91,7 @@ def _load_base(assignment: Assignment, told: list[str]) -> Any:
     )
     _check_complete(model, assignment)
     _check_placed(model, assignment, told)
-    if not assignment.plan["checkpoint"].get("quantization_method"):
+    if not assignment.plan.checkpoint.quantization_method:
         check_senses(model)
     keep_trainable_layout(model)
     return model
@@ -149,7 +149,7 @@ def _loader(assignment: Assignment) -> Any:
 
 
 def _sees(assignment: Assignment) -> bool:
-    return bool(assignment.plan["checkpoint"].get("has_vision"))
+    return assignment.plan.checkpoint.has_vision
 
 
 def _is_checkpointed(assignment: Assignment) -> bool:

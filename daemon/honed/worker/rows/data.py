@@ -183,7 +183,7 @@ def build(
         eval_mixture = load(spec.eval_datasets)
         held_out, eval_counts = list(eval_mixture.examples), eval_mixture.counts
     elif spec.eval_split:
-        together = bool(assignment.plan.get("splits_by_meaning"))
+        together = assignment.plan.splits_by_meaning
         examples, held_out = dataset.split(examples, spec.eval_split, assignment.seed, together=together)
     trained, measured = (Census.of((example, where(example)) for example in rows) for rows in (examples, held_out))
     max_length = spec.training.cut_at

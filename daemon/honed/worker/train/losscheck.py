@@ -173,8 +173,8 @@ def _hint(job: Assignment, taken: str) -> str:
 
 def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
     """Return the memory that the plain loss lacks by the plan's estimate, in words; empty where it fits."""
-    memory, training = job.plan.get("memory") or {}, job.spec.training
-    if not memory.get("available_bytes"):
+    memory, training = job.plan.memory, job.spec.training
+    if memory is None or not memory.available_bytes:
         return ""
     length = max(data.longest, training.max_length or 0 if training.packing else 0)
     num_tokens = training.per_device_train_batch_size * length
@@ -184,11 +184,11 @@ def _lacking(trainer: Any, data: Data, job: Assignment) -> str:
         sign * losses.logits_bytes(num_tokens, vocabulary, size, is_chunked=is_chunked)
         for sign, is_chunked in ((1, False), (-1, True))
     )
-    needed = memory["total_bytes"] - memory.get("paged_bytes", 0) + more
-    if needed <= memory["available_bytes"]:
+    needed = memory.total_bytes - memory.paged_bytes + more
+    if needed <= memory.available_bytes:
         return ""
     gib = "{:.1f} GiB".format
-    return f"{gib(needed / 2**30)} in all by the estimate, of {gib(memory['available_bytes'] / 2**30)}"
+    return f"{gib(needed / 2**30)} in all by the estimate, of {gib(memory.available_bytes / 2**30)}"
 
 
 # --- The two ways -----------------------------------------------------------------------------------------------------

@@ -115,10 +115,10 @@ def _loss_type(assignment: Assignment, *, pinned: str | None, is_resumed: bool) 
     has_gpu = torch.cuda.is_available()
     if pinned is not None and (has_gpu or pinned != "chunked_nll"):
         return pinned
-    planned = assignment.plan.get("loss")
+    planned = assignment.plan.loss
     if planned is None or (is_resumed and pinned is None):  # planned by a version that had one rule for all models
         return loss.default_type(assignment.spec, has_gpu=has_gpu)
-    return planned["type"] if planned["type"] is not None or has_gpu else "nll"
+    return planned.type if planned.type is not None or has_gpu else "nll"
 
 
 def _promised() -> dict[str, Any]:
