@@ -11,6 +11,7 @@ import pytest
 
 from honed.daemon.checker import Checker
 from honed.run.helper import children
+from honed.run.reply import Refused
 from honed.spec.config import Config
 from honed.system.layout import Layout
 from zoo import plain
@@ -34,4 +35,5 @@ def test_an_arrival_is_checked_once_a_process_is_to_be_had(tmp_path: Path, caplo
         assert time.monotonic() < deadline, sys.executable
         time.sleep(0.02)
     checker.close()
-    assert answers[0]["error"]["code"] == "spec_invalid"
+    assert isinstance(answers[0], Refused)
+    assert answers[0].error.code == "spec_invalid"

@@ -18,7 +18,7 @@ JSON, and so is an answer. The helper's current stage is kept in a file, which t
        "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
 
-The answer's `warnings` are for the log, without quoted content; those in `plan` include it, for readers of the job.
+run/reply.py has the answers' types, and their lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import stat
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +47,7 @@ from honed.job.plan_file import DatasetPlace, PlanFile, Precision
 from honed.plan import loss, pace, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES
+from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
 from honed.spec import problem, recipient, spec
 from honed.spec.config import Config
@@ -89,7 +90,7 @@ class Verdict:
     lines: Mapping[str, int] = field(default_factory=dict)  #: line numbers of the job file's top-level keys
     hub_datasets: Mapping[str, DatasetPlace] = field(default_factory=dict)  #: local places of hub data sets, by key
 
-    def places(self) -> dict[str, Any]:
+    def places(self) -> dict[str, dict[str, Any]]:
         """Return `hub_datasets` in the plan's format."""
         sets = {"datasets": self.spec.datasets, "eval_datasets": self.spec.eval_datasets}
         made = {}
@@ -397,7 +398,7 @@ def main() -> None:
     with contextlib.suppress(ConnectionError):  # the daemon is gone
         answers.write(READY + b"\n")
         for line in sys.stdin.buffer:
-            answers.write(json.dumps(_answer(line, layout, cache, progress, journal)).encode() + b"\n")
+            answers.write(_answer(line, layout, cache, progress, journal).to_line())
 
 
 def _stage_fd() -> int | None:
@@ -409,8 +410,8 @@ def _stage_fd() -> int | None:
     return fds[0] if fds else None  # None: the daemon is gone, and no line will follow
 
 
-def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> dict[str, Any]:
-    request_id = None
+def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> Answer:
+    request_id: Any = None
     try:
         request = json.loads(line)
         request_id = request["id"]
@@ -433,22 +434,21 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
     except HonedError as error:
         if isinstance(error, InternalError) and error.__cause__ is not None:
             print(trace(error.__cause__), file=journal)
-        return {"id": request_id, "ok": False, "error": error.as_dict()}
+        return Refused(request_id, error)
     except Exception as error:  # noqa: BLE001  (the helper's main loop: this job file fails, the helper lives)
         print(trace(error), file=journal)
-        return {"id": request_id, "ok": False, "error": unforeseen(error).as_dict()}
-    return {
-        "id": request_id,
-        "ok": True,
-        "spec": verdict.spec.model_dump(mode="json"),
-        "plan": _plan_file(verdict, Policy.of(layout, config, request.get("uid"))).document,
-        "output_dir": str(verdict.output_dir),
-        "warnings": list(map(quote.hide, verdict.warnings)),
-        "lines": dict(verdict.lines),
-        "references": spec.references(verdict.spec),
-        "waits_for": dict(verdict.waits_for),
-        "needs_fetch": asdict(verdict.needs_fetch) if verdict.needs_fetch else None,
-    }
+        return Refused(request_id, unforeseen(error))
+    return Passed(
+        id=request_id,
+        spec=verdict.spec.model_dump(mode="json"),
+        plan=_plan_file(verdict, Policy.of(layout, config, request.get("uid"))),
+        output_dir=str(verdict.output_dir),
+        warnings=tuple(map(quote.hide, verdict.warnings)),
+        lines=verdict.lines,
+        references=spec.references(verdict.spec),
+        waits_for=verdict.waits_for,
+        needs_fetch=verdict.needs_fetch,
+    )
 
 
 def _plan_file(verdict: Verdict, rights: Policy) -> PlanFile:

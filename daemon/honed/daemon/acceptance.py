@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from honed.daemon.checkers import Checkers
 from honed.daemon.checks import Checks, Pending
@@ -32,9 +31,10 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.run.fetcher import Fetcher
+from honed.run.reply import Passed, Refused
 from honed.spec.config import Config
 from honed.system import message
-from honed.system.error import HonedError, SpecError, from_dict
+from honed.system.error import HonedError, SpecError
 from honed.system.log import about
 
 log = logging.getLogger(__name__)
@@ -107,17 +107,17 @@ class Acceptance:
         """Accept or refuse the arrivals that the helpers have answered on. Returns the accepted jobs."""
         late = self.incoming.take_late()
         for answer in self._checkers.poll():
-            number, needs_fetch = answer["id"], answer["ok"] and answer["needs_fetch"]
-            if not needs_fetch:
+            number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) else None
+            if missing is None:
                 self.fetches.forget(number)
             pending = None if number in self.replanning.numbers else self._checks.end(number)
-            if needs_fetch:
-                self.fetches.begin(answer, pending)
+            if isinstance(answer, Passed) and missing is not None:
+                self.fetches.begin(answer, missing, pending)
             elif pending is None:
                 self.replanning.end(number, answer)
-            elif not answer["ok"]:
-                self._rejection.reject(pending.claim, from_dict(answer["error"]))
-            elif answer["references"] or answer["spec"].get("depends_on"):
+            elif isinstance(answer, Refused):
+                self._rejection.reject(pending.claim, answer.error)
+            elif answer.references or answer.spec.get("depends_on"):
                 self.naming.add(pending, answer, _job(pending, answer))
             else:
                 self._checks.add_checked(pending, answer)
@@ -163,9 +163,9 @@ class Acceptance:
             return self._arrivals.accepted(claim)
         return None
 
-    def plan_of(self, job: Job, answer: dict[str, Any]) -> PlanFile:
+    def plan_of(self, job: Job, answer: Passed) -> PlanFile:
         """Return the content of plan.json."""
-        return PlanFile(answer["plan"]).accepted(job, answer["spec"], self._spool.root)
+        return answer.plan.accepted(job, answer.spec, self._spool.root)
 
     def _check_against_others(self, job: Job) -> None:
         ours = Path(os.path.realpath(job.output_dir))  # Path.resolve raises where a link leads to itself
@@ -181,7 +181,7 @@ class Acceptance:
             )
 
 
-def _tell_accepted(job: Job, answer: dict[str, Any]) -> None:
+def _tell_accepted(job: Job, answer: Passed) -> None:
     log.info(
         "job %d (%s): accepted from %s, %s",
         job.id,
@@ -190,19 +190,19 @@ def _tell_accepted(job: Job, answer: dict[str, Any]) -> None:
         job.state,
         extra=about(job, message.ACCEPTED, file=job.source, uid=job.uid),
     )
-    for warning in answer.get("warnings", []):
+    for warning in answer.warnings:
         log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
 
 
-def _job(pending: Pending, answer: dict[str, Any]) -> Job:
-    spec = answer["spec"]
+def _job(pending: Pending, answer: Passed) -> Job:
+    spec = answer.spec
     return Job(
         id=pending.claim.id,
         name=spec.get("name") or pending.claim.title,
         submitted_at=time.time(),
         source=pending.claim.name,
         uid=pending.copy.uid,
-        output_dir=answer["output_dir"],
+        output_dir=answer.output_dir,
         priority=spec.get("priority", 0),
         max_attempts=spec["retry"]["max_attempts"],
         num_gpus=spec["resources"]["gpus"],

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
-from typing import Any
 
 from honed.daemon.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
@@ -25,9 +24,10 @@ from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, gib
 from honed.job.spool import Spool
+from honed.run.reply import Answer, Passed, Refused
 from honed.system import message
 from honed.system.device import Device
-from honed.system.error import EnvironmentInvalidError, HonedError, ModelError, from_dict
+from honed.system.error import EnvironmentInvalidError, HonedError, ModelError
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.message import of_error
@@ -433,19 +433,19 @@ class Backlog:
             if job is not None and job.state is State.QUEUED:
                 self._replanned(job, done.answer, found)
 
-    def _replanned(self, job: Job, answer: dict[str, Any], found: Device | None) -> None:
+    def _replanned(self, job: Job, answer: Answer, found: Device | None) -> None:
         """Take one new plan. `found` is the device that it was made for; None if it was made for new inputs."""
-        if answer["ok"] and not answer["waits_for"]:
+        if isinstance(answer, Passed) and not answer.waits_for:
             self._acceptance.plan_of(job, answer).write(self._layout.job(job.id).plan_path)
             self._placement.reread_plan(job)
             self._put(self._spool.update(job, is_deferred=False))
             log.info(
                 "job %d (%s): planned again, for %s", job.id, job.name, found.name if found else "what is there now"
             )
-            for warning in answer["warnings"]:
+            for warning in answer.warnings:
                 log.warning("job %d (%s): %s", job.id, job.name, warning)
             return
-        problem = from_dict(answer["error"]) if not answer["ok"] else ModelError("what it starts from is not there")
+        problem = answer.error if isinstance(answer, Refused) else ModelError("what it starts from is not there")
         if found is not None:  # it was accepted, so another device can run it
             self._placement.rule_out(job, found, problem.message)
             log.warning("job %d (%s): not on %s: %s", job.id, job.name, found.name, problem.message)

@@ -18,10 +18,11 @@ from typing import Any
 from honed.job.plan_file import Precision
 from honed.run import reply
 from honed.run.helper import READY, STAGE_BYTES, Helper, Start, Watch
+from honed.run.reply import Answer, Refused
 from honed.spec.config import Config
 from honed.system import untrusted
 from honed.system.device import Device
-from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
+from honed.system.error import EnvironmentInvalidError, SpecError
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Checker:
         self._stage_file = os.fdopen(os.memfd_create("honed-stage"), "r+b", buffering=0)
         self._waiting: deque[_Request] = deque()
         self._current: _Request | None = None
-        self._unread: list[dict[str, Any]] = []  # refusals of job files that could not be read
+        self._unread: list[Refused] = []  # refusals of job files that could not be read
         self._helper: Helper | None = None
         self._corpses: list[Helper] = []  #: killed; one in an unanswered system call may linger
         self._buffer = bytearray()
@@ -164,10 +165,10 @@ class Checker:
         self._waiting.append(_Request(job_id, spec_path, config, rest))
         self.advance()
 
-    def poll(self) -> list[dict[str, Any]]:
-        """Return the answers that have come since the last call, unchanged; preflight.py describes them."""
+    def poll(self) -> list[Answer]:
+        """Return the answers that have come since the last call."""
         self._corpses = [corpse for corpse in self._corpses if not corpse.is_gone()]
-        answers: list[dict[str, Any]] = []
+        answers: list[Answer] = []
         for line, is_over in iter(self._read_line, None):
             answers += self._revive() if is_over else self._take(line)
         now = self._clock()
@@ -177,7 +178,7 @@ class Checker:
             answers.append(self._give_up(self._current))
         self.advance()
         unread, self._unread = self._unread, []
-        return answers + unread
+        return [*answers, *unread]
 
     def rest(self) -> None:
         """End the idle helper; requests wait."""
@@ -217,7 +218,7 @@ class Checker:
                 self._fail_start(str(error))
                 return
             fault = SpecError(f"{request.spec_path.name} cannot be read: {error.strerror}", hint="drop it again")
-            self._unread.append(_refusal(request.id, fault))
+            self._unread.append(Refused(request.id, fault))
             self._current = None
             return
         request.is_sent = True
@@ -284,7 +285,7 @@ class Checker:
             self._buffer += data
         return None
 
-    def _take(self, line: bytes) -> list[dict[str, Any]]:
+    def _take(self, line: bytes) -> list[Answer]:
         if not self._is_ready and line == READY:
             self._become_ready()
             self.advance()
@@ -297,7 +298,7 @@ class Checker:
         self.advance()
         return [answer]
 
-    def _revive(self) -> list[dict[str, Any]]:
+    def _revive(self) -> list[Answer]:
         """Send the request to a new helper after the helper's death, or refuse it if it has crashed two."""
         if not self._is_ready:
             self._fail_start("it ended before it was ready, see the journal")
@@ -315,22 +316,18 @@ class Checker:
             f"could not be checked: the checking process died {request.num_helpers} times, at: {self._stage()}",
             hint="see the journal; a file that the job names may be damaged",
         )
-        return [_refusal(request.id, error)]
+        return [Refused(request.id, error)]
 
-    def _give_up(self, request: _Request) -> dict[str, Any]:
+    def _give_up(self, request: _Request) -> Refused:
         self._drop_helper()
         self._current = None
         error = EnvironmentInvalidError(
             f"could not be checked within {request.timeout_sec:g} s: it was at: {self._stage()}",
             hint="is a file that the job names on a slow or dead file system, or a pipe?",
         )
-        return _refusal(request.id, error)
+        return Refused(request.id, error)
 
     def _stage(self) -> str:
         """Return the helper's last reported stage."""
         told = os.pread(self._stage_file.fileno(), STAGE_BYTES, 0).decode("ascii", errors="replace").strip()
         return told if told.isprintable() and told else "start"
-
-
-def _refusal(request_id: int, error: HonedError) -> dict[str, Any]:
-    return {"id": request_id, "ok": False, "error": error.as_dict()}

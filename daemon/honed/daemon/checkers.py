@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from honed.daemon.checker import Checker
 from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
+from honed.run.reply import Answer
 from honed.spec.config import Config
 from honed.system import access
 from honed.system.device import Device
@@ -100,7 +100,7 @@ class Checkers:
         )
         self._hand_out()
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[Answer]:
         """Return the answers that have come since the last call."""
         answers = [answer for checker in (self._common, *self._people.values()) for answer in checker.poll()]
         self._hand_out()

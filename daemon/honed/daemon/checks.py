@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from honed.daemon.checkers import Checkers
 from honed.job.arrival import Claim, Copy
+from honed.run.reply import Passed
 from honed.spec.config import Config
 
 #: Arrivals that are claimed, or accepted, together: they share the syncs of the disk. More would hold up the loop.
@@ -36,7 +36,7 @@ class Checks:
         self._config = config
         self._clock = clock
         self._pending: dict[int, Pending] = {}
-        self._checked: list[tuple[Pending, dict[str, Any]]] = []
+        self._checked: list[tuple[Pending, Passed]] = []
         self._checked_since = 0.0
 
     def begin(self, pending: Pending) -> None:
@@ -48,12 +48,12 @@ class Checks:
         """Return the arrival that the helper has answered on; it is no longer being checked."""
         return self._pending.pop(number)
 
-    def add_checked(self, pending: Pending, answer: dict[str, Any]) -> None:
+    def add_checked(self, pending: Pending, answer: Passed) -> None:
         """Keep an arrival that can be accepted until `take_checked`."""
         self._checked_since = self._checked_since if self._checked else self._clock()
         self._checked.append((pending, answer))
 
-    def take_checked(self) -> list[tuple[Pending, dict[str, Any]]]:
+    def take_checked(self) -> list[tuple[Pending, Passed]]:
         """Return the arrivals to accept together now: when enough have come, or no more are to be expected soon."""
         is_late = self._clock() - self._checked_since >= ACCEPT_TOGETHER_SEC
         if not self._checked or not (is_late or len(self._checked) >= MAX_TOGETHER or not self._pending):

@@ -13,6 +13,7 @@ from honed.daemon.rejection import Rejection
 from honed.daemon.replanning import Replanning
 from honed.job.spool import Spool
 from honed.run.fetcher import Fetcher
+from honed.run.reply import Passed
 from honed.run.snapshot import MODEL, Missing
 from honed.spec.config import Config
 from honed.system.error import HonedError, InternalError, InterruptedRunError
@@ -28,7 +29,7 @@ class _Fetching:
     """An arrival, or an accepted job that is planned again, and the model or data set that is fetched for it."""
 
     missing: Missing
-    answer: dict[str, Any]
+    answer: Passed
     pending: Pending | None  #: None for an accepted job
 
 
@@ -58,10 +59,9 @@ class Fetches:
         """Numbers of the arrivals and jobs that wait for a fetch."""
         return self._fetching.keys()
 
-    def begin(self, answer: dict[str, Any], pending: Pending | None) -> None:
+    def begin(self, answer: Passed, missing: Missing, pending: Pending | None) -> None:
         """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
-        number = answer["id"]
-        missing = Missing(**answer["needs_fetch"])
+        number = answer.id
         waits = _Fetching(missing, answer, pending)
         counts = self._num_fetches.setdefault(number, Counter())
         counts[missing] += 1
@@ -148,4 +148,4 @@ class Fetches:
 
 def _name(waits: _Fetching, number: int) -> str:
     title = waits.pending.claim.title if waits.pending else str(number)
-    return str(waits.answer["spec"].get("name") or title)
+    return str(waits.answer.spec.get("name") or title)

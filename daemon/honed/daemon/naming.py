@@ -16,6 +16,7 @@ from honed.job import query
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
+from honed.run.reply import Passed
 from honed.spec import problem
 from honed.spec.config import Config
 from honed.system.error import HonedError, SpecError
@@ -27,7 +28,7 @@ NAMED_JOB_PATIENCE_SEC = 3.0
 ARRIVALS_PATIENCE_SEC = 30.0
 
 #: An arrival that is ready to be accepted: the helper's answer, and the job that it becomes.
-Ready = tuple[Pending, dict[str, Any], Job]
+Ready = tuple[Pending, Passed, Job]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class _Waiting:
     """A checked arrival that names other jobs."""
 
     pending: Pending
-    answer: dict[str, Any]
+    answer: Passed
     job: Job  #: as it would be accepted
     since: float  #: by the clock
     missing_since: float | None = None  #: since when a job that it names is known not to be there
@@ -92,7 +93,7 @@ class Naming:
         """Numbers of the waiting arrivals."""
         return self._waiting.keys()
 
-    def add(self, pending: Pending, answer: dict[str, Any], job: Job) -> None:
+    def add(self, pending: Pending, answer: Passed, job: Job) -> None:
         """Keep an arrival; `job` is the job that it becomes."""
         waiting = _Waiting(pending, answer, job, self._clock())
         self._waiting[job.id] = waiting
@@ -200,11 +201,11 @@ class Naming:
                 ahead += self._names.wanted_by(found, uid)
         return seen
 
-    def _with_inputs(self, job: Job, answer: dict[str, Any], named: dict[str, Job]) -> Job:
+    def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Job]) -> Job:
         """Return the job, depending on the makers of its inputs. Raises SpecError if one makes no such output."""
-        for key, name in answer["references"].items():
+        for key, name in answer.references.items():
             _check_product(key, named[name], self._spec_of(named[name]))
-        makers = {name: named[name].id for name in answer["references"].values()}
+        makers = {name: named[name].id for name in answer.references.values()}
         dependencies = [str(named[name].id) for name in named_jobs(answer)]  # numbers: a later job may take the name
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
 
@@ -217,19 +218,19 @@ def is_seen_by(other: Job, job: Job, config: Config) -> bool:
     return config.policy.share_results or job.uid in {0, other.uid}
 
 
-def named_jobs(answer: dict[str, Any]) -> list[str]:
+def named_jobs(answer: Passed) -> list[str]:
     """Return the jobs that a spec names, each once: its dependencies, and the jobs whose outputs it starts from."""
-    return list(dict.fromkeys([*map(str, answer["spec"].get("depends_on") or ()), *answer["references"].values()]))
+    return list(dict.fromkeys([*map(str, answer.spec.get("depends_on") or ()), *answer.references.values()]))
 
 
-def locate(error: HonedError, answer: dict[str, Any]) -> None:
+def locate(error: HonedError, answer: Passed) -> None:
     """Add the line of its key to a refusal, where the answer has lines."""
-    problem.locate(error, answer["spec"], {(key,): line for key, line in answer.get("lines", {}).items()})
+    problem.locate(error, answer.spec, {(key,): line for key, line in answer.lines.items()})
 
 
-def _key_of(name: str, answer: dict[str, Any]) -> str:
+def _key_of(name: str, answer: Passed) -> str:
     """Return the key with which a spec names a job."""
-    return next((key for key, maker in answer["references"].items() if maker == name), "depends_on")
+    return next((key for key, maker in answer.references.items() if maker == name), "depends_on")
 
 
 def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from honed.daemon.checkers import Checkers
 from honed.job.job import Job
 from honed.job.plan_file import DatasetPlace, PlanFile
 from honed.job.spool import Spool
+from honed.run.reply import Answer, Refused
 from honed.spec.config import Config
 from honed.system.device import Device
 from honed.system.error import HonedError
@@ -26,7 +26,7 @@ class Replanned:
     """The answer of a job's second check: a plan, or an error."""
 
     job_id: int
-    answer: dict[str, Any]
+    answer: Answer
 
 
 class Replanning:
@@ -60,14 +60,14 @@ class Replanning:
         """Ask the helper, for the first time or once more."""
         self._asked[number]()
 
-    def end(self, number: int, answer: dict[str, Any]) -> None:
+    def end(self, number: int, answer: Answer) -> None:
         """End a second check with this answer."""
         del self._asked[number]
         self._done.append(Replanned(number, answer))
 
     def fail(self, number: int, error: HonedError) -> None:
         """End a second check that cannot be made."""
-        self.end(number, {"id": number, "ok": False, "error": error.as_dict()})
+        self.end(number, Refused(number, error))
 
     def take_done(self) -> list[Replanned]:
         """Return the answers that have come since the last call."""
@@ -81,8 +81,8 @@ class Replanning:
         # Without a readable plan, a branch means what it means now.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             plan = PlanFile.read(files.plan_path)
-            commit, pinned = plan.base_model_commit, plan.precision if plan.is_decided else None
-            places = plan.hub_datasets
+            commit, places = plan.base_model_commit, plan.hub_datasets
+            pinned = plan.precision if plan.is_decided else None
         commits = {key: place.commit for key, place in places.items()}
         self._checkers.submit(
             job.id,

@@ -67,7 +67,7 @@ class Media:
     @classmethod
     def of(cls, memory: Memory | None) -> Media:
         """Return the media in a plan's memory estimate."""
-        return cls(memory.media, memory.num_frames, memory.num_pixels) if memory else cls()
+        return cls(memory.media, int(memory.num_frames), int(memory.num_pixels)) if memory else cls()
 
 
 def next_step(

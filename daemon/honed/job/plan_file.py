@@ -210,7 +210,8 @@ class PlanFile:
     """The content of one plan.json.
 
     Each property reads one key; a key that older versions did not write has a default. A damaged value raises KeyError,
-    TypeError or ValueError where it is read, so a reader of one key does not depend on the others.
+    TypeError or ValueError where it is read, so a reader of one key does not depend on the others. The preflight has
+    its submitter's permissions, so a plan may have any value but for its spec, output directory and identity.
     """
 
     document: dict[str, Any]  #: the whole file: its keys in their order, unknown ones included
@@ -257,7 +258,7 @@ class PlanFile:
     @property
     def memory(self) -> Memory | None:
         given = self.document.get("memory")
-        return Memory.from_dict(given) if given else None
+        return Memory.from_dict(dict(given)) if given else None
 
     @property
     def loss(self) -> Loss | None:
@@ -267,12 +268,12 @@ class PlanFile:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint.from_dict(self.document.get("checkpoint") or {})
+        return Checkpoint.from_dict(dict(self.document.get("checkpoint") or {}))
 
     @property
     def device(self) -> Device | None:
         given = self.document.get("device")
-        return Device.from_dict(given) if given else None
+        return Device.from_dict(dict(given)) if given else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -304,7 +305,7 @@ class PlanFile:
     @property
     def hub_datasets(self) -> dict[str, DatasetPlace]:
         """The places of data sets from the hub, by key: datasets.0."""
-        given = self.document.get("hub_datasets") or {}
+        given = dict(self.document.get("hub_datasets") or {})
         return {key: DatasetPlace.from_dict(each) for key, each in given.items()}
 
     @property

@@ -4,6 +4,7 @@ socket, and by honectl itself if honed is down.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +235,7 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
     finally:
         reader.close()
-    plan = _plan(files).document
+    plan = dict(_plan(files).document)
     spec = plan.pop("spec", {})
     result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
     artifacts = value if isinstance(value := result.get("artifacts"), dict) else {}
@@ -322,7 +323,6 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         }
     finally:
         reader.close()
-    memory = _plan(layout.job(job.id)).memory
     held = _worker(layout, job) if job.state is State.RUNNING and job.attempts else {}
     return {
         **summary(job, progress),
@@ -330,10 +330,18 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
         "eval_loss": metrics.get("eval_loss"),
         "resident_bytes": held.get("resident_bytes"),
         "cpu_sec": held.get("cpu_sec"),
-        "estimated_bytes": memory.total_bytes if memory else None,
+        "estimated_bytes": _estimated_bytes(layout, job),
         "device": job.attempt.device if job.attempts else None,
         "error": job.error,
     }
+
+
+def _estimated_bytes(layout: Layout, job: Job) -> int | None:
+    """Return the memory that the plan estimates; None without a readable estimate."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        memory = _plan(layout.job(job.id)).memory
+        return memory.total_bytes if memory else None
+    return None
 
 
 def _worker(layout: Layout, job: Job) -> dict[str, Any]:

@@ -1,22 +1,75 @@
-"""Validation of the preflight helper's replies.
+"""The preflight helper's answers, and their lines of JSON.
 
-A helper reads files that its submitter has written, and as a unit has that submitter's permissions: its reply is not
-trusted. A reply without the shape below is ignored.
+A helper reads files that its submitter has written, and as a unit has that submitter's permissions: its answer is not
+trusted. A line without the shape below is ignored.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from honed.job.plan_file import PlanFile
+from honed.run.snapshot import Missing
+from honed.system.error import HonedError, from_dict
+
 #: The range that SQLite and every JSON reader support.
 _Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 #: Maximum length of a job's name or number.
 MAX_NAME_CHARS = 255
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A job file without faults: the job may run, or its plan waits for another job's output or for a fetch."""
+
+    id: int  #: of the request
+    spec: dict[str, Any]  #: as validated
+    plan: PlanFile  #: without what the daemon adds
+    output_dir: str
+    warnings: tuple[str, ...]  #: for the log, without quoted content; those in `plan` include it
+    lines: Mapping[str, int]  #: line numbers of the job file's top-level keys
+    references: Mapping[str, str]  #: key → name of the job whose output it means
+    waits_for: Mapping[str, str]  #: those of them whose output is not there yet
+    needs_fetch: Missing | None  #: a base model or data set that is not in the cache and may be fetched
+
+    def to_line(self) -> bytes:
+        answer = {
+            "id": self.id,
+            "ok": True,
+            "spec": self.spec,
+            "plan": self.plan.document,
+            "output_dir": self.output_dir,
+            "warnings": list(self.warnings),
+            "lines": dict(self.lines),
+            "references": dict(self.references),
+            "waits_for": dict(self.waits_for),
+            "needs_fetch": asdict(self.needs_fetch) if self.needs_fetch else None,
+        }
+        return json.dumps(answer).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A job file with a fault, or one that could not be checked."""
+
+    id: int  #: of the request; null in the line if the request could not be read
+    error: HonedError
+
+    def to_line(self) -> bytes:
+        return json.dumps({"id": self.id, "ok": False, "error": self.error.as_dict()}).encode() + b"\n"
+
+
+Answer = Passed | Refused
+
+
+# -- the shape of the lines --------------------------------------------------------------------------------------------
 
 
 def _printable(text: str) -> str:
@@ -77,9 +130,10 @@ class _Error(TypedDict):
     message: str
     hint: str
     fix: NotRequired[dict[str, Any]]
+    evidence: NotRequired[str]
 
 
-class _Accepted(TypedDict):
+class _PassedLine(TypedDict):
     id: int
     ok: Literal[True]
     spec: _Spec
@@ -92,19 +146,29 @@ class _Accepted(TypedDict):
     needs_fetch: _Missing | None
 
 
-class _Refused(TypedDict):
+class _RefusedLine(TypedDict):
     id: int
     ok: Literal[False]
     error: _Error
 
 
-_ANSWER: TypeAdapter[Any] = TypeAdapter(Annotated[_Accepted | _Refused, Field(discriminator="ok")])
+_LINE: TypeAdapter[Any] = TypeAdapter(Annotated[_PassedLine | _RefusedLine, Field(discriminator="ok")])
 
 
-def read(line: bytes, request_id: int) -> dict[str, Any] | None:
-    """Return the reply to this request; None for anything else."""
+def read(line: bytes, request_id: int) -> Answer | None:
+    """Return the answer to this request; None for anything else."""
     try:
-        answer: dict[str, Any] = _ANSWER.validate_python(json.loads(line), strict=True)
+        answer: dict[str, Any] = _LINE.validate_python(json.loads(line), strict=True)
     except (ValueError, RecursionError, ValidationError):
         return None
-    return answer if answer["id"] == request_id else None
+    if answer.pop("id") != request_id:
+        return None
+    if not answer.pop("ok"):
+        return Refused(request_id, from_dict(answer["error"]))
+    missing = answer["needs_fetch"]
+    changed = {
+        "plan": PlanFile(answer["plan"]),
+        "warnings": tuple(answer["warnings"]),
+        "needs_fetch": Missing(**missing) if missing else None,
+    }
+    return Passed(request_id, **{**answer, **changed})

@@ -21,6 +21,7 @@ import pytest
 from honed.check import preflight
 from honed.daemon.checker import Checker
 from honed.run.helper import children
+from honed.run.reply import Passed
 from honed.spec import problem
 from honed.spec.config import Config
 from honed.system import quote
@@ -272,7 +273,7 @@ def dropped(layout: Layout, paths: dict[int, Path]) -> dict[int, Any]:
         while len(found) < len(paths) and time.monotonic() < until:
             selector.select(0.1)
             for each in checker.poll():
-                found[each["id"]] = each["warnings"] if each["ok"] else each["error"]
+                found[each.id] = list(each.warnings) if isinstance(each, Passed) else each.error.as_dict()
         return found
     finally:
         checker.close()

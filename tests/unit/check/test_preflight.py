@@ -23,6 +23,7 @@ from honed.check import datacheck, preflight
 from honed.check.preflight import Verdict
 from honed.daemon.checker import MAX_ANSWER_BYTES, START_TIMEOUT_SEC, Checker
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
+from honed.run.reply import Answer, Passed, Refused
 from honed.spec.config import Config, PolicyConfig, SpoolConfig
 from honed.spec.spec import JobSpec
 from honed.system import installed
@@ -629,8 +630,8 @@ class Daemon:
             self.num_starts += 1
             self.selector.register(new, selectors.EVENT_READ)
 
-    def answers(self, count: int, *, timeout_sec: float = 120.0) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def answers(self, count: int, *, timeout_sec: float = 120.0) -> list[Answer]:
+        found: list[Answer] = []
         until = time.monotonic() + timeout_sec
         while len(found) < count:
             assert time.monotonic() < until, f"only {found} after {timeout_sec} s"
@@ -662,6 +663,11 @@ class Daemon:
         self.selector.close()
 
 
+def error_of(answer: Answer) -> HonedError:
+    assert isinstance(answer, Refused), answer
+    return answer.error
+
+
 @pytest.fixture
 def daemon(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
@@ -673,15 +679,15 @@ def daemon(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 def test_the_helper_answers_in_order(desk: Desk, daemon: Daemon) -> None:
     daemon.client.submit(1, desk.write(), Config(), CPU)
     first = daemon.answers(1)[0]
-    assert first["ok"], first
-    assert first["id"] == 1
-    assert JobSpec.model_validate(first["spec"]).base_model == str(desk.model)
-    assert first["plan"]["base_model_path"] == str(desk.model)
-    assert first["output_dir"] == str(desk.layout.job(1).output_dir)
+    assert isinstance(first, Passed), first
+    assert first.id == 1
+    assert JobSpec.model_validate(first.spec).base_model == str(desk.model)
+    assert first.plan.base_model_path == desk.model
+    assert first.output_dir == str(desk.layout.job(1).output_dir)
     for number in range(2, 22):
         daemon.client.submit(number, desk.write(), Config(), CPU)
     answers = daemon.answers(20)
-    assert [answer["id"] for answer in answers] == list(range(2, 22))
+    assert [answer.id for answer in answers] == list(range(2, 22))
     assert daemon.num_starts == 1
 
 
@@ -690,8 +696,9 @@ def test_a_spec_survives_the_way_through_the_helper(desk: Desk, daemon: Daemon) 
     daemon.client.submit(1, path, Config(), CPU)
     answer = daemon.answers(1)[0]
     sent = preflight.check(path, layout=desk.layout, config=Config(), device=CPU).spec
-    assert JobSpec.model_validate(answer["spec"]) == sent
-    assert answer["spec"]["training"] == {"learning_rate": 2e-4, "num_train_epochs": 3}
+    assert isinstance(answer, Passed), answer
+    assert JobSpec.model_validate(answer.spec) == sent
+    assert answer.spec["training"] == {"learning_rate": 2e-4, "num_train_epochs": 3}
 
 
 def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -> None:
@@ -704,10 +711,10 @@ def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -
         return int(told.split()[1])
 
     daemon.client.submit(1, desk.write("a.json"), Config(), CPU)
-    assert daemon.answers(1)[0]["ok"]
+    assert isinstance(daemon.answers(1)[0], Passed)
     first = num_read()
     daemon.client.submit(2, desk.write("b.json", priority=7), Config(), CPU)
-    assert daemon.answers(1)[0]["ok"]
+    assert isinstance(daemon.answers(1)[0], Passed)
     assert first > 200 * len(text)
     assert num_read() - first < 50 * len(text)
 
@@ -715,10 +722,10 @@ def test_the_helper_reads_the_rows_of_a_sweep_once(desk: Desk, daemon: Daemon) -
 def test_a_refusal_keeps_its_code_and_remedy(desk: Desk, daemon: Daemon) -> None:
     (desk.model / "model.safetensors").unlink()
     daemon.client.submit(1, desk.write(), Config(), CPU)
-    error = daemon.answers(1)[0]["error"]
-    assert error["code"] == "model_invalid"
-    assert "no weights" in error["message"]
-    assert error["hint"]
+    error = error_of(daemon.answers(1)[0])
+    assert error.code == "model_invalid"
+    assert "no weights" in error.message
+    assert error.hint
 
 
 def test_the_helper_imports_no_torch_and_has_limits(desk: Desk, daemon: Daemon) -> None:
@@ -754,7 +761,7 @@ def test_pipes_and_endless_files_cost_only_their_own_job(desk: Desk, monkeypatch
     daemon.client.submit(5, desk.write("5.json"), Config(), CPU)
     answers = daemon.answers(5)
     daemon.close()
-    codes = [answer["ok"] or answer["error"]["code"] for answer in answers]
+    codes = [isinstance(answer, Passed) or answer.error.code for answer in answers]
     assert codes == ["dataset_invalid", "dataset_invalid", "dataset_invalid", "spec_invalid", True]
     assert daemon.num_starts == 1
 
@@ -783,9 +790,9 @@ def test_what_takes_too_long_is_refused_with_the_stage_it_was_in(desk: Desk, dae
         daemon.wait_stage("datasets")
         daemon.clock.ahead = 601
         answers = daemon.answers(2)
-    assert answers[0]["error"]["code"] == "environment_invalid"
-    assert "could not be checked within 600 s: it was at: datasets" in answers[0]["error"]["message"]
-    assert answers[1]["ok"]
+    assert error_of(answers[0]).code == "environment_invalid"
+    assert "could not be checked within 600 s: it was at: datasets" in error_of(answers[0]).message
+    assert isinstance(answers[1], Passed)
     assert daemon.num_starts == 2
 
 
@@ -797,7 +804,7 @@ def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, d
     assert daemon.client.deadline is not None
     daemon.clock.ahead = 61.0
     answer = daemon.client.poll()[0]
-    assert "within 60 s" in answer["error"]["message"]
+    assert "within 60 s" in error_of(answer).message
     assert daemon.client.fileno() == -1
 
 
@@ -805,7 +812,7 @@ def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon:
     daemon.client.submit(1, desk.write(), Config(), CPU)
     daemon.wait_sent()
     os.kill(daemon.helper_pid(), signal.SIGKILL)
-    assert daemon.answers(1)[0]["ok"]
+    assert isinstance(daemon.answers(1)[0], Passed)
     assert daemon.num_starts == 2
 
 
@@ -816,9 +823,9 @@ def test_a_job_that_kills_two_helpers_is_refused_and_the_next_one_checked(desk: 
         daemon.wait_sent(number)
         os.kill(daemon.helper_pid(), signal.SIGKILL)
     answers = daemon.answers(2)
-    assert answers[0]["error"]["code"] == "environment_invalid"
-    assert "died 2 times" in answers[0]["error"]["message"]
-    assert answers[1]["ok"]
+    assert error_of(answers[0]).code == "environment_invalid"
+    assert "died 2 times" in error_of(answers[0]).message
+    assert isinstance(answers[1], Passed)
 
 
 def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) -> None:
@@ -826,7 +833,7 @@ def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) 
     daemon.answers(1)
     os.kill(daemon.helper_pid(), signal.SIGKILL)
     daemon.client.submit(2, desk.write(), Config(), CPU)
-    assert daemon.answers(1)[0]["ok"]
+    assert isinstance(daemon.answers(1)[0], Passed)
 
 
 def speaking(words: str) -> list[str]:
@@ -866,7 +873,7 @@ def but_spec(**keys: Any) -> str:
 def test_an_answer_of_the_right_shape_is_taken(desk: Desk) -> None:
     daemon = Daemon(desk.layout, speaking(f"print({but()!r}, flush=True)"))
     daemon.client.submit(1, desk.write(), Config(), CPU)
-    assert daemon.answers(1) == [ACCEPTED]
+    assert [json.loads(answer.to_line()) for answer in daemon.answers(1)] == [ACCEPTED]
     daemon.close()
 
 
@@ -886,6 +893,9 @@ NONSENSE = {
     "names that are none": but(references={"base_model": ["a"]}),
     "a fetch of nothing": but(needs_fetch={"repo_id": "a/b"}),
     "an error without a word": '{"id": 1, "ok": false, "error": {}}',
+    "an error with a number for evidence": json.dumps(
+        {"id": 1, "ok": False, "error": {"code": "error", "message": "no", "hint": "", "evidence": 7}}
+    ),
     "no end": "x" * (MAX_ANSWER_BYTES + 100_000),
 }
 
@@ -895,7 +905,7 @@ def test_a_helper_that_talks_nonsense_is_no_helper(desk: Desk, what: str, tmp_pa
     (tmp_path / "said").write_text(NONSENSE[what])
     daemon = Daemon(desk.layout, speaking(f"print(open({str(tmp_path / 'said')!r}).read(), flush=True)"))
     daemon.client.submit(1, desk.write(), Config(), CPU)
-    assert "died 2 times" in daemon.answers(1)[0]["error"]["message"]
+    assert "died 2 times" in error_of(daemon.answers(1)[0]).message
     daemon.close()
 
 
@@ -920,7 +930,7 @@ def test_a_helper_that_never_becomes_ready_costs_no_job(desk: Desk, caplog: pyte
     assert daemon.client.fault == "it ended before it was ready, see the journal"
     assert caplog.text.count("cannot be started, and job files wait") == 1
     is_whole.touch()
-    assert all(answer["ok"] for answer in daemon.answers(2))
+    assert all(isinstance(answer, Passed) for answer in daemon.answers(2))
     assert daemon.client.stuck() == set()
     assert "can be started again" in caplog.text
     daemon.close()
@@ -941,9 +951,9 @@ def test_a_helper_that_is_not_ready_in_time_is_tried_again(desk: Desk) -> None:
 
 def test_a_job_file_that_is_gone_is_refused(desk: Desk, daemon: Daemon) -> None:
     daemon.client.submit(1, desk.path / "gone.json", Config(), CPU)
-    error = daemon.answers(1)[0]["error"]
-    assert error["code"] == "spec_invalid"
-    assert error["message"] == "gone.json cannot be read: No such file or directory"
+    error = error_of(daemon.answers(1)[0])
+    assert error.code == "spec_invalid"
+    assert error.message == "gone.json cannot be read: No such file or directory"
 
 
 def test_a_helper_that_does_not_read_holds_nobody_up(desk: Desk) -> None:
@@ -959,7 +969,7 @@ def test_a_helper_that_does_not_read_holds_nobody_up(desk: Desk) -> None:
     assert daemon.client.poll() == []
     assert time.monotonic() - began < 5
     os.kill(daemon.helper_pid(), signal.SIGCONT)
-    assert [answer["ok"] for answer in daemon.answers(4)] == [True] * 4
+    assert [isinstance(answer, Passed) for answer in daemon.answers(4)] == [True] * 4
     daemon.close()
 
 
@@ -1022,8 +1032,8 @@ def test_a_template_without_an_end_costs_its_own_job_and_is_told(desk: Desk, dae
     daemon.wait_stage("rows in the chat template")
     daemon.clock.ahead = 1e6
     [answer] = daemon.answers(1)
-    assert answer["error"]["code"] == "environment_invalid"
-    assert answer["error"]["message"].endswith("it was at: rows in the chat template")
+    assert error_of(answer).code == "environment_invalid"
+    assert error_of(answer).message.endswith("it was at: rows in the chat template")
 
 
 def test_closing_ends_the_helper(desk: Desk, daemon: Daemon) -> None:

@@ -15,6 +15,7 @@ import pytest
 from honed.daemon.checker import MAX_PAUSE_SEC
 from honed.daemon.checkers import IDLE_SEC, MAX_UNITS, TURN_SEC, Checkers
 from honed.run.helper import READY, children
+from honed.run.reply import Passed
 from honed.spec.config import Config
 from honed.system.layout import Layout
 
@@ -49,7 +50,7 @@ class Desk:
             return children(layout, [sys.executable, "-S", "-c", HELPER, str(who), str(path)])
 
         self.checkers = Checkers(of("honed"), of, self._follow, clock=self.clock)
-        self.answers: list[dict[str, Any]] = []
+        self.answers: list[Passed] = []
         for name in ("plain", "hang"):
             (path / f"{name}.json").write_text("{}")
 
@@ -68,7 +69,9 @@ class Desk:
 
     def turn(self) -> None:
         self.selector.select(0.02)
-        self.answers += self.checkers.poll()
+        for answer in self.checkers.poll():
+            assert isinstance(answer, Passed), answer
+            self.answers.append(answer)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + 120
@@ -76,12 +79,12 @@ class Desk:
             assert time.monotonic() < until, self.answers
             self.turn()
 
-    def wait_answers(self, count: int) -> list[dict[str, Any]]:
+    def wait_answers(self, count: int) -> list[Passed]:
         self.wait(lambda: len(self.answers) >= count)
         return self.answers
 
     def whose(self) -> dict[int, str]:
-        return {answer["id"]: answer["plan"]["who"] for answer in self.answers}
+        return {answer.id: answer.plan.document["who"] for answer in self.answers}
 
     def live(self) -> set[int]:
         """Return the users who have a helper."""
@@ -104,7 +107,7 @@ def test_each_person_has_a_helper_and_accounts_of_the_system_share_ours(desk: De
         desk.submit(number, uid)
     desk.wait_answers(6)
     assert desk.whose() == {1: "1000", 2: "1001", 3: "honed", 4: "honed", 5: "honed", 6: "1000"}
-    pids = {answer["id"]: answer["plan"]["pid"] for answer in desk.answers}
+    pids = {answer.id: answer.plan.document["pid"] for answer in desk.answers}
     assert pids[1] == pids[6]
     assert len(set(pids.values())) == 3
 
@@ -190,7 +193,7 @@ def test_a_helper_is_kept_for_a_while_and_ended_then(desk: Desk) -> None:
     assert desk.checkers._people == {}
     desk.submit(2, 1000)
     desk.wait_answers(2)
-    assert desk.answers[0]["plan"]["pid"] != desk.answers[1]["plan"]["pid"]
+    assert desk.answers[0].plan.document["pid"] != desk.answers[1].plan.document["pid"]
 
 
 def test_one_whose_helper_cannot_be_started_is_in_nobodys_way(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
