@@ -18,6 +18,7 @@ from honed.job.progress import duration
 from honed.job.trial import ASKED, Findings, words
 from honed.system import quote
 from honed.system.error import HonedError
+from honed.system.printable import printable
 
 #: Columns for output into a pipe: nothing is cut there.
 PIPE_WIDTH = 400
@@ -61,8 +62,7 @@ STATE_STYLES = {
 def plain(value: Any, *, limit: int | None = None) -> str:
     """Return a value as text that cannot move the cursor: control characters shown as ·, long text cut with an
     ellipsis."""
-    text = "" if value is None else quote.show(str(value))
-    text = "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
+    text = printable("" if value is None else quote.show(str(value)), keep="\n", instead="·")
     if limit is not None and len(text) > limit:
         text = text[: limit - 1] + "…"
     return text

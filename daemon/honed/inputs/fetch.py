@@ -48,6 +48,7 @@ from honed.spec import config
 from honed.system import durable, quote
 from honed.system import layout as layouts
 from honed.system import log as logs
+from honed.system.backoff import Backoff
 from honed.system.clock import boot_time
 from honed.system.error import (
     DiskShortError,
@@ -144,7 +145,7 @@ class Fetch:
         self._dir = snapshot.repository_dir(cache_dir, request.repo_id, request.repo_type)
         self._progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
         self._told_at = 0.0
-        self._delay_sec = FIRST_DELAY_SEC
+        self._backoff = Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC)
 
     def run(self) -> Path:
         """Fetch everything. Returns the snapshot's complete directory. Raises HonedError."""
@@ -319,7 +320,7 @@ class Fetch:
                     self._keep(out, 0)  # the hub sends the file from its beginning
                 for chunk in response.iter_bytes():
                     _write(out.fileno(), chunk)
-                    self._delay_sec = FIRST_DELAY_SEC
+                    self._backoff.reset()
                     self._progress["bytes"] += len(chunk)
                     self._say(problem=None)
                     self._check_deadline()
@@ -349,8 +350,7 @@ class Fetch:
                 if str(error) != self._progress["problem"]:
                     log.warning("%s: %s; tried again until the fetch's time is over", self._hub.where, error)
                 self._say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._delay_sec, self._request.deadline - boot_time())))
-                self._delay_sec = min(2 * self._delay_sec, MAX_DELAY_SEC)
+                time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - boot_time())))
             else:
                 self._progress["problem"] = None
                 return done

@@ -28,6 +28,7 @@ from honed.run.process import DAEMON_VARIABLES
 from honed.run.snapshot import Missing
 from honed.spec.config import Config
 from honed.system import durable
+from honed.system.backoff import Backoff
 from honed.system.clock import boot_time
 from honed.system.error import EnvironmentInvalidError, HonedError, from_dict
 from honed.system.layout import FetchLayout, Layout
@@ -123,6 +124,7 @@ class _Fetch:
     not_before: float = 0.0
     num_deaths: int = 0
     num_bytes_at_death: int = -1
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC))
     progress: dict[str, Any] = field(default_factory=dict)
     logged_at: float = 0.0
 
@@ -287,14 +289,17 @@ class Fetcher:
     def _died(self, fetch: _Fetch) -> HonedError | None:
         """Schedule a restart of a fetch that died without a result; return an error if that is pointless."""
         num_bytes = fetch.progress.get("bytes", 0)
-        fetch.num_deaths = fetch.num_deaths + 1 if num_bytes <= fetch.num_bytes_at_death else 1
+        if num_bytes > fetch.num_bytes_at_death:
+            fetch.num_deaths = 0
+            fetch.backoff.reset()
+        fetch.num_deaths += 1
         fetch.num_bytes_at_death = num_bytes
         if boot_time() > fetch.request["deadline"] or fetch.num_deaths >= MAX_DEATHS:
             return EnvironmentInvalidError(
                 f"{fetch.missing.key}: {fetch.name} could not be fetched: the fetch died {fetch.num_deaths} times",
                 hint="see the journal; drop the job again to go on: what was fetched is kept",
             )
-        delay = min(FIRST_DELAY_SEC * 2 ** (fetch.num_deaths - 1), MAX_DELAY_SEC)
+        delay = fetch.backoff.next_sec()
         log.warning("the fetch of %s died without a word; it goes on in %.0f s", fetch.name, delay)
         fetch.is_started, fetch.not_before = False, self._clock() + delay
         return None

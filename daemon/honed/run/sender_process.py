@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from honed.run.process import DAEMON_VARIABLES
+from honed.system.backoff import Backoff
 from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -36,15 +37,14 @@ class SendProcess:
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._start_at = 0.0
-        self._pause_sec = RESTART_SEC[0]
+        self._backoff = Backoff(*RESTART_SEC)
 
     def tend(self, *, is_wanted: bool) -> None:
         """Keep the child running while it is wanted; one that died is restarted after a pause."""
         if self._process is not None and (status := self._process.poll()) is not None:
             log.warning("honed-send ended with status %d; metrics and predictions wait in the outbox", status)
             self._forget()
-            self._start_at = self._clock() + self._pause_sec
-            self._pause_sec = min(2 * self._pause_sec, RESTART_SEC[1])
+            self._start_at = self._clock() + self._backoff.next_sec()
         if is_wanted and self._process is None and self._clock() >= self._start_at:
             self._start()
         elif not is_wanted and self._process is not None:
@@ -52,7 +52,8 @@ class SendProcess:
 
     def reload(self) -> None:
         """Have the child reload its configuration."""
-        self._pause_sec, self._start_at = RESTART_SEC[0], 0.0
+        self._backoff.reset()
+        self._start_at = 0.0
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
 

@@ -34,6 +34,7 @@ from honed.system import durable
 from honed.system.layout import Layout
 from honed.system.log import about
 from honed.system.message import NOTICE_REFUSED
+from honed.system.printable import printable
 
 log = logging.getLogger(__name__)
 
@@ -240,8 +241,7 @@ def plain(text: str) -> str:
     """Return text from a job file made safe for a chat or a mail: without markup, hidden links or images, mentions of
     everybody, or new headers.
     """
-    text = "".join(char if char.isprintable() else " " for char in str(text))
-    text = _EVERYBODY.sub("\N{FULLWIDTH COMMERCIAL AT}", text).replace("](", "] (")
+    text = _EVERYBODY.sub("\N{FULLWIDTH COMMERCIAL AT}", printable(str(text), instead=" ")).replace("](", "] (")
     return text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}").replace(
         ">", "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
     )

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from honed.system import quote
+from honed.system.printable import printable
 
 #: Maximum number of characters of a message. It may quote another person's text, of any length.
 MAX_CHARS = 16_000
@@ -40,10 +41,7 @@ MAX_CHARS = 16_000
 
 def plain(text: str, *, max_chars: int = MAX_CHARS) -> str:
     """Replace characters that control a terminal or could fake a log entry, and truncate the text."""
-    cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
-    return (
-        cut if cut.isprintable() else "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in cut)
-    )
+    return printable(text if len(text) <= max_chars else text[: max_chars - 1] + "…", keep="\n")
 
 
 class HonedError(Exception):

@@ -19,6 +19,7 @@ from honed.system import journal, quote
 from honed.system.error import said
 from honed.system.journal import Journal
 from honed.system.message import Message
+from honed.system.printable import printable
 
 #: syslog(3) priorities.
 PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
@@ -61,7 +62,7 @@ def _plain(text: str) -> str:
     text = quote.hide(text)
     if len(text) > MAX_CHARS:
         text = f"{text[:MAX_CHARS]}… ({len(text)} characters)"
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+    return printable(text, keep="\n")
 
 
 def trace(error: BaseException) -> str:
