@@ -16,8 +16,6 @@ import email.utils
 import http.client
 import json
 import logging
-import os
-import random
 import smtplib
 import socket
 import ssl
@@ -28,16 +26,16 @@ from dataclasses import dataclass
 from email.headerregistry import Address
 from email.message import EmailMessage
 from email.policy import SMTP as MAIL_POLICY
-from enum import Enum, auto
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from honed import __version__
-from honed.send import notification
+from honed.send import delivery, notification
+from honed.send.delivery import Client, Verdict, deadline
 from honed.send.notification import Notice
 from honed.spec import recipient
 from honed.spec.config import NotifyConfig
 from honed.system import durable
+from honed.system.backoff import Backoff
 from honed.system.clock import Calendar
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
@@ -52,26 +50,18 @@ POLL_SEC = 0.5
 MAX_THREADS = 8
 #: Seconds between log messages about the same receiver.
 COMPLAIN_EVERY_SEC = 3600.0
-#: Statuses that concern us or the moment, not the notice.
-NOT_ABOUT_THE_NOTICE = {401, 402, 403, 404, 405, 407, 408, 410, 421, 423, 425, 426, 429, 451}
+#: Bytes of a webhook's response that are read.
+MAX_ANSWER_BYTES = 300
 DAY_SEC = 86400.0
-
-
-class Verdict(Enum):
-    """The result of one delivery attempt."""
-
-    TAKEN = auto()
-    REFUSED = auto()  #: it will never be accepted
-    LATER = auto()
 
 
 @dataclass
 class _Line:
     """The state of a receiver."""
 
+    backoff: Backoff
     thread: threading.Thread | None = None
     not_before: float = 0.0
-    delay_sec: float = 0.0
     complained_at: float | None = None
 
 
@@ -95,7 +85,7 @@ class Messenger:
         Only a person knows what was fixed.
         """
         is_first, self._config, self._is_loaded = not self._is_loaded, config, True
-        self._lines = {to: _Line(thread=line.thread) for to, line in self._lines.items()}
+        self._lines = {to: self._new_line(line.thread) for to, line in self._lines.items()}
         if not is_first:
             for path in notification.refused_dir(self._layout).glob("*.json"):
                 with contextlib.suppress(OSError, ValueError, KeyError):
@@ -144,7 +134,7 @@ class Messenger:
                 self._receivers[path.name] = to
                 by_receiver.setdefault(to, []).append(path)
         for to, paths in by_receiver.items():
-            line = self._lines.setdefault(to, _Line())
+            line = self._lines.setdefault(to, self._new_line())
             num_alive = sum(each.thread is not None and each.thread.is_alive() for each in self._lines.values())
             is_busy = line.thread is not None and line.thread.is_alive()
             if not is_busy and num_alive < MAX_THREADS and self._clock() >= line.not_before:
@@ -173,12 +163,17 @@ class Messenger:
             match verdict:
                 case Verdict.TAKEN:
                     path.unlink(missing_ok=True)
-                    line.delay_sec, line.complained_at = 0.0, None
+                    line.backoff.reset()
+                    line.complained_at = None
                 case Verdict.REFUSED:
                     self._set_aside(path, notice, said)
                 case Verdict.LATER:
                     self._wait(line, notice, said)
                     return
+
+    def _new_line(self, thread: threading.Thread | None = None) -> _Line:
+        config = self._config
+        return _Line(Backoff(config.retry_delay_sec, config.max_retry_delay_sec, has_jitter=True), thread)
 
     def _is_too_old(self, notice: Notice) -> bool:
         with self._calendar_lock:  # each receiver has its thread
@@ -186,9 +181,8 @@ class Messenger:
             return time.time() - self._calendar.date(notice.created_at) > self._config.give_up_days * DAY_SEC
 
     def _wait(self, line: _Line, notice: Notice, said: str) -> None:
-        config, now = self._config, self._clock()
-        line.delay_sec = min(2 * line.delay_sec or config.retry_delay_sec, config.max_retry_delay_sec)
-        line.not_before = now + line.delay_sec * random.uniform(0.5, 1)
+        now = self._clock()
+        line.not_before = now + line.backoff.next_sec()
         if line.complained_at is None or now - line.complained_at >= COMPLAIN_EVERY_SEC:
             line.complained_at = now
             log.warning(
@@ -240,33 +234,20 @@ class Messenger:
 
 
 def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float) -> tuple[Verdict, str]:
-    """Deliver by webhook. Redirects are not followed: they could lead to an address that nobody has allowed."""
-    parts = urlsplit(address)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout_sec)
-    headers = {
-        "Content-Type": "application/json; charset=utf-8",
-        "User-Agent": f"honed/{__version__}",
-        "Idempotency-Key": notice.key,
-        "Connection": "close",
-        **({"Authorization": f"Bearer {token}"} if token else {}),
-    }
-    body = json.dumps(notice.payload, ensure_ascii=False).encode(errors="replace")
-    try:
-        connection.connect()
-        with _deadline(connection.sock, timeout_sec):
-            connection.request("POST", f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}", body, headers)
-            response = connection.getresponse()
-            said = " ".join(response.read(300).decode(errors="replace").split())
-    finally:
-        connection.close()
+    """Deliver by webhook."""
+    response, data = Client().post(
+        address,
+        json.dumps(notice.payload, ensure_ascii=False).encode(errors="replace"),
+        key=notice.key,
+        token=token,
+        timeout_sec=timeout_sec,
+        max_bytes=MAX_ANSWER_BYTES,
+    )
+    said = delivery.words(data)
     text = f"{response.status} {response.reason}{f': {notification.plain(said)}' if said else ''}"
-    status = response.status
-    if 200 <= status < 300 or status == http.client.CONFLICT:
+    if response.status == http.client.CONFLICT:  # it was sent, and we died before the response
         return Verdict.TAKEN, text
-    if 400 <= status < 500 and status not in NOT_ABOUT_THE_NOTICE:
-        return Verdict.REFUSED, text
-    return Verdict.LATER, text
+    return delivery.verdict(response.status), text
 
 
 def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
@@ -278,7 +259,7 @@ def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, s
     connection = socket.create_connection((config.smtp_host, config.smtp_port), config.timeout_sec)
     server = _Server()
     try:
-        with _deadline(connection, 2 * config.timeout_sec):
+        with deadline(connection, 2 * config.timeout_sec):
             if config.smtp_security == "tls":
                 connection = context.wrap_socket(connection, server_hostname=config.smtp_host)
             server.begin(connection, config.smtp_host)
@@ -294,7 +275,7 @@ def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, s
         return _judge_mail(error.smtp_code, error.smtp_error)
     else:
         assert server.sock is not None
-        with contextlib.suppress(smtplib.SMTPException, OSError), _deadline(server.sock, config.timeout_sec):
+        with contextlib.suppress(smtplib.SMTPException, OSError), deadline(server.sock, config.timeout_sec):
             server.quit()
         return Verdict.TAKEN, "taken"
     finally:
@@ -357,34 +338,6 @@ def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
     )
     message.set_content("\n".join(lines) + "\n")
     return message
-
-
-@contextlib.contextmanager
-def _deadline(connection: socket.socket, seconds: float) -> Iterator[None]:
-    """Limit the duration of the whole exchange: a socket's own timeout restarts with every received byte."""
-    is_over = threading.Event()
-    descriptor = os.dup(connection.fileno())  # a duplicate: TLS takes the other one away
-
-    def end() -> None:
-        is_over.set()
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
-            own.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except Exception as error:
-        if is_over.is_set():
-            raise TimeoutError("no whole answer in time") from error
-        raise
-    finally:
-        timer.cancel()
-        timer.join()
-        os.close(descriptor)
-    if is_over.is_set():
-        raise TimeoutError("no whole answer in time")
 
 
 def _shown(notice: Notice) -> str:

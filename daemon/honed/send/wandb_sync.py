@@ -23,6 +23,7 @@ from pathlib import Path
 from honed.send import wandb_runs
 from honed.spec.config import ReportingConfig
 from honed.system import installed, secret
+from honed.system.backoff import Backoff
 from honed.system.error import EnvironmentInvalidError
 from honed.system.log import about
 from honed.system.message import SEND_TROUBLE
@@ -32,8 +33,8 @@ log = logging.getLogger("honed.send.sender")
 #: Seconds between checks for runs, and the timeout of one run.
 POLL_SEC = 2.0
 TIMEOUT_SEC = 600.0
-#: Seconds before a failed run is retried: doubled each time, between these.
-RETRY_SEC = (30.0, 3600.0)
+#: Seconds before failed runs are retried, doubled each time up to the second value.
+RETRY_SEC = (60.0, 3600.0)
 #: The unit's credential that holds wandb's key.
 CREDENTIAL = "honed.wandb-key"
 #: The child's output, stored beside its copy of the run and in no log of ours, since it may repeat anything.
@@ -43,18 +44,9 @@ LOG_NAME = "honed.log"
 class Syncer:
     """Background synchronisation of runs. `reporting` is called each time, so that a reload takes effect."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        reporting: Callable[[], ReportingConfig],
-        retry_sec: tuple[float, float] = RETRY_SEC,
-        timeout_sec: float = TIMEOUT_SEC,
-    ) -> None:
+    def __init__(self, path: Path, *, reporting: Callable[[], ReportingConfig]) -> None:
         self._path = path
         self._reporting = reporting
-        self._retry_sec = retry_sec
-        self._timeout_sec = timeout_sec
         self._must_end = threading.Event()
         self._is_last = threading.Event()
         self._wake = threading.Event()  #: set by either of the two events
@@ -78,7 +70,7 @@ class Syncer:
         self._thread.join()
 
     def _run(self) -> None:
-        delay_sec, not_before = self._retry_sec[0], 0.0
+        backoff, not_before = Backoff(*RETRY_SEC), 0.0
         while not self._must_end.is_set():
             is_last = self._is_last.is_set()
             if is_last or time.monotonic() >= not_before:
@@ -87,8 +79,11 @@ class Syncer:
                 except Exception:
                     log.exception("wandb: what nobody foresaw")
                     trouble = "see the log"
-                delay_sec = min(2 * delay_sec, self._retry_sec[1]) if trouble else self._retry_sec[0]
-                not_before = time.monotonic() + delay_sec if trouble else 0.0
+                if trouble:
+                    not_before = time.monotonic() + backoff.next_sec()
+                else:
+                    backoff.reset()
+                    not_before = 0.0
                 self._tell(trouble)
             if is_last:
                 return
@@ -120,7 +115,7 @@ class Syncer:
             made.rename(work_dir)
         status = self._sync(work_dir, key)
         if status is None:
-            return f"no end of it in {self._timeout_sec:.0f} s; see {work_dir / LOG_NAME}"
+            return f"no end of it in {TIMEOUT_SEC:.0f} s; see {work_dir / LOG_NAME}"
         if not wandb_runs.is_marked(work_dir / _run_name(work_dir)):
             return f"wandb sync ended with status {status}; see {work_dir / LOG_NAME}"
         wandb_runs.mark_synced(self._path, run.name, when=time.time())
@@ -141,7 +136,7 @@ class Syncer:
         if (address := self._reporting().wandb_base_url) is not None:
             environment["WANDB_BASE_URL"] = address
         command = [sys.executable, "-P", "-m", "wandb", "sync", "--yes", str(work_dir / _run_name(work_dir))]
-        deadline = time.monotonic() + self._timeout_sec
+        deadline = time.monotonic() + TIMEOUT_SEC
         home.mkdir(exist_ok=True)
         with (work_dir / LOG_NAME).open("wb") as file:
             child = subprocess.Popen(

@@ -1,0 +1,94 @@
+"""Rows that the metrics API has refused: each is a file in the outbox, with the response, until it is sent again."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from honed.send import outbox
+from honed.send.delivery import Verdict
+from honed.send.endpoint import Answer, Endpoint
+from honed.send.outbox import Row
+from honed.spec.config import ReportingConfig
+from honed.system import durable, quote
+from honed.system.log import about
+from honed.system.message import ROW_REFUSED
+
+log = logging.getLogger("honed.send.sender")
+
+#: Seconds between log messages about the same response.
+COMPLAIN_EVERY_SEC = 600.0
+
+
+class RefusedRows:
+    """The refused rows of an outbox. `config` is read each time, so that a reload takes effect."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: Callable[[], ReportingConfig],
+        endpoint: Endpoint,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dir = outbox.refused_dir(path)
+        self._config = config
+        self._endpoint = endpoint
+        self._clock = clock
+        self._said_at: dict[str, float] = {}  # when a response was last logged, by its text
+        self._num_bytes: int | None = None  # the total; computed at the first refused row
+        self.num_set_aside = 0  #: by this process
+
+    def set_aside(self, row: Row, answer: Answer) -> None:
+        """Store a refused row with the response; its file name is its key, so that a repetition overwrites it."""
+        self.num_set_aside += 1
+        # Log one message for many rows of one kind: an endpoint that rejects everything must not flood the journal.
+        said = quote.hide(answer.text)
+        is_new = self._clock() - self._said_at.get(said, -COMPLAIN_EVERY_SEC) >= COMPLAIN_EVERY_SEC
+        if is_new:
+            self._said_at = {**self._said_at, said: self._clock()} if len(self._said_at) < 100 else {}
+        log.log(
+            logging.ERROR if is_new else logging.DEBUG,
+            "a %s of job %s (step %s) is refused with %d and set aside in %s: %s",
+            row.data["kind"],
+            row.data.get("job_id"),
+            row.data.get("step"),
+            answer.status,
+            self._dir,
+            said,
+            extra=about(row.data.get("honed_job"), ROW_REFUSED, step=row.data.get("step")),
+        )
+        if self._num_bytes is None:
+            self._num_bytes = sum(path.stat().st_size for path in self._dir.glob("*.json"))
+        if self._num_bytes + row.num_bytes > self._config().max_outbox_bytes:
+            log.error("%s holds reporting.max_outbox_bytes: %s is dropped; honed.db has it", self._dir, row.key)
+            return
+        self._num_bytes += row.num_bytes
+        record = {"status": answer.status, "answer": quote.show(answer.text), "row": row.data}
+        durable.write_json(self._dir / f"{row.key}.json", record, mode=0o640)
+
+    def send_again(self) -> bool:
+        """Send each row once more, one per request. Returns True if none remains.
+
+        Stops as soon as the server is down; the rest then remains.
+        """
+        self._num_bytes = None
+        num_sent, paths = 0, sorted(self._dir.glob("*.json"))
+        for path in paths:
+            data = json.loads(path.read_bytes())["row"]
+            answer = self._endpoint.post([Row(data, outbox.Position(0, 0), 0)])
+            if answer.verdict is Verdict.TAKEN or answer.status == http.client.CONFLICT:
+                path.unlink()
+                num_sent += 1
+            elif answer.verdict is Verdict.LATER:
+                log.warning("not delivered: %s", answer.text)
+                break
+            else:
+                log.warning("%s: %s", path.name, answer.text)
+        if paths:
+            log.info("%d of %d rows that had been refused are delivered", num_sent, len(paths))
+        return num_sent == len(paths)
