@@ -123,8 +123,8 @@ class Checkers:
                 self._helper_changed,
                 clock=self._clock,
                 who=f" for the user {access.user_name(uid)}",
+                may_go_on=False,  # until it has a place
             )
-            checker.may_go_on = False  # until it has a place
             self._people[uid] = checker
         return self._people[uid]
 
@@ -144,7 +144,7 @@ class Checkers:
         while self._queue and (len(self._turns) < MAX_UNITS or self._take_back_one()):
             uid = self._queue.popleft()
             self._turns[uid] = now
-            self._let(uid, go_on=True)
+            self._people[uid].let(go_on=True)
         self._forget()
 
     def _look_after(self, uid: int, checker: Checker, now: float) -> None:
@@ -165,7 +165,7 @@ class Checkers:
         num_short = max(0, len(self._queue) - (MAX_UNITS - len(self._turns)))
         ending = {uid for _, uid in over[:num_short]}
         for uid in self._turns:
-            self._let(uid, go_on=uid not in ending)
+            self._people[uid].let(go_on=uid not in ending)
 
     def _take_back_one(self) -> bool:
         """Take back the longest-idle place, or one whose turn is over and that is between two job files."""
@@ -175,14 +175,9 @@ class Checkers:
             return True
         return False
 
-    def _let(self, uid: int, *, go_on: bool) -> None:
-        self._people[uid].may_go_on = go_on
-        self._people[uid].advance()
-
     def _take_back(self, uid: int) -> None:
         del self._turns[uid]
         self._idle.pop(uid, None)
-        self._people[uid].may_go_on = False
         self._people[uid].rest()
 
     def _forget(self) -> None:

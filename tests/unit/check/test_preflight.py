@@ -21,8 +21,9 @@ from PIL import Image
 
 from honed.check import datacheck, preflight
 from honed.check.preflight import Verdict
-from honed.daemon.checker import MAX_ANSWER_BYTES, START_TIMEOUT_SEC, Checker
+from honed.daemon.checker import Checker
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
+from honed.run.helper_slot import MAX_ANSWER_BYTES, START_TIMEOUT_SEC
 from honed.run.reply import Answer, Passed, Refused
 from honed.spec.config import Config, PolicyConfig, SpoolConfig
 from honed.spec.spec import JobSpec
@@ -641,8 +642,8 @@ class Daemon:
 
     def wait_stage(self, stage: str, *, timeout_sec: float = 120.0) -> None:
         until = time.monotonic() + timeout_sec
-        while self.client._stage() != stage:
-            assert time.monotonic() < until, f"at {self.client._stage()} after {timeout_sec} s"
+        while self.client._slot.stage() != stage:
+            assert time.monotonic() < until, f"at {self.client._slot.stage()} after {timeout_sec} s"
             self.selector.select(0.01)
             assert self.client.poll() == []
 
@@ -655,8 +656,8 @@ class Daemon:
             assert self.client.poll() == []
 
     def helper_pid(self) -> int:
-        assert isinstance(self.client._helper, ChildHelper)
-        return self.client._helper.process.pid
+        assert isinstance(self.client._slot._helper, ChildHelper)
+        return self.client._slot._helper.process.pid
 
     def close(self) -> None:
         self.client.close()
@@ -942,7 +943,7 @@ def test_a_helper_that_is_not_ready_in_time_is_tried_again(desk: Desk) -> None:
     daemon.clock.ahead = START_TIMEOUT_SEC + 1
     assert daemon.client.poll() == []
     assert daemon.client.stuck() == {1}
-    assert daemon.client.fileno() == -1
+    assert not daemon.client.has_helper
     daemon.clock.ahead *= 2
     assert daemon.client.poll() == []
     assert daemon.num_starts == 2
