@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.daemon.checker import Checker
+from honed.daemon.arrivals.checker import Checker
 from honed.run.helper import children
 from honed.run.reply import Refused
 from honed.spec.config import Config

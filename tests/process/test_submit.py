@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from harness import DEADLINE_SEC, Instance, wait_for
 
-from honed.daemon import incoming
-from honed.daemon.acceptance import Acceptance
+from honed.daemon.arrivals import incoming
+from honed.daemon.arrivals.acceptance import Acceptance
 from honed.job.arrival import Arrivals
 from honed.job.job import State
 from honed.job.spool import Spool

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
 
-from honed.daemon.acceptance import Acceptance
+from honed.daemon.arrivals.acceptance import Acceptance
 from honed.daemon.attempts import Attempts
 from honed.daemon.placement import Placement
 from honed.job import query

@@ -28,17 +28,17 @@ from typing import Any
 
 from honed import __version__
 from honed.daemon import restart
-from honed.daemon.acceptance import Acceptance
+from honed.daemon.arrivals.acceptance import Acceptance
+from honed.daemon.arrivals.checkers import Checkers
+from honed.daemon.arrivals.watcher import Watcher
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
-from honed.daemon.checkers import Checkers
 from honed.daemon.housekeeper import Housekeeper
 from honed.daemon.placement import DEVICE_PROBE_INTERVAL_SEC, Placement
 from honed.daemon.publishing import Publishing
 from honed.daemon.rebuild import catch_up, rebuild
 from honed.daemon.verbs import Answers
 from honed.daemon.wake import Wake
-from honed.daemon.watcher import Watcher
 from honed.job import query, unstage
 from honed.job.arrival import Arrivals
 from honed.job.database import Database

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from honed import __version__
-from honed.daemon.acceptance import Acceptance
+from honed.daemon.arrivals.acceptance import Acceptance
+from honed.daemon.arrivals.watcher import Watcher
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.housekeeper import Housekeeper
-from honed.daemon.watcher import Watcher
 from honed.job import query, removal
 from honed.job.arrival import held_name
 from honed.job.database import Database

@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 
 from honed.check import preflight
-from honed.daemon.checker import Checker
+from honed.daemon.arrivals.checker import Checker
 from honed.run.helper import children
 from honed.run.reply import Passed
 from honed.spec import problem

@@ -21,7 +21,7 @@ from PIL import Image
 
 from honed.check import datacheck, preflight
 from honed.check.preflight import Verdict
-from honed.daemon.checker import Checker
+from honed.daemon.arrivals.checker import Checker
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
 from honed.run.helper_slot import MAX_ANSWER_BYTES, START_TIMEOUT_SEC
 from honed.run.reply import Answer, Passed, Refused

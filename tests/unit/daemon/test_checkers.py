@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from honed.daemon.checkers import IDLE_SEC, MAX_UNITS, TURN_SEC, Checkers
+from honed.daemon.arrivals.checkers import IDLE_SEC, MAX_UNITS, TURN_SEC, Checkers
 from honed.run.helper import READY, children
 from honed.run.helper_slot import MAX_PAUSE_SEC
 from honed.run.reply import Passed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.daemon.watcher import CLOSED_SETTLE_SEC, Watcher
+from honed.daemon.arrivals.watcher import CLOSED_SETTLE_SEC, Watcher
 
 SETTLE_SEC = 1000.0
 #: Seconds after which a wait for a condition fails.

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from honed.check import datacheck, preflight
-from honed.daemon.acceptance import _job
-from honed.daemon.checks import Pending
+from honed.daemon.arrivals.acceptance import _job
+from honed.daemon.arrivals.checks import Pending
 from honed.job.arrival import Claim, Copy
 from honed.run import reply
 from honed.run.reply import Answer, Passed, Refused

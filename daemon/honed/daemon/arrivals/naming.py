@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from honed.daemon.checks import MAX_TOGETHER, Pending
-from honed.daemon.rejection import Rejection
+from honed.daemon.arrivals.checks import MAX_TOGETHER, Pending
+from honed.daemon.arrivals.rejection import Rejection
 from honed.job import query
 from honed.job.job import Job
 from honed.job.plan_file import PlanFile

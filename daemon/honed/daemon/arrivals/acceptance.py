@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from honed.daemon.checkers import Checkers
-from honed.daemon.checks import Checks, Pending
-from honed.daemon.fetches import Fetches
-from honed.daemon.incoming import Incoming
-from honed.daemon.naming import Naming, Ready, is_seen_by, locate
-from honed.daemon.rejection import Rejection
-from honed.daemon.replanning import Replanning
-from honed.daemon.watcher import Watcher
+from honed.daemon.arrivals.checkers import Checkers
+from honed.daemon.arrivals.checks import Checks, Pending
+from honed.daemon.arrivals.fetches import Fetches
+from honed.daemon.arrivals.incoming import Incoming
+from honed.daemon.arrivals.naming import Naming, Ready, is_seen_by, locate
+from honed.daemon.arrivals.rejection import Rejection
+from honed.daemon.arrivals.replanning import Replanning
+from honed.daemon.arrivals.watcher import Watcher
 from honed.job.arrival import Arrivals, Claim
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile

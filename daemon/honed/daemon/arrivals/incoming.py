@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TypeVar
 
-from honed.daemon.checkers import Checkers
-from honed.daemon.checks import MAX_TOGETHER, Checks, Pending
-from honed.daemon.rejection import Rejection
-from honed.daemon.watcher import Watcher
+from honed.daemon.arrivals.checkers import Checkers
+from honed.daemon.arrivals.checks import MAX_TOGETHER, Checks, Pending
+from honed.daemon.arrivals.rejection import Rejection
+from honed.daemon.arrivals.watcher import Watcher
 from honed.job.arrival import Arrivals, Claim, Copy, Dropped, shown, too_large
 from honed.job.job import Job
 from honed.spec.config import Config

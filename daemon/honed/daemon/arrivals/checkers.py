@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from honed.daemon.checker import Checker
+from honed.daemon.arrivals.checker import Checker
 from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.run.reply import Answer

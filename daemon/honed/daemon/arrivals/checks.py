@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from honed.daemon.checkers import Checkers
+from honed.daemon.arrivals.checkers import Checkers
 from honed.job.arrival import Claim, Copy
 from honed.run.reply import Passed
 from honed.spec.config import Config

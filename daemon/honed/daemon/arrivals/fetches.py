@@ -8,9 +8,9 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
-from honed.daemon.checks import Checks, Pending
-from honed.daemon.rejection import Rejection
-from honed.daemon.replanning import Replanning
+from honed.daemon.arrivals.checks import Checks, Pending
+from honed.daemon.arrivals.rejection import Rejection
+from honed.daemon.arrivals.replanning import Replanning
 from honed.job.spool import Spool
 from honed.run.fetcher import Fetcher
 from honed.run.reply import Passed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from honed.daemon.checkers import Checkers
+from honed.daemon.arrivals.checkers import Checkers
 from honed.job.job import Job
 from honed.job.plan_file import DatasetPlace, PlanFile
 from honed.job.spool import Spool
