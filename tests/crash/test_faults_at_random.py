@@ -147,7 +147,14 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
     spool, backlog, attempts = honed._spool, honed._backlog, honed._attempts
     spool.recover()
     backlog.recover()
-    steps = (honed._tend_database, honed._settle, attempts.follow, honed._plan_deferred, honed._start_next)
+    dispatch = honed._dispatch
+    steps = (
+        honed._tend_database,
+        dispatch.settle,
+        attempts.follow,
+        dispatch.plan_deferred,
+        dispatch.start_next,
+    )
     verbs = ["cancel", "hold", "release", "requeue", "pin", "unpin", "prune"]
 
     def turn() -> None:
@@ -164,7 +171,7 @@ def test_what_the_daemon_knows_is_what_lies_on_the_disk_whatever_fails(tmp_path:
                 for _ in range(2):
                     try:
                         if chance.random() < 0.3 and (job := admit(spool, chance)) is not None:
-                            backlog.add(job)
+                            honed._database.put_job(job)
                     except OSError:
                         pass
                     found = chance.choice([0, *sorted(job.id for job in spool.all())])
@@ -224,14 +231,14 @@ def test_a_job_whose_adjustments_cannot_be_written_waits_in_the_queue_and_is_the
     in_the_way = layout.job(job.id).adjustments_path
     in_the_way.mkdir()
     for _ in range(2):
-        honed._start_next()
-        honed._settle()
+        honed._dispatch.start_next()
+        honed._dispatch.settle()
     assert honed._attempts.running == {}
     assert list(honed._backlog.jobs()) == list(honed._spool.all())
     assert [(each.state, each.attempts) for each in honed._spool.all()] == [(State.QUEUED, ())]
     in_the_way.rmdir()
     now += 60.0
-    honed._start_next()
-    honed._settle()
+    honed._dispatch.start_next()
+    honed._dispatch.settle()
     assert [(each.state, len(each.attempts)) for each in honed._spool.all()] == [(State.SUCCEEDED, 1)]
     honed._close()

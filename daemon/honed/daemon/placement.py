@@ -30,14 +30,14 @@ class Placement:
     def __init__(
         self,
         layout: Layout,
-        config: Config,
+        config: Callable[[], Config],
         attempts: Attempts,
         *,
         probe: Callable[[list[int] | None], list[Device]],
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
-        self.config = config
+        self._config = config
         self._attempts = attempts
         self._probe = probe
         self._clock = clock
@@ -51,7 +51,7 @@ class Placement:
         """Log the devices that jobs train on; a GPU that exists and does not answer is a fault."""
         self._look()
         names = ", ".join(found.name for found in self._devices) or "nothing"
-        if any(found.kind == "cuda" for found in self._devices) or self.config.device.gpus == []:
+        if any(found.kind == "cuda" for found in self._devices) or self._config().device.gpus == []:
             log.info("jobs train on %s", names)
         elif any(Path("/proc/driver/nvidia/gpus").glob("*")):
             self.fault = "the machine has a GPU that does not answer: honectl doctor"
@@ -81,7 +81,7 @@ class Placement:
             for found in (self._devices if wants_gpu else [_cpu(self._devices)])
             if (found.uuid or found.kind) not in taken
             and (found.kind == "cuda") == wants_gpu
-            and (found.kind != "cuda" or device.is_free(found, self.config.device.busy_bytes))
+            and (found.kind != "cuda" or device.is_free(found, self._config().device.busy_bytes))
         ]
 
     def holds_on(self, job: Job, found: Device) -> bool:
@@ -114,7 +114,7 @@ class Placement:
                 unfit.append(f"it cannot run on {found.name}: {why}")
             elif key in users:
                 taken.append(f"job {users[key]} runs on {found.name}")
-            elif found.kind == "cuda" and not device.is_free(found, self.config.device.busy_bytes):
+            elif found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
                 taken.append(f"others hold the memory of {found.name}")
             else:
                 return None
@@ -130,7 +130,7 @@ class Placement:
         self._unfit.pop(job.id, None)
 
     def _look(self) -> None:
-        self._devices, self._probed_at = self._probe(self.config.device.gpus), self._clock()
+        self._devices, self._probed_at = self._probe(self._config().device.gpus), self._clock()
 
 
 def _cpu(devices: list[Device]) -> Device:

@@ -1,4 +1,4 @@
-"""Publishing of jobs' data: rows for a metrics API and report pages, and the processes that send and make them."""
+"""Publishing of jobs' data: rows for a metrics API, notices, report pages, and the processes that send or make them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from honed.daemon.attempts import Attempts
 from honed.daemon.reporter import Reporter
 from honed.job.database import Database
-from honed.job.job import Job
+from honed.job.spool import Spool
 from honed.run.sender_process import SendProcess, is_a_unit
 from honed.send.notification import Notices
 from honed.send.outbox import Outbox
@@ -17,7 +17,7 @@ from honed.system.layout import Layout
 
 
 class Publishing:
-    """The sender, unless it is a unit of its own, and the reporter. Raises SpecError for an invalid address."""
+    """Notices, reporter, and the sender unless it is a unit of its own. Raises SpecError for an invalid address."""
 
     def __init__(
         self,
@@ -25,17 +25,16 @@ class Publishing:
         config: Config,
         database: Database,
         attempts: Attempts,
-        notices: Notices,
+        spool: Spool,
         *,
-        job_of: Callable[[int], Job | None],
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
         self._config = config
         self._database = database
         self._attempts = attempts
-        self._job_of = job_of
-        self._notices = notices
+        self._spool = spool
+        self.notices = Notices(layout, config.notify, spool)
         self._sender = None if is_a_unit(layout) else SendProcess(layout, clock=clock)
         self._reporter = Reporter(layout, clock=clock)
         self._offline_runs = Collector(layout)
@@ -45,7 +44,7 @@ class Publishing:
         """Apply a new configuration. Raises SpecError for an invalid address."""
         self._config = config
         self._set_outbox()
-        self._notices.reload(config.notify)
+        self.notices.reload(config.notify)
         if self._sender is not None:
             self._sender.reload()
 
@@ -59,14 +58,14 @@ class Publishing:
     def tend_sender(self) -> None:
         if self._sender is not None:
             has_rows = self._attempts.outbox is not None
-            is_wanted = has_rows or self._notices.is_wanted or self._config.reporting.sync_wandb
+            is_wanted = has_rows or self.notices.is_wanted or self._config.reporting.sync_wandb
             self._sender.tend(is_wanted=is_wanted)
 
     def tend_reporter(self) -> None:
         moved, self._database.moved = self._database.moved, set()
         self._reporter.tend(moved=moved, running=set(self._attempts.running), policy=self._config.policy)
         # Last, since it raises if the disk is full, and pages would then miss changes.
-        self._offline_runs.tend(moved=moved, job_of=self._job_of, is_wanted=self._config.reporting.sync_wandb)
+        self._offline_runs.tend(moved=moved, job_of=self._spool.job, is_wanted=self._config.reporting.sync_wandb)
 
     def patience(self) -> float:
         """Return the seconds until a page is due, or a running child is to be checked."""

@@ -59,6 +59,21 @@ def catch_up(database: Database, spool: Spool, layout: Layout) -> None:
         database.put_job(job)
 
 
+def tend(database: Database, spool: Spool, followed: Callable[[], Mapping[int, int]]) -> None:
+    """Rebuild the database if somebody has removed it, or a disk has damaged it; update it after a failed write."""
+    if database.is_lost:
+        database.renew()
+    if database.is_new:
+        rebuild(database, spool, spool.layout, followed=followed())
+    if database.is_behind:
+        database.is_behind = False  # a failure sets it again
+        try:
+            catch_up(database, spool, spool.layout)
+        except BaseException:
+            database.is_behind = True
+            raise
+
+
 def count(database: Database, layout: Layout, job: Job, num_attempts: int) -> None:
     """Apply the events of a job's first `num_attempts` attempts that are not in the database yet."""
     for index in range(num_attempts):

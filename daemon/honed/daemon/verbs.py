@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from honed import __version__
-from honed.daemon.arrivals.acceptance import Acceptance
-from honed.daemon.arrivals.watcher import Watcher
+from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
 from honed.daemon.housekeeper import Housekeeper
+from honed.daemon.wake import Wake
 from honed.job import query, removal
 from honed.job.arrival import held_name
 from honed.job.database import Database
@@ -33,37 +33,51 @@ log = logging.getLogger(__name__)
 
 
 class Answers:
-    """The daemon's end of the verbs. `status` returns the status line for an asker; `wake` starts the loop's next
-    turn."""
+    """The daemon's end of the verbs. `status` returns the status line for an asker, `waits_for` why a queued job does
+    not run."""
 
     def __init__(
         self,
         layout: Layout,
-        config: Config,
+        config: Callable[[], Config],
         spool: Spool,
         database: Database,
-        watcher: Watcher,
-        acceptance: Acceptance,
+        intake: Intake,
         attempts: Attempts,
         backlog: Backlog,
         *,
         housekeeper: Housekeeper,
         unfinished: Callable[[], Iterable[Job]],
         status: Callable[[query.Asker], str],
-        wake: Callable[[], None],
+        waits_for: Callable[[int], dict[str, str] | None],
+        wake: Wake,
     ) -> None:
         self._layout = layout
-        self.config = config
+        self._config = config
         self._spool = spool
         self._database = database
-        self._watcher = watcher
-        self._acceptance = acceptance
+        self._intake = intake
         self._attempts = attempts
         self._backlog = backlog
         self._housekeeper = housekeeper
         self._unfinished = unfinished
         self._status = status
-        self._wake = wake
+        self._waits_for = waits_for
+        self._wake = wake.wake
+        self._server = control.Server(
+            layout.control_path, wake.selector, self.answer, max_request_bytes=self._max_request_bytes()
+        )
+
+    def _max_request_bytes(self) -> int:
+        return control.with_file(self._config().spool.max_spec_bytes)
+
+    def reload(self) -> None:
+        """Apply a new configuration."""
+        self._server.max_request_bytes = self._max_request_bytes()
+
+    def close(self) -> None:
+        """Close the control socket."""
+        self._server.close()
 
     def answer(self, request: control.Request) -> Any:
         """Answer one verb. Raises HonedError if it cannot be done, or the asker may not do it."""
@@ -95,11 +109,11 @@ class Answers:
                     "status": self._status(asker),
                     "pid": os.getpid(),
                     "version": __version__,
-                    "is_watching": self._watcher.is_watching,
+                    "is_watching": self._intake.is_watching,
                     "is_paused": self._spool.is_paused,
-                    "takes_drops": self.config.policy.arrivals == "spool",
-                    "num_arriving": self._acceptance.incoming.num_seen,
-                    "arrivals": [arrival_row(each, asker) for each in self._acceptance.fetches.rows()],
+                    "takes_drops": self._config().policy.arrivals == "spool",
+                    "num_arriving": self._intake.acceptance.incoming.num_seen,
+                    "arrivals": [arrival_row(each, asker) for each in self._intake.acceptance.fetches.rows()],
                 }
             case "pause" | "resume":
                 if not self._asker(request).is_administrator:
@@ -109,7 +123,7 @@ class Answers:
                 return self._status(query.ANYBODY)
             case "cancel" if (found := self._arrival(reference, self._asker(request))) is not None:
                 self._require_owner(request, found["id"], found["uid"])
-                self._acceptance.fetches.cancel(found["id"])
+                self._intake.acceptance.fetches.cancel(found["id"])
                 return {**found, "state": "rejected"}
             case "prune":
                 asker = self._asker(request)
@@ -143,7 +157,7 @@ class Answers:
     def _with_reasons(self, rows: Iterable[dict[str, Any]], asker: query.Asker) -> Iterator[dict[str, Any]]:
         """Yield the rows, each queued job with the reason why it waits: the files do not have it."""
         for row in rows:
-            if (waits_for := self._backlog.waits_for(row["id"])) is not None:
+            if (waits_for := self._waits_for(row["id"])) is not None:
                 is_theirs = asker.reads_all or row["uid"] == asker.uid
                 row["waiting_for"] = waits_for if is_theirs else {**waits_for, "detail": ""}
             elif row["state"] == State.QUEUED:
@@ -155,7 +169,7 @@ class Answers:
 
         Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
         """
-        found = [each for each in self._acceptance.fetches.rows() if each["source"] is not None]
+        found = [each for each in self._intake.acceptance.fetches.rows() if each["source"] is not None]
         if not found:
             return None
         closed = [each for each in found if not (asker.reads_all or each["uid"] == asker.uid)]
@@ -168,7 +182,7 @@ class Answers:
         return named[0] if len(named) == 1 else None
 
     def _asker(self, request: control.Request) -> query.Asker:
-        policy = self.config.policy
+        policy = self._config().policy
         is_member = access.group_id(policy.admin_group) in request.gids
         is_administrator = request.uid in {0, os.getuid()} or is_member
         return query.Asker(request.uid, is_administrator, is_administrator or policy.share_results)
@@ -222,7 +236,7 @@ class Answers:
         except ValueError as error:
             raise UsageError(f"data is not base64: {error}") from error
         try:
-            claim = self._acceptance.incoming.submit(
+            claim = self._intake.acceptance.incoming.submit(
                 held_name(name) if request.arguments.get("hold") else name, content, request.uid
             )
         except OSError as error:
@@ -243,7 +257,7 @@ class Answers:
             self._attempts.stop(job.id, Stop(verb))
             return self._attempts.running[job.id].job
         changed = change(self._spool, self._layout, verb, job, from_start=from_start)
-        self._backlog.follow_change(changed)
+        self._backlog.end_delay(changed.id)
         if verb == "requeue":
             self._housekeeper.free_checkpoints(job.id)
             self._backlog.defer_users_of(job)

@@ -1,4 +1,4 @@
-"""Waking the loop: a byte in a pipe, written by threads, and by Python itself when a signal arrives."""
+"""Sleeping and waking of the loop: a byte in a pipe, written by threads, and by Python itself when a signal arrives."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ import contextlib
 import os
 import selectors
 import signal
-from collections.abc import Callable
 
 
 class Wake:
-    """The pipe, watched by the loop's selector, and the signals received. `woken` is called in the loop."""
+    """The files that the loop watches, the pipe among them, and the signals received."""
 
-    def __init__(self, selector: selectors.BaseSelector, woken: Callable[[], None]) -> None:
-        self._woken = woken
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._is_woken = False
         self._signals: set[int] = set()
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        selector.register(self._read_fd, selectors.EVENT_READ, self._drain)
+        self.selector.register(self._read_fd, selectors.EVENT_READ, self._drain)
+
+    def sleep(self, seconds: float) -> bool:
+        """Wait for a watched file, at most this long, and pass its events on. Returns True if `wake` was called, or a
+        signal arrived."""
+        self._is_woken = False
+        for key, events in self.selector.select(seconds):
+            key.data(events)
+        return self._is_woken
 
     def wake(self) -> None:
         """Start the loop's next turn now; safe from any thread and from signal handlers."""
@@ -27,7 +35,15 @@ class Wake:
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self._read_fd, 4096)) == 4096:
                 pass
-        self._woken()
+        self._is_woken = True
+
+    def follow(self, old_fd: int | None, new_fd: int | None) -> None:
+        """Watch the new descriptor, whose owner looks at it in each turn, instead of the old one."""
+        if old_fd is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(old_fd)
+        if new_fd is not None:
+            self.selector.register(new_fd, selectors.EVENT_READ, lambda _events: None)
 
     def catch_signals(self) -> None:
         """Record signals from now on, and wake the loop with each."""
@@ -45,3 +61,6 @@ class Wake:
         """Return the signals received since the last call."""
         signals, self._signals = self._signals, set()
         return signals
+
+    def close(self) -> None:
+        self.selector.close()

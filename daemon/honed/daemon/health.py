@@ -1,0 +1,99 @@
+"""The daemon's health: failing steps of the loop, and faults of the machine such as a full disk.
+
+A machine's fault does not end the daemon: at start the daemon waits and executes itself again, later the loop retries.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from honed.system import durable, message
+from honed.system.log import about
+from honed.system.notify import Notifier
+
+log = logging.getLogger(__name__)
+
+#: Seconds between tries to start while the machine has to be fixed, and the variable that keeps the last fault.
+START_AGAIN_SEC = 5.0
+FAULT_VARIABLE = "HONED_MACHINE_FAULT"
+#: Seconds between passes of the loop, at most, while one of its steps keeps failing.
+MAX_BROKEN_PAUSE_SEC = 30.0
+
+
+class Health:
+    """The faults of the machine and of the steps of the loop. `clock` is monotonic seconds."""
+
+    def __init__(self, *, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.fault = last_fault()  #: what keeps honed from working, also across restarts; empty if nothing does
+        self.is_sound = True  #: in the last pass no step failed, unless the machine prevented it
+        self._num_broken_turns = 0
+        self._pause_until = 0.0
+
+    def run(self, steps: Iterable[Callable[[], None]]) -> str:
+        """Run these steps, each whatever the others do. Returns the machine's fault that kept one from working."""
+        faults: list[str] = []
+        num_broken = sum(not _is_done(step, faults) for step in steps)
+        self.is_sound = num_broken == len(faults)
+        # A step that keeps failing is retried ever more slowly, and the restart is left to systemd's watchdog.
+        self._num_broken_turns = self._num_broken_turns + 1 if num_broken else 0
+        self._pause_until = self._clock() + min(self._num_broken_turns, MAX_BROKEN_PAUSE_SEC)
+        return faults[0] if faults else ""
+
+    def pause(self) -> float:
+        """Return the seconds for which the next pass has to wait, even if something wakes the loop."""
+        return self._pause_until - self._clock()
+
+    def note(self, fault: str, tell: Callable[[str], None]) -> None:
+        """Report a machine fault such as a full disk once, and once more when it is over; `tell` notifies."""
+        if fault and not self.fault:
+            log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+            tell(fault)
+        elif self.fault and not fault:
+            log.info("honed works again", extra=about(message=message.RECOVERED))
+            tell("")
+        self.fault = fault
+
+
+def _is_done(step: Callable[[], None], faults: list[str]) -> bool:
+    """Run one step. Log unforeseen errors, so that the other steps continue; add machine faults to `faults`."""
+    try:
+        step()
+    except Exception as error:
+        if fault := durable.machine_fault(error):
+            faults.append(fault)
+        else:
+            log.exception("a step of the loop failed")
+        return False
+    return True
+
+
+def last_fault() -> str:
+    """Return the fault of the previous try to start, or an empty string, and remove it from the environment."""
+    return os.environ.pop(FAULT_VARIABLE, "")
+
+
+def start_again_later(fault: str) -> NoReturn:
+    """Report the machine's fault, wait, and start again in the same process: systemd does not see a restart."""
+    if os.environ.get(FAULT_VARIABLE) != fault:
+        log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
+    os.environ[FAULT_VARIABLE] = fault
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    notifier = Notifier()
+    notifier.ready()
+    notifier.status(f"degraded: {fault}; tried again every {START_AGAIN_SEC:.0f} s")
+    deadline = time.monotonic() + START_AGAIN_SEC
+    while (left := deadline - time.monotonic()) > 0:
+        notifier.watchdog()
+        time.sleep(min(left, notifier.watchdog_interval_sec or left))
+    # By exec, not by another try in here: a lock or a socket of the first try must not block the second.
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,0 +1,84 @@
+"""New plans of queued jobs: once the jobs have run whose outputs they start from, and for another device than planned.
+
+backlog ── a job to plan ──► replanning (the preflight helper) ── plan.json, or an error ──► backlog
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+from pathlib import Path
+
+from honed.daemon.arrivals.acceptance import Acceptance
+from honed.daemon.backlog import Backlog
+from honed.daemon.placement import Placement
+from honed.job.job import Job, State
+from honed.job.spool import Spool
+from honed.run.reply import Answer, Passed, Refused
+from honed.system.device import Device
+from honed.system.error import ModelError
+
+log = logging.getLogger(__name__)
+
+
+class Plans:
+    """The queued jobs that are being planned again, and the devices for which they are."""
+
+    def __init__(self, spool: Spool, backlog: Backlog, placement: Placement, acceptance: Acceptance) -> None:
+        self._spool = spool
+        self._backlog = backlog
+        self._placement = placement
+        self._acceptance = acceptance
+        self._devices: dict[int, Device] = {}  # by job; not those that are planned for new inputs
+
+    @property
+    def numbers(self) -> Set[int]:
+        """Jobs that are being planned again."""
+        return self._acceptance.replanning.numbers
+
+    @property
+    def has_room(self) -> bool:
+        """True if more jobs may be planned again now."""
+        return self._acceptance.replanning.has_room
+
+    def ask(self, job: Job, device: Device | None = None) -> None:
+        """Have a job planned again, for this device or for its inputs, which exist now."""
+        if device is not None:
+            self._devices[job.id] = device
+        makers = {name: self._spool.job(number) for name, number in job.inputs.items()}
+        made = {name: Path(maker.output_dir) for name, maker in makers.items() if maker is not None}
+        self._acceptance.replanning.plan_again(job, made, device)
+
+    def ask_deferred(self) -> None:
+        """Have the deferred jobs planned whose inputs exist by now."""
+        for job in self._backlog.unplanned():
+            if not self.has_room:
+                return
+            if job.id not in self.numbers:
+                self.ask(job)
+
+    def settle(self) -> None:
+        """Take the plans that were made again; an error found then fails the job."""
+        for done in self._acceptance.replanning.take_done():
+            job, device = self._backlog.get(done.job_id), self._devices.pop(done.job_id, None)
+            if job is not None and job.state is State.QUEUED:
+                self._settle(job, done.answer, device)
+
+    def _settle(self, job: Job, answer: Answer, device: Device | None) -> None:
+        """Take one new plan. `device` is the one that it was made for; None if it was made for new inputs."""
+        if isinstance(answer, Passed) and not answer.waits_for:
+            self._acceptance.plan_of(job, answer).write(self._spool.job_layout(job.id).plan_path)
+            self._placement.reread_plan(job)
+            self._spool.update(job, is_deferred=False)
+            log.info(
+                "job %d (%s): planned again, for %s", job.id, job.name, device.name if device else "what is there now"
+            )
+            for warning in answer.warnings:
+                log.warning("job %d (%s): %s", job.id, job.name, warning)
+            return
+        problem = answer.error if isinstance(answer, Refused) else ModelError("what it starts from is not there")
+        if device is not None:  # it was accepted, so another device can run it
+            self._placement.rule_out(job, device, problem.message)
+            log.warning("job %d (%s): not on %s: %s", job.id, job.name, device.name, problem.message)
+            return
+        self._backlog.fail(job, problem)

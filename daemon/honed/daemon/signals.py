@@ -1,0 +1,84 @@
+"""The two requests made by signals: SIGTERM and SIGINT end honed, SIGHUP reloads its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from honed.daemon.attempts import Attempts
+from honed.job.job import Stop
+from honed.spec import config
+from honed.spec.config import Config
+from honed.system import message
+from honed.system.error import HonedError
+from honed.system.layout import Layout
+from honed.system.log import about
+
+log = logging.getLogger(__name__)
+
+
+class Configuration:
+    """The configuration in force."""
+
+    def __init__(self, layout: Layout, current: Config) -> None:
+        self._layout = layout
+        self._current = current
+        self.fault = ""  #: why the last reload was refused
+
+    def get(self) -> Config:
+        return self._current
+
+    def reload(self) -> bool:
+        """Load the configuration again. Returns False if it is wrong: then the old one stays."""
+        try:
+            self._current = config.load(self._layout)
+        except HonedError as error:
+            log.error(  # noqa: TRY400
+                "the configuration is wrong and the old one stays: %s",
+                error.message,
+                extra=about(message=message.CONFIG_REFUSED, code=error.code, hint=error.hint),
+            )
+            self.fault = error.message
+            return False
+        self.fault = ""
+        return True
+
+
+class Shutdown:
+    """The end of honed: when a signal asks for it, or with `--drain` when no work is left."""
+
+    def __init__(self, attempts: Attempts, config: Callable[[], Config], *, drain: bool) -> None:
+        self._attempts = attempts
+        self._config = config
+        self._drain = drain
+        self.is_asked = False
+
+    @property
+    def is_drain(self) -> bool:
+        """True if honed ends when no work is left; then nothing may ever run again to send the rest."""
+        return self._drain and not self.is_asked
+
+    @property
+    def is_over(self) -> bool:
+        """True if honed was asked to end, and every job that still runs continues without it."""
+        return self.is_asked and all(self._is_left(job_id) for job_id in self._attempts.running)
+
+    def ask(self) -> None:
+        """Begin to end."""
+        self.is_asked = True
+        self._attempts.is_stopping = True
+        asked = self._not_left()
+        num_left = len(self._attempts.running) - len(asked)
+        log.info("asked to stop; %d running jobs go on, %d are asked for a checkpoint", num_left, len(asked))
+
+    def stop_jobs(self) -> None:
+        """Stop the jobs that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
+        for job_id in self._not_left():
+            self._attempts.stop(job_id, Stop.SHUTDOWN)
+
+    def _not_left(self) -> list[int]:
+        return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]
+
+    def _is_left(self, job_id: int) -> bool:
+        """Return True if a running job continues while honed is down."""
+        return self._config().jobs.on_stop == "leave" and self._attempts.is_left(job_id)

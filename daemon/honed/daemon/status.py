@@ -1,0 +1,76 @@
+"""The status line: what honed does and what is wrong, for `systemctl status` and honectl."""
+
+from __future__ import annotations
+
+from honed.daemon.arrivals.intake import Intake
+from honed.daemon.attempts import Attempts
+from honed.daemon.backlog import Backlog
+from honed.daemon.health import Health
+from honed.daemon.placement import Placement
+from honed.daemon.signals import Configuration, Shutdown
+from honed.job import query
+from honed.job.spool import Spool
+from honed.system.notify import Notifier
+
+#: Seconds asked of systemd at a time while workers write their checkpoints.
+STOP_EXTENSION_SEC = 30.0
+
+
+class Status:
+    """The status line, and what systemd is told in each turn."""
+
+    def __init__(
+        self,
+        notifier: Notifier,
+        health: Health,
+        configuration: Configuration,
+        shutdown: Shutdown,
+        spool: Spool,
+        intake: Intake,
+        attempts: Attempts,
+        backlog: Backlog,
+        placement: Placement,
+    ) -> None:
+        self._notifier = notifier
+        self._health = health
+        self._configuration = configuration
+        self._shutdown = shutdown
+        self._spool = spool
+        self._intake = intake
+        self._attempts = attempts
+        self._backlog = backlog
+        self._placement = placement
+
+    def report(self) -> None:
+        """Report to systemd that the loop has made a pass, and in which state honed is."""
+        fault = self._health.fault or self._placement.fault
+        trouble = f"degraded: {fault}; " if fault else ""
+        trouble += "" if self._health.is_sound else "a step of the loop fails, see the log; "
+        self._notifier.status(trouble + self.public_line())
+        if self._health.is_sound:
+            self._notifier.watchdog()
+        if self._shutdown.is_asked and self._attempts.running:
+            self._notifier.extend_timeout(STOP_EXTENSION_SEC)
+
+    def public_line(self) -> str:
+        """Return the line for the readers of STATUS=: every user of the machine, in `systemctl status`."""
+        reads_all = self._configuration.get().policy.share_results
+        return self.line(query.Asker(query.NOBODY_UID, is_administrator=False, reads_all=reads_all))
+
+    def line(self, asker: query.Asker = query.ANYBODY) -> str:
+        """Return one line for people, without the names of jobs that the asker may not read."""
+        running = [
+            f"{item.job.name} ({item.job.id}) {item.narrator.words()}"
+            if asker.may_read(item.job)
+            else f"job {item.job.id}"
+            for item in self._attempts.running.values()
+        ]
+        parts = [f"running {', '.join(running)}" if running else "idle", f"{self._backlog.num_queued} queued"]
+        parts += [f"{self._backlog.num_held} held"] if self._backlog.num_held else []
+        parts += [f"{self._backlog.num_short} waiting for disk space"] if self._backlog.num_short else []
+        parts += self._intake.status(is_named=asker.reads_all)
+        parts += ["paused"] if self._spool.is_paused else []
+        parts += ["stopping"] if self._shutdown.is_asked else []
+        fault = self._configuration.fault
+        parts += [f"NOT reloaded, the old configuration is in force: {fault}"] if fault else []
+        return "; ".join(parts)
