@@ -237,7 +237,7 @@ class Daemon:
         tend(
             self._database,
             self._spool,
-            lambda: {number: running.offset for number, running in self._attempts.running.items()},
+            lambda: {number: running.following.offset for number, running in self._attempts.running.items()},
         )
 
     def _obey_signals(self) -> None:

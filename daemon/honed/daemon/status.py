@@ -60,7 +60,7 @@ class Status:
     def line(self, asker: query.Asker = query.ANYBODY) -> str:
         """Return one line for people, without the names of jobs that the asker may not read."""
         running = [
-            f"{item.job.name} ({item.job.id}) {item.narrator.words()}"
+            f"{item.job.name} ({item.job.id}) {item.following.narrator.words()}"
             if asker.may_read(item.job)
             else f"job {item.job.id}"
             for item in self._attempts.running.values()

@@ -248,8 +248,7 @@ class Answers:
 
     def _pin(self, job: Job, *, is_pinned: bool) -> Job:
         if (running := self._attempts.running.get(job.id)) is not None:
-            running.job = self._spool.update(running.job, is_pinned=is_pinned)
-            return running.job
+            return running.update(is_pinned=is_pinned)
         return self._spool.annotate(job, is_pinned=is_pinned)
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
