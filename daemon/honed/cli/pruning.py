@@ -11,7 +11,6 @@ from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
-from honed.daemon import housekeeper
 from honed.job import query, removal, retention
 from honed.job.retention import Needs, Wish
 from honed.system.error import UsageError
@@ -174,7 +173,7 @@ class Down:
             return {each: self._done.get(int(each), removal.Count()).__dict__ for each in arguments["ids"]}
         wish, is_dry = Wish.of(arguments), bool(arguments["dry_run"])
         if wish.rejected:
-            return housekeeper.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())
+            return retention.prune_refused(spool, wish, asker, is_dry=is_dry, now=time.time())
         jobs = list(spool.all_jobs().values())
         final = [job for job in jobs if job.state.is_final]
         sizes = {} if wish.references else {job.id: self._size(job.id, wish) for job in final}
@@ -186,7 +185,7 @@ class Down:
         else:
             for job in chosen.jobs:
                 self._done[job.id] = self._prune(job, wish)
-        return housekeeper.report(chosen, sizes, is_measured=True)
+        return retention.report(chosen, sizes, is_measured=True)
 
     def _size(self, job_id: int, wish: Wish) -> int:
         files = self._layout.job(job_id)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from honed.daemon import ending
 from honed.daemon.following import Following
 from honed.job.database import Database
 from honed.job.job import Attempt, Fallback, Job, State, Stop
 from honed.job.spool import Spool
+from honed.run import ending
 from honed.run.deadline import Deadlines
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit, NotNowError, Runner

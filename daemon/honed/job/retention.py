@@ -239,6 +239,19 @@ def _beyond(jobs: Iterable[Job], wish: Wish, spool: Spool, sizes: dict[int, int]
     return [by_id[int(item.key)] for item in excess(items, wish.limits, now=time.time())]
 
 
+def report(chosen: Choice, sizes: dict[int, int], *, is_measured: bool) -> dict[str, Any]:
+    """Return the jobs that go and the jobs that stay, in the format of `prune --json`."""
+
+    def row(job: Job) -> dict[str, Any]:
+        return {"id": job.id, "name": job.name, "state": job.state.value, "num_bytes": sizes.get(job.id)}
+
+    return {
+        "jobs": [row(job) for job in chosen.jobs],
+        "kept": [{**row(job), "why": why} for job, why in chosen.kept],
+        "is_measured": is_measured,
+    }
+
+
 # -- refused files ----------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +287,20 @@ def remove_refused(spool: Spool, name: str) -> bool:
     if not name.endswith(".reason"):
         path.with_name(f"{path.name}.reason").unlink(missing_ok=True)
     return True
+
+
+def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> dict[str, Any]:
+    """Remove refused files beyond the limits, or list them if `is_dry`: the asker's, or all for an administrator."""
+    if not wish.limits:
+        raise UsageError("prune what?", hint="--rejected takes --older-than, --keep or --max-size; --keep 0 is all")
+    mine = refused_files(spool, uid=None if asker.is_administrator else asker.uid)
+    beyond = excess(mine, wish.limits, now=now)
+    if not is_dry:
+        beyond = [item for item in beyond if remove_refused(spool, str(item.key))]
+        if beyond:
+            log.info("%s: removed %d refused files: user %d asked for it", spool.rejected_dir, len(beyond), asker.uid)
+    files = [{"file": item.key, "num_bytes": item.num_bytes} for item in beyond]
+    return {"rejected": files, "is_measured": True}
 
 
 # -- what the configuration says --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from honed.daemon.ending import destination
+from honed.run.ending import destination
 from honed.job.job import MOVES, Attempt, Job, State, Stop
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit
