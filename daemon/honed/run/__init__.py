@@ -1,1 +1,1 @@
-"""Workers, fetches and checks as processes or systemd units: starting, stopping and adopting them."""
+"""Workers, fetches and checks as processes or systemd units; deadlines and outcomes of attempts."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from honed.run.ending import destination
 from honed.job.job import MOVES, Attempt, Job, State, Stop
+from honed.run.ending import destination
 from honed.run.outcome import Outcome, judge
 from honed.run.runner import Exit
 from honed.system.error import BY_CODE, HonedError
