@@ -356,8 +356,7 @@ def _of_itself(job_spec: JobSpec) -> list[str]:
 
 
 def _check_rights(job_spec: JobSpec, rights: Policy, config: Config, jobs: Mapping[str, Path]) -> None:
-    """Check the rights to all paths, before any is opened. Other jobs' outputs are left out: daemon/naming.py
-    checks those."""
+    """Check the rights to all paths, before any is opened, except other jobs' outputs: daemon/arrivals/naming.py."""
     named = spec.references(job_spec)
     model = None
     with contextlib.suppress(UncachedError):  # it will be fetched into honed's own cache

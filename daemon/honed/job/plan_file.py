@@ -60,7 +60,8 @@ class Precision:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Precision:
-        return cls(**data)
+        """Read the choices; keys of later versions are left out."""
+        return cls(**{each.name: data[each.name] for each in fields(cls) if each.name in data})
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,10 @@ def _locked() -> Iterator[None]:
 
 def _inputs(layout: Layout, job: JobLayout) -> Iterator[Path]:
     """Yield the directories directly below jobs/ and staged/ that a job's plan grants access to, except its own."""
-    grant = PlanFile.from_json(job.plan_path.read_bytes()).may_read
+    try:
+        grant = PlanFile.from_json(job.plan_path.read_bytes()).may_read
+    except (KeyError, TypeError) as error:
+        raise ViewError(f"its plan does not say what it may read: {error!r}") from error
     places = {
         top / path.relative_to(top).parts[0]
         for path in (grant.inputs if grant else ())

@@ -21,6 +21,8 @@ from honed.system.error import HonedError, from_dict
 
 #: The range that SQLite and every JSON reader support.
 _Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+#: Maximum nesting of a plan, which is copied and written by recursion.
+MAX_DEPTH = 50
 #: Maximum length of a job's name or number.
 MAX_NAME_CHARS = 255
 
@@ -84,6 +86,18 @@ def _path(text: str) -> str:
     return text
 
 
+def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan. Raises ValueError if its numbers or its nesting are beyond those of a real one."""
+    values: list[Any] = [plan]
+    for _ in range(MAX_DEPTH):
+        parts = [part for value in values for part in (value.values() if isinstance(value, dict) else value)]
+        if any(isinstance(part, int) and abs(part) > 2**53 for part in parts):
+            raise ValueError("too large a number")
+        if not (values := [part for part in parts if isinstance(part, dict | list)]):
+            return plan
+    raise ValueError("nested too deeply")
+
+
 _Name = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(_printable)]
 _Path = Annotated[str, AfterValidator(_path)]
 
@@ -137,7 +151,7 @@ class _PassedLine(TypedDict):
     id: int
     ok: Literal[True]
     spec: _Spec
-    plan: dict[str, Any]
+    plan: Annotated[dict[str, Any], AfterValidator(_bounded)]
     output_dir: _Path
     warnings: list[str]
     lines: dict[str, int]

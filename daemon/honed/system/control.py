@@ -169,10 +169,10 @@ class Server:
             line, connection.received = connection.received.split(b"\n", 1)
             is_long, connection.is_cut = connection.is_cut or len(line) > self.max_request_bytes, False
             answer = self._refuse_long() if is_long else self._respond(line, connection)
-            if isinstance(rows := answer.get("result"), Rows):
-                connection.more = _chunks(rows)
+            if isinstance(answer, Rows):
+                connection.more = _chunks(answer)
             else:
-                connection.to_send = json.dumps(answer).encode() + b"\n"
+                connection.to_send = answer
 
     def _go_on(self, connection: _Connection) -> None:
         """Prepare the next piece of a long reply once the previous one is sent."""
@@ -186,28 +186,34 @@ class Server:
             return
         connection.more = connection.more if connection.to_send else None
 
-    def _refuse_long(self) -> dict[str, Any]:
+    def _refuse_long(self) -> bytes:
         error = UsageError(
             f"a request takes {self.max_request_bytes} bytes at most",
             hint="a job file names data; it does not hold it: spool.max_spec_bytes",
         )
-        return {"ok": False, "error": error.as_dict()}
+        return _line({"ok": False, "error": error.as_dict()})
 
-    def _respond(self, line: bytearray, asking: _Connection) -> dict[str, Any]:
+    def _respond(self, line: bytearray, asking: _Connection) -> bytes | Rows:
         try:
-            request = json.loads(line)
-            if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
-                raise UsageError("a request is an object with a verb")
-            return {"ok": True, "result": self._answer(Request(request.pop("verb"), request, asking.uid, asking.gids))}
+            result = self._result(line, asking)
+            return result if isinstance(result, Rows) else _line({"ok": True, "result": result})
         except HonedError as error:
-            return {"ok": False, "error": error.as_dict()}
-        except (ValueError, RecursionError) as error:
-            return {"ok": False, "error": UsageError(f"not a request: {error}").as_dict()}
+            return _line({"ok": False, "error": error.as_dict()})
         except Exception as error:
             log.exception("control: request failed")
             # Hide quoted text: it may be about a job that the client's user must not read.
             words = quote.hide(f"{type(error).__name__}: {said(error)}")
-            return {"ok": False, "error": InternalError(words, hint="honed's log has the traceback").as_dict()}
+            failed = InternalError(words, hint="honed's log has the traceback")
+            return _line({"ok": False, "error": failed.as_dict()})
+
+    def _result(self, line: bytearray, asking: _Connection) -> Any:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict) or not isinstance(request.get("verb"), str):
+                raise UsageError("a request is an object with a verb")
+            return self._answer(Request(request.pop("verb"), request, asking.uid, asking.gids))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"not a request: {error}") from error
 
     def _close(self, connection: _Connection) -> None:
         fd = connection.socket.fileno()
@@ -215,6 +221,10 @@ class Server:
             self._selector.unregister(connection.socket)
             self._connections.pop(fd, None)
             connection.socket.close()
+
+
+def _line(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
 
 
 def with_file(num_bytes: int) -> int:

@@ -292,7 +292,14 @@ def test_a_request_that_is_none_is_told_so(line: bytes) -> None:
     server = Server.__new__(Server)
     server._answer = lambda _request: None
     answer = server._respond(line, _Connection(None, 0, frozenset()))  # type: ignore[arg-type]
-    assert answer["error"]["code"] == "usage"
+    assert json.loads(answer)["error"]["code"] == "usage"
+
+
+def test_a_result_that_is_no_json_is_a_failed_request_and_not_the_end_of_the_loop() -> None:
+    server = Server.__new__(Server)
+    server._answer = lambda _request: {"estimated_bytes": 10**5000}
+    answer = server._respond(bytearray(b'{"verb": "glance"}'), _Connection(None, 0, frozenset()))  # type: ignore[arg-type]
+    assert json.loads(answer)["error"]["code"] == "error"
 
 
 def test_a_honed_that_hangs_is_not_told_to_be_started(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def test_an_answer_that_was_read_is_written_the_same(name: str) -> None:
     assert reply.read(line(name), 9) is None, "the answer to another request"
 
 
+@pytest.mark.parametrize(
+    "reasons", [{"load_dtype": 10**4000}, {"load_dtype": [-(2**60)]}, json.loads('{"a":' * 60 + "1" + "}" * 60)]
+)
+def test_a_plan_with_numbers_or_nesting_beyond_a_real_one_is_no_answer(reasons: dict[str, Any]) -> None:
+    answer = json.loads(line("adapter"))
+    answer["plan"]["precision"]["reasons"] = reasons
+    assert reply.read(json.dumps(answer).encode(), NUMBERS["adapter"]) is None
+
+
 def test_an_answer_has_its_types() -> None:
     passed, deferred, fetched, refused = map(recorded, ("adapter", "deferred", "fetched", "refused"))
     assert isinstance(passed, Passed)

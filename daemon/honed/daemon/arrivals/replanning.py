@@ -78,11 +78,13 @@ class Replanning:
         files = self._spool.job_layout(job.id)
         commit, pinned = None, None
         places: dict[str, DatasetPlace] = {}
-        # Without a readable plan, a branch means what it means now.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        unreadable = (OSError, ValueError, KeyError, TypeError)
+        with contextlib.suppress(*unreadable):  # without a pinned commit, the branch's current one is used
             plan = PlanFile.read(files.plan_path)
-            commit, places = plan.base_model_commit, plan.hub_datasets
-            pinned = plan.precision if plan.is_decided else None
+            commit = plan.base_model_commit
+            with contextlib.suppress(*unreadable):
+                pinned = plan.precision if plan.is_decided else None
+            places = plan.hub_datasets
         commits = {key: place.commit for key, place in places.items()}
         self._checkers.submit(
             job.id,
