@@ -261,10 +261,11 @@ class Daemon:
         self._notifier.ready()
 
     def _take_arrivals(self) -> None:
-        for job in self._intake.settle():
-            self._database.put_job(job)
+        accepted = self._intake.settle()
         if not self._shutdown.is_asked:
-            for job in self._intake.scan():
+            accepted += self._intake.scan()
+        for number in [job.id for job in accepted]:  # one that was found late may have moved on meanwhile
+            if (job := self._spool.job(number)) is not None:
                 self._database.put_job(job)
 
 

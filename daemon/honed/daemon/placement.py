@@ -88,7 +88,7 @@ class Placement:
         """Return True if a job's plan, made for one GPU, holds on this one: precision and memory depend on the GPU."""
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # its start will tell
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start will tell
                 self._planned_for[job.id] = PlanFile.read(self._layout.job(job.id).plan_path).device
         planned = self._planned_for[job.id]
         if planned is None or planned.kind != "cuda" or found.kind != "cuda":

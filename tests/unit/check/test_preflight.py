@@ -806,7 +806,7 @@ def test_a_deadline_that_passes_in_silence_is_noticed_by_the_clock(desk: Desk, d
     daemon.clock.ahead = 61.0
     answer = daemon.client.poll()[0]
     assert "within 60 s" in error_of(answer).message
-    assert daemon.client.fileno() == -1
+    assert not daemon.client.has_helper
 
 
 def test_a_helper_killed_in_the_middle_is_started_again_once(desk: Desk, daemon: Daemon) -> None:

@@ -14,6 +14,7 @@ from honed.daemon.backlog import Backlog
 from honed.job.arrival import Arrivals
 from honed.job.database import Database
 from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
 from honed.job.spool import Spool
 from honed.system import durable
 from honed.system.error import InternalError
@@ -47,7 +48,7 @@ class Desk:
             "output_dir": f"/o/{claim.id}",
             "num_gpus": 0,
         }
-        return arrivals.admit(Job(**{**common, **fields}), claim, {})
+        return arrivals.admit(Job(**{**common, **fields}), claim, PlanFile({}))
 
     def ready(self) -> list[int]:
         self.backlog.look_again()
