@@ -44,7 +44,7 @@ CALLS = (
 ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
 KILL = "KILL"
 #: Seconds that one honed may take for three tiny jobs; far more than it needs.
-DEADLINE_SEC = 180.0
+DEADLINE_SEC = 300.0
 GOOD, BAD = ("plain.json", "dies.json"), ("half.json",)
 #: Of the good ones this came over the control socket, from a user whose no file is.
 HANDED, SUBMITTER = "plain.json", 12345

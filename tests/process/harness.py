@@ -27,7 +27,7 @@ from zoo import plain
 T = TypeVar("T")
 HERE = Path(__file__).parent
 #: Seconds after which a wait for a condition fails.
-DEADLINE_SEC = 120.0
+DEADLINE_SEC = 300.0
 SOON = "[spool]\nsettle_sec = 0.1\n"
 
 

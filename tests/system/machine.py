@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 CHECKOUT = "/srv/checkout"
 ENVIRONMENT = "/srv/environment"
 #: Seconds after which a wait for a condition fails.
-DEADLINE_SEC = 180.0
+DEADLINE_SEC = 300.0
 #: The size of the guest's disk, which is memory.
 DISK_BYTES = 4 * 2**30
 #: However the tests end, no guest is left behind.
