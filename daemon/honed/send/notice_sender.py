@@ -1,6 +1,6 @@
-"""honed-send's delivery of notices: each is sent by webhook or mail, and then removed.
+"""honed-send's delivery of notices: each is sent by webhook, chat or mail, and then removed.
 
-    notices/<key>.json ── POST, or SMTP ── accepted ──► removed
+    notices/<key>.json ── POST, Apprise, SMTP ── accepted ──► removed
                              ├── 400, 422, …, an unknown mailbox ──► refused/, with the response
                              └── all else: no response, 5xx, 401 ──► retried, ever later; after days, refused/
 
@@ -29,7 +29,7 @@ from email.policy import SMTP as MAIL_POLICY
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from honed.send import delivery, notification
+from honed.send import chat, delivery, notification
 from honed.send.delivery import Client, Verdict, deadline
 from honed.send.notification import Notice
 from honed.spec import recipient
@@ -214,7 +214,10 @@ class Messenger:
                 case {"webhook": webhook}:
                     if not notice.is_own and (why := recipient.why_not_webhook(webhook, config)) is not None:
                         return Verdict.REFUSED, why
-                    return post(notice, *recipient.target(webhook, config), timeout_sec=config.timeout_sec)
+                    address, token = recipient.target(webhook, config)
+                    if not address.lower().startswith(("http://", "https://")):
+                        return chat.deliver(notice, address, config)
+                    return post(notice, address, token, timeout_sec=config.timeout_sec)
                 case {"mail": address}:
                     if not notice.is_own and (why := recipient.why_not_mail(address, config)) is not None:
                         return Verdict.REFUSED, why

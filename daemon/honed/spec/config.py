@@ -53,6 +53,26 @@ def _mail_address(value: str) -> str:
     return value
 
 
+#: Apprise's schemas of chats that are reached over TLS alone.
+CHAT_SCHEMAS = (
+    *("discord", "gchat", "gotifys", "matrixs", "mmosts", "nctalks", "ntfys", "pover", "rockets", "signals", "slack"),
+    *("tgram", "workflows", "wxteams", "zulip"),
+)
+#: Apprise's schemas that act on this machine or read its files; and mail, which honed delivers itself.
+_NO_CHATS = {
+    *("blink1", "dbus", "gio", "glib", "gnome", "kde", "macosx", "qt", "syslog", "windows", "fcm", "vapid"),
+    *("mailto", "mailtos"),
+}
+
+
+def _chat_schema(value: str) -> str:
+    if value in {"http", "https"} or not re.fullmatch(r"[a-z][a-z0-9]*", value):
+        raise ValueError("not the schema of a chat's address, such as slack or ntfys")
+    if value in _NO_CHATS:
+        raise ValueError("acts on this machine, or is for mail, which smtp_host delivers")
+    return value
+
+
 def _webhook_name(value: str) -> str:
     if not WEBHOOK_NAME.fullmatch(value):
         raise ValueError("a webhook's name is a word: letters, digits, - and _")
@@ -245,7 +265,11 @@ class NotifyConfig(_Section):
     honed-send has network access, and a job file must not choose its target."""
     webhook_files: dict[Annotated[str, AfterValidator(_webhook_name)], Directory] = {}
     """Webhooks with a secret URL, under a name that jobs may use: name = file. The file has the URL on its first line
-    and, where one is needed, a bearer token on its second. It is readable for honed's group alone."""
+    and, where one is needed, a bearer token on its second. It is readable for honed's group alone. Instead of an http
+    or https URL it may have the Apprise URL of a chat: slack://…, ntfys://…."""
+    chat_schemas: list[Annotated[str, AfterValidator(_chat_schema)]] = list(CHAT_SCHEMAS)
+    """Schemas of Apprise URLs that a file of webhook_files may have; those of the default use TLS. A server on this
+    machine may need one without: ntfy, gotify, matrix, mmost."""
     allowed_mail_domains: list[str] = []
     """Domains to which jobs may send mail, each in full."""
     smtp_host: str | None = None

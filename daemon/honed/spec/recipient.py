@@ -90,7 +90,8 @@ def why_not_mail(address: str, config: NotifyConfig) -> str | None:
 def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
     """Return the URL and the bearer token of a webhook; for a named one, the first two lines of its file.
 
-    Raises EnvironmentInvalidError, whose message never contains them.
+    The URL of a named one may also be the Apprise URL of a chat. Raises EnvironmentInvalidError, whose message never
+    contains them.
     """
     if not WEBHOOK_NAME.fullmatch(webhook):
         return webhook, None
@@ -98,9 +99,14 @@ def target(webhook: str, config: NotifyConfig) -> tuple[str, str | None]:
         raise EnvironmentInvalidError(f"no webhook is named {webhook!r} any more", hint="notify.webhook_files")
     path = Path(config.webhook_files[webhook])
     address, *more = _lines(path, "the address of the webhook")
-    parts = urlsplit(address)
-    if parts.scheme not in _PORTS or not parts.hostname or not address.isprintable() or " " in address:
+    schema, _, rest = address.partition("://")
+    is_chat = schema.lower() not in _PORTS
+    if not address.isprintable() or " " in address or not (rest if is_chat else urlsplit(address).hostname):
         raise EnvironmentInvalidError(f"{path} holds no address of a webhook", hint="https://… on its first line")
+    if is_chat and schema not in config.chat_schemas:
+        raise EnvironmentInvalidError(f"{path} holds an address of a kind that notify.chat_schemas does not list")
+    if is_chat and path.stat().st_mode & 0o004:
+        raise EnvironmentInvalidError(f"{path} can be read by everyone: chmod o-r {path}")
     return address, more[0] if more else None
 
 

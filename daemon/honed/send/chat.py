@@ -1,0 +1,147 @@
+"""Delivery of notices to chats, by Apprise in a child of honed-send.
+
+The child is one process per notice: Apprise takes 46 MiB and has no deadline for a whole exchange. It gets the address
+on its standard input, since the address is the chat's key. Of Apprise only the schemas that `notify.chat_schemas` lists
+are enabled, and neither attachments nor configuration files: no address reads a file or loads another address. What
+Apprise logs may repeat the address or the chat's words, so it is read for its cause here and not passed on.
+
+Apprise answers yes or no. A no is always retried: it does not tell a wrong address from a chat that is down.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+from typing import Any
+
+from honed.send.delivery import Verdict
+from honed.send.notification import Notice
+from honed.spec.config import NotifyConfig
+from honed.system import installed
+from honed.system.error import EnvironmentInvalidError
+
+#: Seconds for the child's start and its imports, besides the delivery.
+START_SEC = 30
+#: Variables that a delivery does not need: other secrets, systemd's notification socket, and settings of Apprise's.
+_HIDDEN = re.compile(r"JOB_TOKEN|CREDENTIALS_DIRECTORY|NOTIFY_SOCKET|WATCHDOG_.*|HF_TOKEN|APPRISE_.*")
+_TAKEN = "taken"
+#: The colour of a notice, by the event or the state that it reports.
+_KINDS = {"recovered": "success", "degraded": "failure", "succeeded": "success", "failed": "failure"}
+
+
+def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
+    """Deliver to an Apprise URL. Raises EnvironmentInvalidError if Apprise is not installed."""
+    if installed.version("apprise") is None:
+        raise EnvironmentInvalidError("Apprise is not installed beside honed-send: pip install 'apprise>=2.2,<3'")
+    told = notice.payload
+    title, _, body = str(told["text"]).partition("\n")
+    order = {
+        "address": address,
+        "schemas": config.chat_schemas,
+        "timeout_sec": config.timeout_sec,
+        "title": title if body else "",
+        "body": body or title,
+        "kind": "warning" if told.get("remark") else _KINDS.get(str(told.get("state", told.get("event"))), "warning"),
+    }
+    known = ssl.get_default_verify_paths()  # as for webhooks: Apprise has authorities of its own
+    environment = {name: value for name, value in os.environ.items() if not _HIDDEN.fullmatch(name)}
+    environment |= {"NETRC": os.devnull, "REQUESTS_CA_BUNDLE": known.cafile or known.capath or ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "honed.send.chat"],
+            input=json.dumps(order).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            timeout=config.timeout_sec + START_SEC,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict.LATER, "no end of its delivery in time"
+    said = done.stdout.decode(errors="replace")
+    return (Verdict.TAKEN if said == _TAKEN else Verdict.LATER), said or f"its delivery ended with {done.returncode}"
+
+
+def main() -> None:
+    """Deliver what standard input orders, and print `taken` or the reason why not."""
+    order = json.load(sys.stdin)
+    signal.alarm(int(order["timeout_sec"]) + START_SEC)  # honed-send may be killed
+    print(_send(**order), end="", flush=True)
+    os._exit(0)  # Apprise's threads may still wait for an answer
+
+
+def _send(*, address: str, schemas: list[str], timeout_sec: float, title: str, body: str, kind: str) -> str:
+    import apprise
+    from apprise.manager_attachment import AttachmentManager
+    from apprise.manager_config import ConfigurationManager
+    from apprise.manager_plugins import NotificationManager
+
+    for closed in (AttachmentManager(), ConfigurationManager()):
+        closed.remove(*closed.schemas())
+    NotificationManager().enable_only(*schemas)
+    causes = _Causes()
+    apprise.NotifyBase.overflow_mode = apprise.OverflowMode.SPLIT  # a long message in parts, none cut
+    asset = apprise.AppriseAsset(
+        app_id="honed",
+        app_desc="honed",
+        app_url="",
+        image_url_mask="",
+        image_url_logo="",
+        storage_mode="memory",
+        http_redirects=False,
+        allow_templates=False,
+        service_timeout=timeout_sec,
+    )
+    receiver = apprise.Apprise.instantiate(address, asset=asset) if address.partition(":")[0] in schemas else None
+    if receiver is None:
+        return "its address is none that Apprise takes, or names a file"
+    name = str(receiver.service_name)
+    if not receiver.verify_certificate or receiver.redirects:
+        return f"{name}: its address must not switch certificates off or redirects on"
+    if len(receiver) > 1:
+        return f"{name}: its address names several receivers; write one into each file"
+    service = apprise.Apprise(asset=asset)
+    service.add(receiver)
+    is_taken = service.notify(title=title, body=body, notify_type=kind, body_format=apprise.NotifyFormat.TEXT)
+    return _TAKEN if is_taken else f"{name}: {causes.first or 'not taken'}"
+
+
+class _Causes(logging.Handler):
+    """The first known cause in Apprise's log, in words of our own."""
+
+    _KNOWN = (
+        (re.compile(r"CERTIFICATE_VERIFY_FAILED"), "its certificate is not trusted here"),
+        (re.compile(r"\berror=(\d{3})\b"), "it answered {0}"),
+        (re.compile(r"did not finish within"), "no answer in time"),
+        (re.compile(r"Connection error", re.IGNORECASE), "it cannot be reached"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[int, str] = {}
+        log = logging.getLogger("apprise")
+        log.propagate = False
+        log.setLevel(logging.DEBUG)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep what is known of a message, and nothing else of it."""
+        said: Any = record.getMessage()
+        for rank, (pattern, words) in enumerate(self._KNOWN):
+            if (match := pattern.search(said)) is not None:
+                self._found.setdefault(rank, words.format(*match.groups()))
+
+    @property
+    def first(self) -> str | None:
+        """Return the most telling cause."""
+        return self._found[min(self._found)] if self._found else None
+
+
+if __name__ == "__main__":
+    main()
