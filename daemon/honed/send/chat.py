@@ -20,6 +20,7 @@ import subprocess
 import sys
 from typing import Any
 
+from honed.send import child
 from honed.send.delivery import Verdict
 from honed.send.notification import Notice
 from honed.spec.config import NotifyConfig
@@ -28,8 +29,6 @@ from honed.system.error import EnvironmentInvalidError
 
 #: Seconds for the child's start and its imports, besides the delivery.
 START_SEC = 30
-#: Variables that a delivery does not need: other secrets, systemd's notification socket, and settings of Apprise's.
-_HIDDEN = re.compile(r"JOB_TOKEN|CREDENTIALS_DIRECTORY|NOTIFY_SOCKET|WATCHDOG_.*|HF_TOKEN|APPRISE_.*")
 _TAKEN = "taken"
 #: The colour of a notice, by the event or the state that it reports.
 _KINDS = {"recovered": "success", "degraded": "failure", "succeeded": "success", "failed": "failure"}
@@ -50,15 +49,13 @@ def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict
         "kind": "warning" if told.get("remark") else _KINDS.get(str(told.get("state", told.get("event"))), "warning"),
     }
     known = ssl.get_default_verify_paths()  # as for webhooks: Apprise has authorities of its own
-    environment = {name: value for name, value in os.environ.items() if not _HIDDEN.fullmatch(name)}
-    environment |= {"NETRC": os.devnull, "REQUESTS_CA_BUNDLE": known.cafile or known.capath or ""}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "honed.send.chat"],
             input=json.dumps(order).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=child.environment(NETRC=os.devnull, REQUESTS_CA_BUNDLE=known.cafile or known.capath or ""),
             timeout=config.timeout_sec + START_SEC,
             check=False,
         )

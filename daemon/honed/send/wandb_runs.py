@@ -7,7 +7,8 @@
 Runs are copied because honed-send cannot see any job's directory, and because a worker could still change the original.
 Only wandb's own log is copied: it contains the metrics, the configuration and the summary. `wandb sync` follows the
 log, and uploads files that it names: a log that names files outside the run is not sent, or its author could have
-honed-send upload anything that it can read.
+honed-send upload anything that it can read. (Tried with wandb 0.31: the `local_path` of an artifact's entry is
+uploaded from anywhere. Its only reader of such logs is in its Go program, so the records are read here.)
 """
 
 from __future__ import annotations

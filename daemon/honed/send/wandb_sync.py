@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from honed.send import wandb_runs
+from honed.send import child, wandb_runs
 from honed.spec.config import ReportingConfig
 from honed.system import installed, secret
 from honed.system.backoff import Backoff
@@ -126,20 +126,19 @@ class Syncer:
     def _sync(self, work_dir: Path, key: str) -> int | None:
         """Run `wandb sync` and return its exit status; None if it was stopped."""
         home = wandb_runs.synced_dir(self._path) / "home"
-        environment = {
-            **{name: value for name, value in os.environ.items() if name not in _HIDDEN and name[:6] != "WANDB_"},
-            "HOME": str(home),
+        environment = child.environment(
+            HOME=str(home),
             **{f"WANDB_{name}_DIR": str(home) for name in ("CACHE", "CONFIG", "DATA")},
-            "WANDB_API_KEY": key,
-            "WANDB_ERROR_REPORTING": "false",  # would go to wandb's makers
-        }
+            WANDB_API_KEY=key,
+            WANDB_ERROR_REPORTING="false",  # would go to wandb's makers
+        )
         if (address := self._reporting().wandb_base_url) is not None:
             environment["WANDB_BASE_URL"] = address
         command = [sys.executable, "-P", "-m", "wandb", "sync", "--yes", str(work_dir / _run_name(work_dir))]
         deadline = time.monotonic() + TIMEOUT_SEC
         home.mkdir(exist_ok=True)
         with (work_dir / LOG_NAME).open("wb") as file:
-            child = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -149,12 +148,12 @@ class Syncer:
                 start_new_session=True,
             )
         try:
-            while (status := child.poll()) is None and time.monotonic() < deadline and not self._must_end.wait(0.1):
+            while (status := process.poll()) is None and time.monotonic() < deadline and not self._must_end.wait(0.1):
                 pass
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # wandb starts a server process beside it
-            child.wait()
+                os.killpg(process.pid, signal.SIGKILL)  # wandb starts a server process beside it
+            process.wait()
         return status
 
     def _tell(self, trouble: str | None) -> None:
@@ -163,10 +162,6 @@ class Syncer:
         if trouble is not None:
             log.warning("not sent to wandb, and tried again: %s", trouble, extra=about(message=SEND_TROUBLE))
         self._said = trouble
-
-
-#: Variables that the child does not need: other secrets, and systemd's notification socket.
-_HIDDEN = ("JOB_TOKEN", "CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "HF_TOKEN")
 
 
 def read_key(reporting: ReportingConfig) -> str:
