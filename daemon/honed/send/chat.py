@@ -10,6 +10,7 @@ Apprise answers yes or no. A no is always retried: it does not tell a wrong addr
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -18,7 +19,6 @@ import signal
 import ssl
 import subprocess
 import sys
-from typing import Any
 
 from honed.send import child
 from honed.send.delivery import Verdict
@@ -30,6 +30,13 @@ from honed.system.error import EnvironmentInvalidError
 #: Seconds for the child's start and its imports, besides the delivery.
 START_SEC = 30
 _TAKEN = "taken"
+#: Messages in Apprise's log, the most telling first, and our words for them.
+_CAUSES = (
+    (re.compile(r"CERTIFICATE_VERIFY_FAILED"), "its certificate is not trusted here"),
+    (re.compile(r"\berror=(\d{3})\b"), "it answered {0}"),
+    (re.compile(r"did not finish within"), "no answer in time"),
+    (re.compile(r"Connection error", re.IGNORECASE), "it cannot be reached"),
+)
 #: The colour of a notice, by the event or the state that it reports.
 _KINDS = {"recovered": "success", "degraded": "failure", "succeeded": "success", "failed": "failure"}
 
@@ -82,7 +89,8 @@ def _send(*, address: str, schemas: list[str], timeout_sec: float, title: str, b
     for closed in (AttachmentManager(), ConfigurationManager()):
         closed.remove(*closed.schemas())
     NotificationManager().enable_only(*schemas)
-    causes = _Causes()
+    heard = io.StringIO()
+    logging.basicConfig(stream=heard, level=logging.DEBUG)
     apprise.NotifyBase.overflow_mode = apprise.OverflowMode.SPLIT  # a long message in parts, none cut
     asset = apprise.AppriseAsset(
         app_id="honed",
@@ -106,38 +114,13 @@ def _send(*, address: str, schemas: list[str], timeout_sec: float, title: str, b
     service = apprise.Apprise(asset=asset)
     service.add(receiver)
     is_taken = service.notify(title=title, body=body, notify_type=kind, body_format=apprise.NotifyFormat.TEXT)
-    return _TAKEN if is_taken else f"{name}: {causes.first or 'not taken'}"
+    return _TAKEN if is_taken else f"{name}: {_cause(heard.getvalue())}"
 
 
-class _Causes(logging.Handler):
-    """The first known cause in Apprise's log, in words of our own."""
-
-    _KNOWN = (
-        (re.compile(r"CERTIFICATE_VERIFY_FAILED"), "its certificate is not trusted here"),
-        (re.compile(r"\berror=(\d{3})\b"), "it answered {0}"),
-        (re.compile(r"did not finish within"), "no answer in time"),
-        (re.compile(r"Connection error", re.IGNORECASE), "it cannot be reached"),
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[int, str] = {}
-        log = logging.getLogger("apprise")
-        log.propagate = False
-        log.setLevel(logging.DEBUG)
-        log.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep what is known of a message, and nothing else of it."""
-        said: Any = record.getMessage()
-        for rank, (pattern, words) in enumerate(self._KNOWN):
-            if (match := pattern.search(said)) is not None:
-                self._found.setdefault(rank, words.format(*match.groups()))
-
-    @property
-    def first(self) -> str | None:
-        """Return the most telling cause."""
-        return self._found[min(self._found)] if self._found else None
+def _cause(heard: str) -> str:
+    """Return why Apprise's log says no, in words of our own."""
+    found = ((words, pattern.search(heard)) for pattern, words in _CAUSES)
+    return next((words.format(*match.groups()) for words, match in found if match is not None), "not taken")
 
 
 if __name__ == "__main__":
