@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from certificates import Authority
 from harness import Instance, wait_for
+from hostile import ALL
 from listener import Listener, Quiet, drip
 
 from honed.send import chat, notification
@@ -223,6 +224,15 @@ def test_a_message_longer_than_a_chat_takes_arrives_in_parts(server: Chat) -> No
     assert (verdict, said) == (Verdict.TAKEN, "taken")
     assert len(server.posts) == 2
     assert all(any(line in post["text"] for post in server.posts) for line in lines)
+
+
+@pytest.mark.parametrize("schema", ["ntfy", "mmost"])
+def test_a_hostile_text_arrives_as_it_was_sent(server: Chat, schema: str) -> None:
+    text = f"job 1 ({notification.plain(ALL)}) failed\nsee {{{{app_title}}}} :smile: \\u0041 *x* &amp; µ"
+    assert tell(f"{schema}://127.0.0.1:{server.port}/token", text=text) == (Verdict.TAKEN, "taken")
+    [post] = server.posts
+    assert post.get("message", post.get("text")) == text
+    assert tell(f"{schema}://127.0.0.1:{server.port}/token", text="a\ud800b")[0] is Verdict.TAKEN
 
 
 def test_the_schemas_allowed_by_default_are_known_to_apprise_and_use_tls() -> None:

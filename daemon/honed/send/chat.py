@@ -46,13 +46,11 @@ def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict
     if installed.version("apprise") is None:
         raise EnvironmentInvalidError("Apprise is not installed beside honed-send: pip install 'apprise>=2.2,<3'")
     told = notice.payload
-    title, _, body = str(told["text"]).partition("\n")
     order = {
         "address": address,
         "schemas": config.chat_schemas,
         "timeout_sec": config.timeout_sec,
-        "title": title if body else "",
-        "body": body or title,
+        "text": str(told["text"]).encode(errors="replace").decode(),
         "kind": "warning" if told.get("remark") else _KINDS.get(str(told.get("state", told.get("event"))), "warning"),
     }
     known = ssl.get_default_verify_paths()  # as for webhooks: Apprise has authorities of its own
@@ -80,7 +78,7 @@ def main() -> None:
     os._exit(0)  # Apprise's threads may still wait for an answer
 
 
-def _send(*, address: str, schemas: list[str], timeout_sec: float, title: str, body: str, kind: str) -> str:
+def _send(*, address: str, schemas: list[str], timeout_sec: float, text: str, kind: str) -> str:
     import apprise
     from apprise.manager_attachment import AttachmentManager
     from apprise.manager_config import ConfigurationManager
@@ -111,6 +109,9 @@ def _send(*, address: str, schemas: list[str], timeout_sec: float, title: str, b
         return f"{name}: its address must not switch certificates off or redirects on"
     if len(receiver) > 1:
         return f"{name}: its address names several receivers; write one into each file"
+    title, _, body = text.partition("\n")
+    if not body or len(title) > receiver.title_maxlen:  # a longer title would be cut
+        title, body = "", text
     service = apprise.Apprise(asset=asset)
     service.add(receiver)
     is_taken = service.notify(title=title, body=body, notify_type=kind, body_format=apprise.NotifyFormat.TEXT)

@@ -254,7 +254,7 @@ def post(notice: Notice, address: str, token: str | None, *, timeout_sec: float)
 
 
 def mail(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict, str]:
-    """Deliver by SMTP."""
+    """Deliver by SMTP. Apprise tells no unknown mailbox from a busy server, and adds a random Message-ID to ours."""
     assert config.smtp_host is not None
     assert config.mail_from is not None
     message = compose(notice, address, config.mail_from)
