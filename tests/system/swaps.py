@@ -344,7 +344,7 @@ class Subject:
         grant = rights.grant([*inputs, *([self._policy.Named("media", path)] if name == "media" else [])])
         try:
             for each in inputs:
-                grant.check(each)
+                self._policy.check_granted(grant, each)
             self.moments.pass_one()
             for each in [*inputs, *([self._policy.Named("media", path)] if name == "media" else [])]:
                 _read_all(each.path)
