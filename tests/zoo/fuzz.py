@@ -918,9 +918,10 @@ def _run_request(_directory: Path, line: bytes) -> None:
     server = Server.__new__(Server)
     server._answer = _echo
     answer = server._respond(line.split(b"\n")[0], _Connection(None, 1000, frozenset()))  # type: ignore[arg-type]
-    text = json.dumps(answer).encode()
-    assert answer["ok"] or answer["error"]["code"] == "usage", answer
-    assert b"\n" not in text
+    assert isinstance(answer, bytes)
+    assert answer.count(b"\n") == 1
+    told = json.loads(answer)
+    assert told["ok"] or told["error"]["code"] == "usage", told
 
 
 def _echo(request: Request) -> dict[str, str]:
