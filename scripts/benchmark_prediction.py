@@ -47,10 +47,10 @@ def measure(root: Path, dtype: str, runs: int) -> dict[str, Any]:
         attn_implementation="sdpa",
         reasons={},
     )
-    predictor = Predictor(chat, precision, max_new_tokens=MAX_NEW_TOKENS, stop=Stop(), warn=print)
+    settings: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "stop": Stop(), "warn": print}
 
     def ask(batch_size: int) -> tuple[float, list[str | None]]:
-        prediction.BATCH_SIZE = batch_size
+        predictor = Predictor(chat, precision, batch_size=batch_size, **settings)
         started = time.perf_counter()
         texts = predictor.ask(model, questions).texts
         return time.perf_counter() - started, texts
