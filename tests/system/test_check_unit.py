@@ -291,17 +291,18 @@ def test_a_stop_of_honed_ends_its_checks(honed: Machine) -> None:
 
 
 def test_a_flood_of_one_persons_leaves_room_for_another(honed: Machine) -> None:
-    drop(honed, "berta", "before-the-flood")
-    wait_job(honed, "before-the-flood")  # her check is running, as anna's is soon
     stage = f"{SHARED}/flood"
     honed.run(
         "sh",
         "-ec",
         f"mkdir {stage} && cat >{stage}/beside-the-flood.json && chown berta {stage}/* && "
         f"for i in $(seq 300); do cp {stage}/beside-the-flood.json {stage}/flood-$i.json; done && "
-        f"chown anna {stage}/flood-* && mv {stage}/*.json {INCOMING}",
+        f"chown anna {stage}/flood-*",
         stdin=spec(),
     )
+    drop(honed, "berta", "before-the-flood")
+    wait_job(honed, "before-the-flood")  # her check is running, as anna's is soon
+    honed.run("sh", "-ec", f"mv {stage}/*.json {INCOMING}")
     beside = wait_job(honed, "beside-the-flood")
     wait_for(lambda: sum(name.startswith("flood-") for name in jobs(honed)) == 300, what="all of them")
     flood = [job for name, job in jobs(honed).items() if name.startswith("flood-")]
