@@ -572,11 +572,11 @@ def test_generation_stops_at_the_end_of_a_turn_and_at_eos() -> None:
     llama3 = ChatFormat(tokenizer_of("llama3", "bytelevel"))
     names = [llama3.tokenizer.decode([token]) for token in llama3.stop_token_ids]
     assert names == ["<|end_of_text|>", "<|eot_id|>"]
-    [(level, note)] = llama3.notes()
+    [(level, note)] = llama3.advice.notes()
     assert (level, "<|eot_id|>" in note) == ("info", True)
-    [(level, note)] = ChatFormat(tokenizer_of("words", "bytelevel")).notes()
+    [(level, note)] = ChatFormat(tokenizer_of("words", "bytelevel")).advice.notes()
     assert (level, "will not learn to stop" in note) == ("warning", True)
-    assert ChatFormat(tokenizer_of("chatml", "bytelevel")).notes() == []
+    assert ChatFormat(tokenizer_of("chatml", "bytelevel")).advice.notes() == []
 
 
 # --- the check before the first step ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Family:
             if is_trained:
                 run.append(token)
             elif run:
-                texts.append(self.chat.decode(run))
+                texts.append(self.chat.tokens.decode(run))
                 run = []
         return texts
 
@@ -164,8 +164,8 @@ def test_what_is_trained_decodes_to_what_the_assistant_says(
     trained = family.trained_texts(encoded)
     assert len(trained) == len(said)
     for text, words in zip(trained, said, strict=True):
-        ends = [end for end in family.chat.probe.ends if text.rstrip().endswith(end.rstrip())]
-        assert ends or not family.chat.probe.ends
+        ends = [end for end in family.chat.renderer.probe.ends if text.rstrip().endswith(end.rstrip())]
+        assert ends or not family.chat.renderer.probe.ends
         assert text.replace(ends[0] if ends else "", "").strip() == words.strip()
     assert (
         not {t for t, is_it in zip(encoded.input_ids, encoded.trained, strict=True) if is_it} & family.placeholder_ids
@@ -197,7 +197,7 @@ def test_a_mask_from_a_count_without_the_images_is_found(family_of: Any, picture
     with pytest.raises(MaskError) as caught:
         family.chat.check_trained(encoded.input_ids, labels, example, placeholder_ids=family.placeholder_ids)
     for token in tokens:
-        assert repr(family.chat.decode([token])) in caught.value.told
+        assert repr(family.chat.tokens.decode([token])) in caught.value.told
 
 
 def test_each_kind_of_media_has_its_place_in_a_row_of_several(
@@ -243,7 +243,7 @@ def test_words_that_a_token_is_spelled_with_may_stand_between_images(
     example = row(("user", [first, "ok", second, "a", first, "image", second]), ("assistant", ["ok"]))
     encoded = family.chat.encode(example)
     family.check(encoded, example)
-    assert [text.strip() for text in family.trained_texts(encoded)] == [f"ok{family.chat.probe.ends[0]}"]
+    assert [text.strip() for text in family.trained_texts(encoded)] == [f"ok{family.chat.renderer.probe.ends[0]}"]
     shown = "".join(segment["text"] for segment in encoded.segments())
     assert shown.count("[image ") == 4
 

@@ -47,7 +47,7 @@ ROWS: list[dict[str, Any]] = [
 
 def outcomes(tokenizer: Any, **kwargs: Any) -> list[Any]:
     chat = ChatFormat(tokenizer, chat_template_kwargs=kwargs)
-    found: list[Any] = [sorted(chat.notes()), chat.stop_token_ids, chat.probe]
+    found: list[Any] = [sorted(chat.advice.notes()), chat.stop_token_ids, chat.renderer.probe]
     for row in ROWS:
         example = Example(**{"dataset_index": 0, "row_index": 0} | row)
         try:
@@ -139,6 +139,6 @@ def test_places_of_media_are_known_from_files_alone(tmp_path: Path, family: str)
     full, light = AutoTokenizer.from_pretrained(path), tokenfile.read(path, model.chat_template)
     assert light is not None
     full.chat_template = model.chat_template  # as the worker has it
-    places = ChatFormat(light).placeholders
+    places = ChatFormat(light).renderer.placeholders
     assert "image" in places
-    assert places == ChatFormat(full).placeholders
+    assert places == ChatFormat(full).renderer.placeholders

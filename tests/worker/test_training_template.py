@@ -38,7 +38,7 @@ def test_the_variant_is_the_one_that_trl_takes(name: str) -> None:
 
 def test_rows_have_the_variant_and_questions_the_bases_own() -> None:
     base = ChatFormat(build_shipped("qwen3"))
-    chat = base.training(source("qwen3_training"))
+    chat = ChatFormat(build_shipped("qwen3"), rows_template=source("qwen3_training"))
     row = convert({"messages": TURNS}, "messages")
     assert "⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧" in text_of(chat)
     assert "two and two" not in text_of(base)
@@ -47,7 +47,7 @@ def test_rows_have_the_variant_and_questions_the_bases_own() -> None:
     encoded = chat.encode(row)
     assert encoded.omitted == ()
     chat.check_trained(encoded.input_ids, encoded.labels, row)
-    assert "training_chat_template: trl" in base.advice(row, base.encode(row).omitted)
+    assert "training_chat_template: trl" in base.advice.on_row(row, base.encode(row).omitted)
 
 
 def test_a_job_with_trls_variant_trains_on_all_reasoning_and_exports_the_bases_template(

@@ -71,7 +71,7 @@ def test_a_turn_that_the_next_ones_mark_ends_is_trained_with_it(glm: ChatFormat)
     assert trained(glm, [*TOLD[:2], {"role": "system", "content": "Be brief."}, *TOLD[2:]])[0].endswith("<|system|>")
     names = [glm.tokenizer.decode([token]) for token in glm.stop_token_ids]
     assert set(names) >= {"<|user|>", "<|observation|>", "<|endoftext|>"}
-    [(level, said)] = glm.notes()
+    [(level, said)] = glm.advice.notes()
     assert level == "info"
     assert "'<|user|>' or '<|observation|>' is added there and trained" in quote.show(said)
 
@@ -96,7 +96,7 @@ def test_the_check_sees_an_end_that_is_not_trained(messages: list[dict[str, Any]
     example = row(messages)
     encoded = chat.encode(example)
     if not is_learned:  # as if the template had been misread
-        chat._cached_probe = replace(chat.probe, ends=(), unwritten="", unwritten_call="")
+        chat.renderer._cached_probe = replace(chat.renderer.probe, ends=(), unwritten="", unwritten_call="")
     if is_learned or messages is TOLD:  # else `</tool_call>`, a token, might be the end
         with pytest.raises(MaskError, match="the end"):
             chat.check_trained(encoded.input_ids, without_last(encoded.labels, run=0), example)
@@ -121,13 +121,13 @@ def test_the_check_sees_a_row_that_lacks_its_last_end(glm: ChatFormat, messages:
 def test_an_end_that_stands_between_two_calls_is_told_where_rows_have_such() -> None:
     chat, one = masks.chat_of("deepseek_r1_distill"), row(CALLED)
     two = row([CALLED[0], {**CALLED[1], "tool_calls": [CALL, {**CALL, "id": "call00002"}]}])
-    assert [said for _, said in chat.notes([one]) if "calls" in said] == []
-    [(level, said)] = chat.notes([one, two])
+    assert [said for _, said in chat.advice.notes([one]) if "calls" in said] == []
+    [(level, said)] = chat.advice.notes([one, two])
     assert level == "warning"
     assert "'<｜tool▁call▁end｜>', and puts that between two calls of a turn, too, as 1 rows have them" in quote.show(
         said
     )
-    assert masks.chat_of("deepseekv3").notes([two]) == []
+    assert masks.chat_of("deepseekv3").advice.notes([two]) == []
 
 
 def test_turns_that_have_an_end_only_as_the_last_are_told_where_rows_have_several() -> None:
@@ -138,8 +138,8 @@ def test_turns_that_have_an_end_only_as_the_last_are_told_where_rows_have_severa
     )
     chat = ChatFormat(build_marked_tokenizer(alpaca))
     assert trained(chat, TOLD) == ["Hello!", "4<|endoftext|>"]
-    assert chat.notes([row(TOLD[:2])]) == []
-    [(level, said)] = chat.notes([row(TOLD), row(TOLD[:2])])
+    assert chat.advice.notes([row(TOLD[:2])]) == []
+    [(level, said)] = chat.advice.notes([row(TOLD), row(TOLD[:2])])
     assert level == "warning"
     assert "ends only a row's last turn with '<|endoftext|>'" in quote.show(said)
     assert "in 1 rows such turns" in said
@@ -232,7 +232,7 @@ def test_a_turn_of_words_and_calls_is_trained_as_its_template_shows_it(name: str
     """Many templates show only one of the two. The other is counted as omitted, which does not end the job."""
     chat = ChatFormat(build_marked_tokenizer(masks.source(name)))
     called, answer = trained(chat, SAID_AND_CALLED)
-    assert any(called == expected + end for end in chat.probe.ends)
+    assert any(called == expected + end for end in chat.renderer.probe.ends)
     assert "It is 4." in answer
     assert bool(chat.encode(row(SAID_AND_CALLED)).omitted) == (name != "qwen3")
 
@@ -260,7 +260,7 @@ def test_what_closes_reasoning_as_well_does_not_stop_generation() -> None:
     chat = masks.chat_of("gptoss")
     reasoned = [CALLED[0], {"role": "assistant", "content": "4", "thinking": "two and two"}]
     assert "<|end|>" in trained(chat, reasoned)[0]
-    assert "<|end|>" in chat.probe.ends
+    assert "<|end|>" in chat.renderer.probe.ends
     assert chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids) == ["<|return|>", "<|call|>"]
 
 

@@ -148,7 +148,7 @@ def compare(name: str, chat: ChatFormat, kind: str) -> Compared:
     example = example_of(kind)
     theirs = _marked(source(f"{name}_training"), chat, kind)
     try:
-        conversation = Conversation(chat, example)
+        conversation = Conversation(chat.renderer, example)
         encoded = chat.encode(example)
     except DatasetError:
         return Compared("–" if theirs is None else "x" if _is_poor(theirs, example) else "?", (), theirs or ())
@@ -217,7 +217,11 @@ def _explained(ours: str, theirs: str, asked: str, chat: ChatFormat) -> Iterator
     if theirs != theirs.rstrip() and ours == ours.rstrip():
         yield "b"
         theirs = theirs.rstrip()
-    if ours != theirs and (lead := _lead(theirs, asked, chat.probe.prompt_extra)) and not ours.startswith(lead):
+    if (
+        ours != theirs
+        and (lead := _lead(theirs, asked, chat.renderer.probe.prompt_extra))
+        and not ours.startswith(lead)
+    ):
         yield "h"
         theirs = theirs[len(lead) :]
     if ours != theirs and ours.startswith(theirs) and re.fullmatch(r"<\|[a-z_]+>", ours[len(theirs) :]):

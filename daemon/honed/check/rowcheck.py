@@ -118,7 +118,7 @@ def _look(
     told = list(_told(job_spec, chat, each, seen))
     _check_ids(model, chat, seen)
     is_rendered = any(example.kind == "messages" for example in examples)
-    notes = [f"{text}" for level, text in chat.notes(examples) if level == "warning"] if is_rendered else []
+    notes = [f"{text}" for level, text in chat.advice.notes(examples) if level == "warning"] if is_rendered else []
     return tuple(told), tuple(notes)
 
 
@@ -126,7 +126,7 @@ def _check_places(chat: ChatFormat, each: DatasetSpec, kinds: set[Kind]) -> None
     """Raise DatasetError for images, videos or sounds for which the template has no placeholder."""
     if not kinds or not chat.tokenizer.counts:
         return
-    if lacking := sorted(kinds - chat.placeholders.keys()):
+    if lacking := sorted(kinds - chat.renderer.placeholders.keys()):
         raise DatasetError(
             f"{each.path}: rows with {PLURAL[lacking[0]]}, and the chat template has no place for them",
             hint="the base model, or its template, does not take them: name another one with chat_template:",
@@ -157,7 +157,7 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example]) -> _Looked:
     seen = _Looked()
     for example in examples:
         if example.kind == "messages":
-            chat.require_template()
+            chat.renderer.require_template()
         try:
             row = chat.encode(example)
         except DatasetError as error:
@@ -186,8 +186,8 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
     if sum(isinstance(error, SilencedError) for error in seen.refused) > MAX_SILENCED_SHARE * seen.num_rows:
         yield f"{each.path}: where that goes for more than a tenth of all rows, the job is refused: {SILENCED_HINT}"
     if lost := seen.lost.told(len(seen.encoded)):
-        yield f"{each.path}: {lost}; {chat.advice_on(seen.lost)}"
-    if asked := seen.mismatches.told(len(seen.encoded), chat.advice_on_asking(seen.mismatches)):
+        yield f"{each.path}: {lost}; {chat.advice.on_omissions(seen.lost)}"
+    if asked := seen.mismatches.told(len(seen.encoded), chat.advice.on_asking(seen.mismatches)):
         yield f"{each.path}: {asked}"
     cut_at = job_spec.training.cut_at
     if cut_at is None or not chat.tokenizer.counts:
@@ -248,7 +248,7 @@ def _key(job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, rows: bytes)
         rows,
         str(model.path),
         chat.tokenizer.chat_template,
-        chat.template,
+        chat.renderer.template,
         job_spec.chat_template_kwargs,
         job_spec.training.cut_at,
         _num_embeddings(model),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from honed.text.span import Span, runs_of, squeeze
 from honed.text.template import TEMPLATE_ERRORS, turn_marks, where
 
 if TYPE_CHECKING:
-    from honed.text.chat import ChatFormat
+    from honed.text.renderer import Renderer
 
 IGNORED = -100  #: the label of a token that is not trained on
 
@@ -22,78 +22,134 @@ IGNORED = -100  #: the label of a token that is not trained on
 _MIN_FOREIGN = 12
 
 
-@dataclass
-class Check:
-    """Comparison of one row's labels with the words of its assistant, by decoding."""
+def check(
+    renderer: Renderer,
+    ids: list[int],
+    labels: list[int],
+    example: Example,
+    *,
+    is_truncated: bool,
+    placeholder_ids: Collection[int],
+    end_ids: Collection[int],
+) -> None:
+    """Compare one row's labels with the words of its assistant, by decoding. Raises MaskError.
 
-    chat: ChatFormat
+    `end_ids` are the tokens that may end what is trained, and `placeholder_ids` those that stand for media.
+    """
+    row = _Row(renderer, ids, labels, example, is_truncated)
+    _check_tokens(row, frozenset(placeholder_ids), end_ids)
+    runs = [(a, b) for a, b, is_trained in runs_of([label != IGNORED for label in labels]) if is_trained]
+    match example.kind:
+        case "messages":
+            _Turns(row).check(runs)
+        case "prompt_completion":
+            _check_completion(row, runs)
+        case "text":
+            _check_whole(row)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row as the model takes it, with the text of its tokens as evidence."""
+
+    renderer: Renderer
     ids: list[int]
     labels: list[int]
     example: Example
     is_truncated: bool
-    placeholder_ids: frozenset[int]
 
-    def run(self) -> None:
-        self._check_tokens()
-        runs = [(a, b) for a, b, is_trained in runs_of([label != IGNORED for label in self.labels]) if is_trained]
-        match self.example.kind:
-            case "messages":
-                self._check_turns(runs)
-            case "prompt_completion":
-                self._check_completion(runs)
-            case "text":
-                self._check_whole()
+    def text(self, a: int, b: int) -> str:
+        """Return the text of tokens [a, b), as it stands in the row's."""
+        return self.renderer.tokens.decode(self.ids[:b])[len(self.renderer.tokens.decode(self.ids[:a])) :]
 
-    def _check_tokens(self) -> None:
-        tokenizer, trained = self.chat.tokenizer, [n for n, label in enumerate(self.labels) if label != IGNORED]
-        if len(self.ids) != len(self.labels):
-            raise self._error(f"there are {len(self.ids)} tokens and {len(self.labels)} labels")
-        if not trained:
-            raise self._error("nothing is trained on")
-        if wrong := [n for n in trained if self.labels[n] != self.ids[n]]:
-            raise self._error("the labels are not the row's own tokens", wrong[0])
-        forbidden = self.placeholder_ids | placeholder_ids(tokenizer)
-        said = str([words(m) for m in self.example.messages]) + self.example.completion + self.example.text
-        if self._pads_otherwise and tokenizer.pad_token not in said:
-            forbidden |= {tokenizer.pad_token_id}
-        if wrong := [n for n in trained if self.ids[n] in forbidden]:
-            named = ", ".join(repr(self.chat.decode([token])) for token in sorted({self.ids[n] for n in wrong}))
-            raise self._error(f"a token that nobody says is trained on{quote.aside(f': {named}')}", wrong[0])
-        twice = [n for n in trained[1:] if self.ids[n] == self.ids[n - 1] == tokenizer.pad_token_id]
-        if twice and tokenizer.pad_token not in said:
-            raise self._error("padding is trained on", twice[0])
+    def said(self, run: Span, *, is_cut: bool) -> str:
+        """Return the text of a run; of a truncated one, without the bytes of an incomplete character."""
+        text = self.text(*run)
+        return text.rstrip("\ufffd") if is_cut else text
 
-    @property
-    def _pads_otherwise(self) -> bool:
-        """True if padding has a token of its own, which ends nothing."""
-        pad_id = self.chat.tokenizer.pad_token_id
-        ends = [self.chat.tokenizer.eos_token_id] if self.example.kind != "messages" else self.chat.stop_token_ids
-        return pad_id is not None and pad_id not in ends
+    def error(self, what: str, at: int | None = None) -> MaskError:
+        """Return an error that shows the row around token `at`, with the trained text between ⟦ and ⟧."""
+        around = range(max(0, (at or 0) - 24), min(len(self.ids), len(self.labels), (at or 0) + 24))
+        shown = ""
+        for a, b, is_trained in runs_of([self.labels[n] != IGNORED for n in around]):
+            text = self.renderer.tokens.decode(self.ids[around[0] + a : around[0] + b])
+            shown += f"⟦{text}⟧" if is_trained else text
+        return MaskError(
+            f"{where(self.example)}: {what}{quote.aside(f'; trained between ⟦⟧: {shorten(shown, 600)!r}')}",
+            hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
+            f"they are rendered; {_MORE[self.example.kind == 'messages']}",
+        )
 
-    # --- conversations
 
-    def _check_turns(self, runs: list[Span]) -> None:
-        awaited = self.example.trained_turns
+def _check_tokens(row: _Row, forbidden: frozenset[int], end_ids: Collection[int]) -> None:
+    tokenizer, trained = row.renderer.tokenizer, [n for n, label in enumerate(row.labels) if label != IGNORED]
+    if len(row.ids) != len(row.labels):
+        raise row.error(f"there are {len(row.ids)} tokens and {len(row.labels)} labels")
+    if not trained:
+        raise row.error("nothing is trained on")
+    if wrong := [n for n in trained if row.labels[n] != row.ids[n]]:
+        raise row.error("the labels are not the row's own tokens", wrong[0])
+    forbidden |= placeholder_ids(tokenizer)
+    said = str([words(m) for m in row.example.messages]) + row.example.completion + row.example.text
+    pads_otherwise = tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in end_ids
+    if pads_otherwise and tokenizer.pad_token not in said:
+        forbidden |= {tokenizer.pad_token_id}
+    if wrong := [n for n in trained if row.ids[n] in forbidden]:
+        named = ", ".join(repr(row.renderer.tokens.decode([token])) for token in sorted({row.ids[n] for n in wrong}))
+        raise row.error(f"a token that nobody says is trained on{quote.aside(f': {named}')}", wrong[0])
+    twice = [n for n in trained[1:] if row.ids[n] == row.ids[n - 1] == tokenizer.pad_token_id]
+    if twice and tokenizer.pad_token not in said:
+        raise row.error("padding is trained on", twice[0])
+
+
+def _check_completion(row: _Row, runs: list[Span]) -> None:
+    text, wanted = squeeze(row.said(runs[0], is_cut=row.is_truncated)), squeeze(row.example.completion)
+    eos = squeeze(row.renderer.tokenizer.eos_token or "")
+    is_whole = text in (wanted + eos, wanted)
+    if len(runs) > 1 or not (is_whole or (row.is_truncated and (wanted + eos).startswith(text))):
+        raise row.error("the trained text is not the completion", runs[0][0])
+    if text == wanted and eos and not wanted.endswith(eos) and not row.is_truncated:
+        raise row.error("the end token after the completion is not trained on", runs[0][1] - 1)
+
+
+def _check_whole(row: _Row) -> None:
+    tokenizer = row.renderer.tokenizer
+    outside = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    for n, label in enumerate(row.labels):
+        if label == IGNORED and row.ids[n] not in outside:
+            raise row.error("a text row is trained on whole, and a part of it is masked", n)
+
+
+class _Turns:
+    """Comparison of the trained runs of a conversation with the turns of its assistant."""
+
+    def __init__(self, row: _Row) -> None:
+        self._row = row
+        self._renderer, self._probe = row.renderer, row.renderer.probe
+        self._example, self._messages = row.example, row.example.messages
+
+    def check(self, runs: list[Span]) -> None:
+        awaited = self._example.trained_turns
         for n, run in enumerate(runs):
             if not awaited:
-                raise self._error("more is trained on than the assistant's turns", run[0])
-            is_cut = self.is_truncated and n == len(runs) - 1
+                raise self._row.error("more is trained on than the assistant's turns", run[0])
+            is_cut = self._row.is_truncated and n == len(runs) - 1
             turns = self._match(run, awaited, is_cut=is_cut, is_alone=len(runs) - n >= len(awaited))
             awaited = awaited[len(turns) :]
             self._check_order(run, turns)
-            self._check_edges(run, words(self.example.messages[turns[0]]), is_cut=is_cut)
+            self._check_edges(run, words(self._messages[turns[0]]), is_cut=is_cut)
             if not is_cut:
                 self._check_end(run, turns[-1])
-        if awaited and not self.is_truncated:
-            raise self._error(f"message {awaited[0] + 1}, the assistant's, is not trained on")
+        if awaited and not self._row.is_truncated:
+            raise self._row.error(f"message {awaited[0] + 1}, the assistant's, is not trained on")
 
     def _match(self, run: Span, awaited: list[int], *, is_cut: bool, is_alone: bool) -> list[int]:
         """Return the messages that one run of trained tokens holds, in order; at least one. Raises MaskError."""
-        text, at, matched = squeeze(self._said(run, is_cut=is_cut)), 0, list[int]()
-        ends = [squeeze(end) for end in self.chat.probe.ends]
+        text, at, matched = squeeze(self._row.said(run, is_cut=is_cut)), 0, list[int]()
+        ends = [squeeze(end) for end in self._probe.ends]
         rest, told = "", 0
         for i in awaited[:1] if is_alone else awaited:
-            message = self.example.messages[i]
+            message = self._messages[i]
             found = self._place(text, at, i, is_cut=is_cut)
             if found is None:
                 break
@@ -106,8 +162,8 @@ class Check:
             at = told + next((len(end) for end in ends if text.startswith(end, told)), 0)
             matched.append(i)
         if not matched:
-            said = shorten(words(self.example.messages[awaited[0]]))
-            raise self._error(
+            said = shorten(words(self._messages[awaited[0]]))
+            raise self._row.error(
                 f"message {awaited[0] + 1}, the assistant's, is not trained on as it is said: its words"
                 f"{quote.aside(f', {said!r},')} are not in the trained text",
                 run[0],
@@ -118,7 +174,7 @@ class Check:
 
     def _place(self, text: str, at: int, i: int, *, is_cut: bool) -> Span | None:
         """Return the span of message i's words in a run, or None; in a truncated run, a beginning of them is enough."""
-        message = self.example.messages[i]
+        message = self._messages[i]
         content = squeeze(words(message))
         told = [content, squeeze(words(message).split("</think>")[-1])]
         names = [squeeze(call.get("function", call)["name"]) for call in message.get("tool_calls") or []]
@@ -133,12 +189,12 @@ class Check:
             if by_name and by_words:  # the template writes the calls first
                 return min(by_name[0], by_words[0]), max(by_name[1], by_words[1])
             # Many templates show a turn's words or its calls, not both.
-            lost = self.chat.left_out(self.example, i) if by_name or by_words else set()
+            lost = self._renderer.left_out(self._example, i) if by_name or by_words else set()
             if alone := (by_words if "tool_calls" in lost else None) or (by_name if "answer" in lost else None):
                 return alone
         if not is_cut:
             return None
-        fronts = ["", *[squeeze(lead) for _, lead in self.chat.probe.fronts]]
+        fronts = ["", *[squeeze(lead) for _, lead in self._probe.fronts]]
         bare = [text[at:].removeprefix(front) for front in fronts]
         if any(front.startswith(text[at:]) for front in fronts) or any(
             word.startswith(part) or part.startswith(word) for word in told for part in bare
@@ -148,42 +204,42 @@ class Check:
 
     def _check_front(self, front: str, i: int, run: Span) -> None:
         """Check the trained text before a message's words: only the template's marks of a turn, nothing earlier."""
-        probe = self.chat.probe
+        probe = self._probe
         leads = {squeeze(lead) for _, lead in probe.fronts}
         if not front or front in leads:
             return
-        message = self.example.messages[i]
+        message = self._messages[i]
         openings = {squeeze(opening) for opening, _ in probe.fronts} | {squeeze(probe.header)}
-        asked = squeeze(words(self.example.messages[i - 1]) if i else "")
+        asked = squeeze(words(self._messages[i - 1]) if i else "")
         # After the reasoning, a template may open the answer as it opens a turn.
         if any(opening and opening in front.partition(_reasoning(message) or "\n")[0] for opening in openings):
-            raise self._error("the header of a turn is trained on", run[0])
-        if asked and _is_simple(self.example.messages[i]) and asked.endswith(front):
-            raise self._error(
-                f"the end of message {i}, the {self.example.messages[i - 1]['role']}'s, is trained on", run[0]
+            raise self._row.error("the header of a turn is trained on", run[0])
+        if asked and _is_simple(self._messages[i]) and asked.endswith(front):
+            raise self._row.error(
+                f"the end of message {i}, the {self._messages[i - 1]['role']}'s, is trained on", run[0]
             )
 
     def _check_back(self, back: str, i: int, run: Span) -> None:
         """Check the trained text after a message's words: its end, once, and nothing after it."""
-        said = squeeze("".join(words(m) for m in self.example.messages if m["role"] == "assistant"))
-        ends = [squeeze(end) for end in self.chat.probe.ends if squeeze(end) not in said]
-        if not back or back in self.chat.probe.backs or back in ends:
+        said = squeeze("".join(words(m) for m in self._messages if m["role"] == "assistant"))
+        ends = [squeeze(end) for end in self._probe.ends if squeeze(end) not in said]
+        if not back or back in self._probe.backs or back in ends:
             return
-        if self.example.messages[i].get("tool_calls") and self._told(i).endswith(back):
+        if self._messages[i].get("tool_calls") and self._told(i).endswith(back):
             return  # one of several calls ends as the last does
         if any(back.find(end) not in (-1, len(back) - len(end)) for end in ends if end):
-            raise self._error(f"more is trained on than message {i + 1} and its end token", run[1] - 1)
+            raise self._row.error(f"more is trained on than message {i + 1} and its end token", run[1] - 1)
 
     def _check_foreign(self, rest: str, run: Span) -> None:
         """Check that the trained text holds nobody else's words beside the assistant's."""
-        probe = self.chat.probe
-        trained = self.example.trained_turns
-        own = squeeze(str([self.example.messages[i] for i in trained]))
+        probe = self._probe
+        trained = self._example.trained_turns
+        own = squeeze(str([self._messages[i] for i in trained]))
         own += "".join(map(squeeze, [*probe.ends, *probe.backs, *(part for front in probe.fronts for part in front)]))
-        for i, message in enumerate(self.example.messages):
+        for i, message in enumerate(self._messages):
             told = squeeze(words(message))
             if i not in trained and len(told) >= _MIN_FOREIGN and told in rest and told not in own:
-                raise self._error(f"message {i + 1}, the {message['role']}'s, is trained on", run[0])
+                raise self._row.error(f"message {i + 1}, the {message['role']}'s, is trained on", run[0])
 
     def _check_order(self, run: Span, turns: list[int]) -> None:
         """Check that the run is not an untrained turn with the same words as a trained one.
@@ -191,121 +247,85 @@ class Check:
         Turns with the same words that precede the trained one must lie before the run, and those that follow it, after.
         """
         for i in turns:
-            told = squeeze(words(self.example.messages[i]))
+            told = squeeze(words(self._messages[i]))
             same = [
                 k
-                for k, m in enumerate(self.example.messages)
+                for k, m in enumerate(self._messages)
                 if m["role"] == "assistant" and k not in turns and _is_simple(m) and told and told == squeeze(words(m))
             ]
-            if not any(k in self.example.untrained for k in same):
+            if not any(k in self._example.untrained for k in same):
                 continue
-            before, after = squeeze(self._text(0, run[0])), squeeze(self._text(run[1], len(self.ids)))
+            before, after = squeeze(self._row.text(0, run[0])), squeeze(self._row.text(run[1], len(self._row.ids)))
             num_before, num_after = sum(k < i for k in same), sum(k > i for k in same)
-            if before.count(told) < num_before or (not self.is_truncated and after.count(told) < num_after):
-                raise self._error(f"a turn of weight 0, which says what message {i + 1} says, is trained on", run[0])
+            if before.count(told) < num_before or (not self._row.is_truncated and after.count(told) < num_after):
+                raise self._row.error(
+                    f"a turn of weight 0, which says what message {i + 1} says, is trained on", run[0]
+                )
 
     def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
         """Check the run's two ends: the header before it untrained, its own front and its end token trained."""
-        before, text, after = self._text(0, run[0]), self._text(*run), self._text(run[1], len(self.ids))
-        first, last = self._text(run[0], run[0] + 1), self._text(run[1] - 1, run[1])
-        ends = self.chat.probe.ends
+        before, text, after = (
+            self._row.text(0, run[0]),
+            self._row.text(*run),
+            self._row.text(run[1], len(self._row.ids)),
+        )
+        first, last = self._row.text(run[0], run[0] + 1), self._row.text(run[1] - 1, run[1])
+        ends = self._probe.ends
         for form in (str, _despace):
-            openings = [form(opening) for opening, _ in self.chat.probe.fronts if opening]
+            openings = [form(opening) for opening, _ in self._probe.fronts if opening]
             is_opened = any(form(before).endswith(opening) for opening in openings)
-            for opening, lead in [(form(o), form(lead)) for o, lead in self.chat.probe.fronts]:
+            for opening, lead in [(form(o), form(lead)) for o, lead in self._probe.fronts]:
                 over = _overlap(form(before), form(text), opening)
                 if over == len(opening) and not (opening.isspace() and not form(content).startswith(opening)):
                     over = 0  # words that read like a header, or one that `_check_front` has seen
                 if over and not is_opened and not (opening[-over:].isspace() and len(form(first)) > over):
-                    raise self._error(
+                    raise self._row.error(
                         f"{quote.mark(repr(opening[-over:]))}, of the header of the turn, is trained on", run[0]
                     )
                 is_late = opening and lead and form(before).endswith(opening + lead)
                 late = 0 if is_late else _overlap(form(before), form(text), opening + lead)
                 if is_late or (opening and 0 < late < len(lead)):
                     front = quote.mark(repr(lead[: len(lead) - late]))
-                    raise self._error(f"the front of the turn, {front}, is not trained on", run[0])
+                    raise self._row.error(f"the front of the turn, {front}, is not trained on", run[0])
         ended = [end for end in ends if squeeze(text).endswith(squeeze(end))]
         if ended and not last.strip():
-            raise self._error("what follows the end token is trained on", run[1] - 1)
+            raise self._row.error("what follows the end token is trained on", run[1] - 1)
         if not ended and not is_cut and any(_overlap(squeeze(text), squeeze(after), squeeze(end)) for end in ends):
-            raise self._error("the end token of the turn is not trained on", run[1] - 1)
+            raise self._row.error("the end token of the turn is not trained on", run[1] - 1)
 
     def _check_end(self, run: Span, i: int) -> None:
         """Check that the end of message i's turn is trained: without it the model would not learn to stop."""
-        text, after = self._text(*run).rstrip(), self._text(run[1], len(self.ids)).lstrip()
-        ends, messages = [squeeze(end) for end in self.chat.probe.ends], self.example.messages
+        text, after = self._row.text(*run).rstrip(), self._row.text(run[1], len(self._row.ids)).lstrip()
+        ends, messages = [squeeze(end) for end in self._probe.ends], self._messages
         if any(squeeze(text).endswith(end) for end in ends):
             return
         following = messages[i + 1] if i + 1 < len(messages) else None
         calls = bool(messages[i].get("tool_calls"))
-        missing = self.chat.probe.unwritten_call if calls else self.chat.probe.unwritten
+        missing = self._probe.unwritten_call if calls else self._probe.unwritten
         # Where no mark is a token, a call's end cannot be told from its arguments' end, and is trained with it.
         if following is None and (missing or (ends and (after or not calls))):
-            raise self._error(
+            raise self._row.error(
                 "the row ends without what ends a turn, so that the model would not learn to stop", run[1]
             )
         if following is not None and following["role"] == "assistant":
             return
         # By the row alone: the turn rendered without what follows it, and the mark with which that begins.
         told = self._told(i)
-        whole, reached = squeeze(self._text(0, len(self.ids))), len(squeeze(self._text(0, run[1])))
+        whole, reached = squeeze(self._row.text(0, len(self._row.ids))), len(squeeze(self._row.text(0, run[1])))
         if told.startswith(whole[:reached]) and whole.startswith(told) and len(told) > reached:
             end = quote.mark(repr(whole[reached : len(told)]))
-            raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
-        marks = [mark for mark in turn_marks(self.chat.tokenizer) if squeeze(after).startswith(squeeze(mark))]
-        if marks and not any(text.endswith(mark) for mark in turn_marks(self.chat.tokenizer)):
+            raise self._row.error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
+        marks = [mark for mark in turn_marks(self._renderer.tokenizer) if squeeze(after).startswith(squeeze(mark))]
+        if marks and not any(text.endswith(mark) for mark in turn_marks(self._renderer.tokenizer)):
             end = quote.mark(repr(marks[0]))
-            raise self._error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
+            raise self._row.error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
 
     def _told(self, i: int) -> str:
         """Return the conversation up to message i, rendered alone and without white space; empty if it is refused."""
         try:
-            return squeeze(self.chat.render(self.example.messages[: i + 1], self.example.tools))
+            return squeeze(self._renderer.render(self._messages[: i + 1], self._example.tools))
         except TEMPLATE_ERRORS:
             return ""
-
-    # --- the other kinds
-
-    def _check_completion(self, runs: list[Span]) -> None:
-        text, wanted = squeeze(self._said(runs[0], is_cut=self.is_truncated)), squeeze(self.example.completion)
-        eos = squeeze(self.chat.tokenizer.eos_token or "")
-        is_whole = text in (wanted + eos, wanted)
-        if len(runs) > 1 or not (is_whole or (self.is_truncated and (wanted + eos).startswith(text))):
-            raise self._error("the trained text is not the completion", runs[0][0])
-        if text == wanted and eos and not wanted.endswith(eos) and not self.is_truncated:
-            raise self._error("the end token after the completion is not trained on", runs[0][1] - 1)
-
-    def _check_whole(self) -> None:
-        tokenizer = self.chat.tokenizer
-        outside = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-        for n, label in enumerate(self.labels):
-            if label == IGNORED and self.ids[n] not in outside:
-                raise self._error("a text row is trained on whole, and a part of it is masked", n)
-
-    # --- evidence
-
-    def _text(self, a: int, b: int) -> str:
-        """Return the text of tokens [a, b), as it stands in the row's."""
-        return self.chat.decode(self.ids[:b])[len(self.chat.decode(self.ids[:a])) :]
-
-    def _said(self, run: Span, *, is_cut: bool) -> str:
-        """Return the text of a run; of a truncated one, without the bytes of an incomplete character."""
-        text = self._text(*run)
-        return text.rstrip("\ufffd") if is_cut else text
-
-    def _error(self, what: str, at: int | None = None) -> MaskError:
-        """Return an error that shows the row around token `at`, with the trained text between ⟦ and ⟧."""
-        around = range(max(0, (at or 0) - 24), min(len(self.ids), len(self.labels), (at or 0) + 24))
-        shown = ""
-        for a, b, is_trained in runs_of([self.labels[n] != IGNORED for n in around]):
-            text = self.chat.decode(self.ids[around[0] + a : around[0] + b])
-            shown += f"⟦{text}⟧" if is_trained else text
-        return MaskError(
-            f"{where(self.example)}: {what}{quote.aside(f'; trained between ⟦⟧: {shorten(shown, 600)!r}')}",
-            hint="this would teach the model other things than the data says: `honectl preview FILE` shows the rows as "
-            f"they are rendered; {_MORE[self.example.kind == 'messages']}",
-        )
 
 
 #: Advice for rows that a chat template renders, and for others.

@@ -49,8 +49,6 @@ MAX_PIECES = 32
 #: Shapes of rows that are remembered as shown in full.
 MAX_REMEMBERED = 4096
 
-#: Names in a template that are tried as arguments.
-MAX_SWITCHES = 12
 #: Share of rows skipped because nothing of a turn is shown; a job with more is refused.
 MAX_SILENCED_SHARE = 0.1
 
@@ -103,52 +101,15 @@ class _Text:
     is_key: bool = False  #: the text is the last key of the path, not its value
 
 
-#: Advice where nothing more specific was found.
-_ADVICE: dict[Kind, str] = {
-    "reasoning": "name a template that shows it (`chat_template:`), or leave it out of the rows",
-    "answer": "some templates show a turn's words or its calls, not both: give each a turn of its own",
-    "tool_calls": "name a template with a place for calls (`chat_template:`)",
-    "tools": "name a template with a place for tools (`chat_template:`), or leave the column out",
-    "system": "put such words at the beginning of the user's, or name another template (`chat_template:`)",
-    "user": "`honectl preview` shows what is left",
-    "tool": "name a template with a place for the answers of tools (`chat_template:`)",
-    "name": "write the name into the content",
-}
 SILENCED_HINT = (
     "name a template that shows what these rows say (`chat_template:`, `training_chat_template: trl`), or leave them "
     "out; `honectl preview` shows how rows are rendered"
 )
 
 
-def advice(kinds: Iterable[Kind]) -> str:
-    """Return general advice for the kinds."""
-    return "; ".join(f"{WORDS[kind]}: {_ADVICE[kind]}" for kind in kinds)
-
-
 def said_in_tags(text: str) -> str:
     """Return an answer's text with its tags, except those of reasoning: `[SEARCH]` is an answer that is only a tag."""
     return _TAG.sub(lambda tag: "" if _REASONING_TAG.search(tag[0]) else tag[0], text).strip()
-
-
-def under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """Yield the messages with their reasoning moved to each other key that templates read: from, to, messages."""
-    present = [key for key in REASONING_KEYS if any(message.get(key) for message in messages)]
-    for key in present:
-        for other in REASONING_KEYS:
-            if other not in present:
-                yield key, other, [{other if k == key else k: v for k, v in m.items()} for m in messages]
-
-
-def by_the_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the role developer replaced by system, which most templates know."""
-    return [{**each, "role": "system"} if each["role"] == "developer" else dict(each) for each in messages]
-
-
-def switches(template: str) -> list[str]:
-    """Return the names in a template that may be arguments about reasoning, the likeliest first."""
-    named = re.findall(r"(?<![.'\"\w])[a-z_]*(?:think|reason)[a-z_]*(?![\w'\"(])", template)
-    kept = [name for name in named if name not in REASONING_KEYS or name == "thinking"]  # as in DeepSeek-V3.1
-    return [name for name, _ in Counter(kept).most_common(MAX_SWITCHES)]
 
 
 class Finder:

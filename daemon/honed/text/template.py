@@ -18,7 +18,7 @@ from honed.text.span import Span, after, common, squeeze
 
 if TYPE_CHECKING:
     from honed.spec.media import Kind
-    from honed.text.chat import ChatFormat
+    from honed.text.renderer import Renderer
 
 #: Stand-ins for a message that is searched for. They differ in their first and in their last letter: a message's own
 #: text can match one of them there by chance, but not both.
@@ -90,8 +90,8 @@ def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
 class Conversation:
     """One rendered conversation, and the places of its turns."""
 
-    def __init__(self, chat: ChatFormat, example: Example) -> None:
-        self._chat, self._example, self._probe = chat, example, chat.probe
+    def __init__(self, renderer: Renderer, example: Example) -> None:
+        self._renderer, self._example, self._probe = renderer, example, renderer.probe
         self._messages, self._tools = example.messages, example.tools
         self.trained_indices = example.trained_turns
         if not self.trained_indices:
@@ -102,7 +102,7 @@ class Conversation:
                 f"message {shown[0] + 1}, the assistant's, holds more than words, which cannot be trained"
             )
         try:
-            self.text = chat.render(self._messages, self._tools)
+            self.text = renderer.render(self._messages, self._tools)
         except TEMPLATE_ERRORS as error:
             raise self._error(f"the chat template refuses the conversation: {said(error)}") from error
         self._regions: dict[int, Span | None] = {}
@@ -110,7 +110,7 @@ class Conversation:
 
     @property
     def template(self) -> Any:
-        return self._chat.template
+        return self._renderer.template
 
     def is_begun(self, i: int) -> bool:
         """Return True if `spans` found turn i right after the prompt that asks for it."""
@@ -127,7 +127,7 @@ class Conversation:
     def asked(self, i: int) -> str:
         """Return the text that the model sees when it is to write message i."""
         try:
-            text = self._chat.render(self._messages[:i], self._tools, prompt=True)
+            text = self._renderer.render(self._messages[:i], self._tools, prompt=True)
         except TEMPLATE_ERRORS as error:
             raise self._error(
                 f"the chat template refuses the conversation before message {i + 1}: {said(error)}"
@@ -142,9 +142,9 @@ class Conversation:
     def _begun(self, i: int) -> Span | None:
         """Return the span of turn i if the shorter renderings are prefixes of the whole one, else None."""
         try:
-            asked = self._chat.render(self._messages[:i], self._tools, prompt=True)
+            asked = self._renderer.render(self._messages[:i], self._tools, prompt=True)
             is_last = i == len(self._messages) - 1
-            told = self.text if is_last else self._chat.render(self._messages[: i + 1], self._tools)
+            told = self.text if is_last else self._renderer.render(self._messages[: i + 1], self._tools)
         except TEMPLATE_ERRORS:
             return None
         told = told.removesuffix(self._probe.trail)
@@ -190,12 +190,12 @@ class Conversation:
         if i + 1 == len(self._messages) or self._messages[i + 1]["role"] == "assistant":
             return end
         # The next turn's mark ends it, whichever it is.
-        return end + len(_opening(turn_marks(self._chat.tokenizer), self.text[end:limit]))
+        return end + len(_opening(turn_marks(self._renderer.tokenizer), self.text[end:limit]))
 
     def _told(self, i: int) -> str:
         """Return the conversation up to message i if the whole one begins with it, else an empty string."""
         try:
-            told = self._chat.render(self._messages[: i + 1], self._tools)
+            told = self._renderer.render(self._messages[: i + 1], self._tools)
         except TEMPLATE_ERRORS:
             return ""
         if self.text.startswith(told):
@@ -267,7 +267,7 @@ class Conversation:
 
     def _try(self, messages: list[Any], *, prompt: bool = False) -> str | None:
         try:
-            return self._chat.render(messages, self._tools, prompt=prompt)
+            return self._renderer.render(messages, self._tools, prompt=prompt)
         except TEMPLATE_ERRORS:
             return None
 
@@ -290,18 +290,18 @@ def where(example: Example) -> str:
 _MEDIA_KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 
-def learn_placeholders(chat: ChatFormat) -> dict[Kind, str]:
+def learn_placeholders(renderer: Renderer) -> dict[Kind, str]:
     """Return the text that a template writes for an image, a video or a sound, for the kinds that it knows."""
     found: dict[Kind, str] = {}
     for kind in _MEDIA_KINDS:
         parts = [{"type": "text", "text": _USER_MARK}, {"type": kind}, {"type": "text", "text": _MARKS[1]}]
         answer = {"role": "assistant", "content": _MARKS[0]}
         try:
-            seen = chat.render([{"role": "user", "content": parts}, answer])
-            unseen = chat.render([{"role": "user", "content": [parts[0], parts[2]]}, answer])
+            seen = renderer.render([{"role": "user", "content": parts}, answer])
+            unseen = renderer.render([{"role": "user", "content": [parts[0], parts[2]]}, answer])
         except TEMPLATE_ERRORS:
             continue
-        if text := added_text(seen, unseen, added_tokens(chat.tokenizer)):
+        if text := added_text(seen, unseen, added_tokens(renderer.tokenizer)):
             found[kind] = text
     return found
 
@@ -309,15 +309,15 @@ def learn_placeholders(chat: ChatFormat) -> dict[Kind, str]:
 # --- learning a template ---------------------------------------------------------------------------------------------
 
 
-def learn(chat: ChatFormat) -> Probe:
+def learn(renderer: Renderer) -> Probe:
     """Render a question and an answer of marks, and learn the text around them."""
     mark, user = _MARKS[0], {"role": "user", "content": _USER_MARK}
     answer = {"role": "assistant", "content": mark}
-    whole = chat.render([user, answer])
+    whole = renderer.render([user, answer])
     if mark not in whole or _USER_MARK not in whole:
         raise ValueError("it leaves out what the user or the assistant says")
-    told = after(chat.render([user]), _USER_MARK)
-    asked = after(chat.render([user], prompt=True), _USER_MARK)
+    told = after(renderer.render([user]), _USER_MARK)
+    asked = after(renderer.render([user], prompt=True), _USER_MARK)
     between = after(whole, _USER_MARK).split(mark)[0]
     ignores_prompt = told == asked
     if ignores_prompt and between.startswith(asked) and between[len(asked) :].strip():
@@ -325,14 +325,14 @@ def learn(chat: ChatFormat) -> Probe:
         asked = asked + between[len(asked) :].rstrip(" ")
     fronts = [_front(asked, between)]
     try:
-        middle = chat.render([user, answer, {"role": "user", "content": _MARKS[1]}])
+        middle = renderer.render([user, answer, {"role": "user", "content": _MARKS[1]}])
     except TEMPLATE_ERRORS:
         middle = ""
     if mark in middle:
         fronts.append(_front(asked, after(middle, _USER_MARK).split(mark)[0]))
     front = fronts[0][0]
     header = front[common(front, told) :]
-    ends, unwritten, unwritten_call = _learn_ends(chat, whole, middle, told)
+    ends, unwritten, unwritten_call = _learn_ends(renderer, whole, middle, told)
     tails = [squeeze(after(whole, mark)), squeeze(after(middle, mark)) if mark in middle else ""]
     tail = after(whole, mark)
     return Probe(
@@ -345,32 +345,32 @@ def learn(chat: ChatFormat) -> Probe:
         prompt_extra=asked[len(front) :],
         unwritten=unwritten,
         unwritten_call=unwritten_call,
-        inner=tuple(_learn_inner(chat, user, ends)),
-        between_calls=tuple(_learn_between_calls(chat, user, ends)),
+        inner=tuple(_learn_inner(renderer, user, ends)),
+        between_calls=tuple(_learn_between_calls(renderer, user, ends)),
         is_open_inside=mark in middle
         and bool(ends)
         and not any(end in after(middle, mark).split(_MARKS[1])[0] for end in ends),
     )
 
 
-def _learn_inner(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
+def _learn_inner(renderer: Renderer, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
     """Yield the ends that stand between a turn's reasoning and its answer: gpt-oss' `<|end|>` closes both."""
     thought, said = _MARKS
     for key in REASONING_KEYS:
         try:
-            text = chat.render([user, {"role": "assistant", "content": said, key: thought}])
+            text = renderer.render([user, {"role": "assistant", "content": said, key: thought}])
         except TEMPLATE_ERRORS:
             continue
         if thought in text and said in after(text, thought):
             yield from (end for end in ends if end in after(text, thought).split(said)[0])
 
 
-def _learn_between_calls(chat: ChatFormat, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
+def _learn_between_calls(renderer: Renderer, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
     """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn like each call."""
     first, second = _MARKS
     calls = [_call(first), {**_call(second), "id": "call00002"}]
     try:
-        text = chat.render([user, {"role": "assistant", "content": "", "tool_calls": calls}])
+        text = renderer.render([user, {"role": "assistant", "content": "", "tool_calls": calls}])
     except TEMPLATE_ERRORS:
         return
     if first in text and second in text:
@@ -383,13 +383,13 @@ def _front(asked: str, between: str) -> tuple[str, str]:
     return between[:n], between[n:]
 
 
-def _learn_ends(chat: ChatFormat, whole: str, middle: str, told: str) -> tuple[tuple[str, ...], str, str]:
+def _learn_ends(renderer: Renderer, whole: str, middle: str, told: str) -> tuple[tuple[str, ...], str, str]:
     """Return the ends of turns, and the texts missing after a last turn and after a last call.
 
     Templates may end the last turn, one in the middle, and a tool call differently. Text is missing where they write an
     end only before what follows.
     """
-    added, marks = added_tokens(chat.tokenizer), turn_marks(chat.tokenizer)
+    added, marks = added_tokens(renderer.tokenizer), turn_marks(renderer.tokenizer)
     tail = after(whole, _MARKS[0])
     inner = after(middle, _MARKS[0]).split(_MARKS[1])[0] if _MARKS[0] in middle else ""
     first = _first_of(added, tail) or tail.strip()
@@ -397,7 +397,7 @@ def _learn_ends(chat: ChatFormat, whole: str, middle: str, told: str) -> tuple[t
     if not first and not unwritten:
         return (), "", ""
     first = first or unwritten.strip()
-    eos = chat.tokenizer.eos_token or ""
+    eos = renderer.tokenizer.eos_token or ""
     if tail.partition(first)[2].startswith(eos):  # a turn of several parts ends in two tokens, the second of them eos
         first += eos
     ends = [first]
@@ -414,11 +414,11 @@ def _learn_ends(chat: ChatFormat, whole: str, middle: str, told: str) -> tuple[t
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     try:
-        called = chat.render(asked)
+        called = renderer.render(asked)
     except TEMPLATE_ERRORS:
         return tuple(ends), unwritten, ""
     try:
-        answered = chat.render([*asked, result])
+        answered = renderer.render([*asked, result])
     except TEMPLATE_ERRORS:
         answered = ""
     if _MARKS[0] not in called:  # the template has no place for calls

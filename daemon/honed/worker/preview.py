@@ -78,9 +78,9 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
     chat = ChatFormat.of(job_spec, _load_tokenizer(_Asked(job_spec, path)), date=datetime.now(UTC).astimezone())
     examples = _examples(job_spec, num_rows, has_chat_template=bool(chat.tokenizer.chat_template))
     if any(example.media for example in examples):
-        chat.expand = _load_processor(_Asked(job_spec, path), chat.tokenizer).expand
+        chat.places.expand_with(_load_processor(_Asked(job_spec, path), chat.tokenizer).expand)
     if any(example.kind == "messages" for example in examples):
-        for _, note in chat.notes(examples):
+        for _, note in chat.advice.notes(examples):
             _tell(note)
     max_length = job_spec.training.cut_at
     shown = []
@@ -108,9 +108,9 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
                 "omitted": [each.as_dict() for each in omission.merged(cut.omitted)],
             }
         )
-    if advice := chat.advice_on(lost):
+    if advice := chat.advice.on_omissions(lost):
         _tell(advice)
-    if asked := mismatches.told(len(shown), chat.advice_on_asking(mismatches)):
+    if asked := mismatches.told(len(shown), chat.advice.on_asking(mismatches)):
         _tell(asked)
     if not shown:
         raise DatasetError("no row can be trained on", hint="the reasons are above")
@@ -124,7 +124,7 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
         if not num_left:
             return
         if example.kind == "messages":
-            chat.require_template()
+            chat.renderer.require_template()
         try:
             yield example, chat.encode(example)
             num_left -= 1

@@ -214,7 +214,7 @@ class _Story:
         for text in data.told():
             self._log("warning", text)
         rows = data.train.examples
-        for level, text in chat.notes(rows) if any(example.kind == "messages" for example in rows) else ():
+        for level, text in chat.advice.notes(rows) if any(example.kind == "messages" for example in rows) else ():
             self._log(level, text)
         predictor = prediction.Predictor(
             chat,

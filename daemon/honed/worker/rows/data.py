@@ -190,7 +190,7 @@ def build(
     media = None
     if load_processor is not None and any(example.media for example in [*examples, *held_out]):
         media = MediaRows(load_processor(), spec)
-        chat.expand = media.processor.expand
+        chat.places.expand_with(media.processor.expand)
     train = encode(examples, chat, max_length, stop, media)
     evaluated = encode(held_out, chat, max_length, stop, media) if held_out else None
     both = [rows for rows in (train, evaluated) if rows is not None]
@@ -237,8 +237,8 @@ def build(
         train = few(train, size=size, seed=assignment.seed, num_tokens=size * packed if packed else None)
         evaluated = None
         counts["trial"] = {"num_rows": len(train.examples), "num_tokens": train.num_tokens}
-    advice = chat.advice_on(sum((rows.lost for rows in both), Tally()))
-    on_asking = chat.advice_on_asking(mismatches)
+    advice = chat.advice.on_omissions(sum((rows.lost for rows in both), Tally()))
+    on_asking = chat.advice.on_asking(mismatches)
     return Data(
         train, evaluated, counts, hashes, media, read, num_dropped, first_dropped, advice, on_asking, trained, measured
     )
@@ -402,7 +402,7 @@ def _try(example: Example, chat: ChatFormat, finish: Callable[[], Encoded]) -> E
         return finish()
     except DatasetError as error:
         if example.kind == "messages":
-            chat.require_template()  # where no conversation can be rendered at all, that is the error
+            chat.renderer.require_template()  # where no conversation can be rendered at all, that is the error
         return error
 
 

@@ -70,7 +70,7 @@ def _check_example(
         return
     if place is None:
         raise MaskError(
-            f"a batch holds tokens that are no row's: {quote.mark(repr(chat.decode(input_ids)[:200]))}",
+            f"a batch holds tokens that are no row's: {quote.mark(repr(chat.tokens.decode(input_ids)[:200]))}",
             hint=_HINT,
         )
     # The first token is never predicted; packing masks it for its own reasons.

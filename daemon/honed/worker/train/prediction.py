@@ -62,7 +62,7 @@ def _question(example: Example, chat: ChatFormat) -> Question:
     if not example.media:
         return Question(*chat.prompt(example))
     text, media, truth = chat.asked(example)
-    return Question(chat.shown(text, media), [], truth, text, media)
+    return Question(chat.places.shown(text, media), [], truth, text, media)
 
 
 def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:

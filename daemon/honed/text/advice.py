@@ -1,0 +1,192 @@
+"""Advice to the owners of rows: what a template does to them, and the settings that change it.
+
+Settings of the job are tried on the row: what is advised has been seen to help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from honed.inputs.row import Example
+from honed.spec import variant as variants
+from honed.system import quote
+from honed.system.error import DatasetError
+from honed.text import asking
+from honed.text.asking import Mismatches
+from honed.text.omission import REASONING_KEYS, WORDS, Kind, Omission, Tally
+from honed.text.renderer import Renderers
+from honed.text.template import Conversation
+
+#: Names in a template that are tried as arguments.
+MAX_SWITCHES = 12
+#: Advice where nothing more specific was found.
+_ADVICE: dict[Kind, str] = {
+    "reasoning": "name a template that shows it (`chat_template:`), or leave it out of the rows",
+    "answer": "some templates show a turn's words or its calls, not both: give each a turn of its own",
+    "tool_calls": "name a template with a place for calls (`chat_template:`)",
+    "tools": "name a template with a place for tools (`chat_template:`), or leave the column out",
+    "system": "put such words at the beginning of the user's, or name another template (`chat_template:`)",
+    "user": "`honectl preview` shows what is left",
+    "tool": "name a template with a place for the answers of tools (`chat_template:`)",
+    "name": "write the name into the content",
+}
+
+
+class Advice:
+    """Advice on rows under the templates of one job."""
+
+    def __init__(self, renderers: Renderers) -> None:
+        self._renderers = renderers
+
+    def notes(self, examples: Iterable[Example] = ()) -> list[tuple[str, str]]:
+        """Return notable facts about the template, or about its effect on these rows, each after its level.
+
+        The level is warning, or info where nothing is wrong.
+        """
+        renderer = self._renderers.own
+        probe, eos = renderer.probe, renderer.tokenizer.eos_token
+        found = []
+        if not probe.ends:
+            sentence = (
+                "the chat template ends a turn with no token: the model will not learn to stop; name a template that "
+                "does with `chat_template:`"
+            )
+            found.append(("warning", sentence))
+        if probe.is_open_inside and (num_rows := sum(map(_trains_inside, examples))):
+            sentence = (
+                f"the chat template ends only a row's last turn with {_quoted(probe.ends[0])}, and those before it "
+                f"with no token: in {num_rows} rows such turns do not teach the model to stop; name another template "
+                "with `chat_template:`, or make each turn the last of a row"
+            )
+            found.append(("warning", sentence))
+        if probe.between_calls and (num_rows := sum(map(_calls_together, examples))):
+            sentence = (
+                f"the chat template ends a turn of one call with {_quoted(probe.between_calls[0])}, and puts that "
+                f"between two calls of a turn, too, as {num_rows} rows have them: answers stop after the first; name "
+                "another template with `chat_template:`"
+            )
+            found.append(("warning", sentence))
+        if probe.unwritten:
+            ends = " or ".join(map(_quoted, dict.fromkeys(filter(None, [probe.unwritten, probe.unwritten_call]))))
+            sentence = (
+                f"the chat template ends a turn only with the mark of the next, and a last one with nothing: {ends} is "
+                "added there and trained, so that the model learns to stop"
+            )
+            found.append(("info", sentence))
+        elif probe.ends and not probe.ends[0].endswith(eos or probe.ends[0]):
+            sentence = (
+                f"turns end in {_quoted(probe.ends[0])}, and the tokenizer's eos token is {_quoted(eos)}: both stop "
+                "generation"
+            )
+            found.append(("info", sentence))
+        return found
+
+    def on_row(self, example: Example, omitted: Sequence[Omission]) -> str:
+        """Return advice for a row of which the template leaves out some; settings are tried where possible."""
+        found: list[str] = []
+        for kind in dict.fromkeys(each.kind for each in omitted):
+            tried = {"reasoning": self._tried_reasoning, "system": self._tried_system}.get(kind)
+            found.append((tried(example) if tried else "") or f"{WORDS[kind]}: {_ADVICE[kind]}")
+        return "; ".join(found)
+
+    def on_omissions(self, lost: Tally) -> str:
+        """Return advice on all that rows lose."""
+        return "; ".join(self.on_row(*lost.rows[kind]) for kind, _ in lost.kinds.most_common())
+
+    def on_asking(self, found: Mismatches) -> str:
+        """Return advice on prompts that differ from training; settings are tried where possible."""
+        if (example := found.example) is None:
+            return ""
+        template = self._renderers.own.template
+        for name in _switches(str(template)):
+            for value in (True, False):
+                if _asks_well(self._renderers.with_argument(name, value), example):
+                    return (
+                        f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the prompt ask as the rows "
+                        "are trained"
+                    )
+        path = variants.find(template)
+        if (
+            path
+            and self._renderers.asking is None
+            and _asks_well(self._renderers.training(path.read_text(encoding="utf-8")), example)
+        ):
+            return "`training_chat_template: trl` has the rows trained as the prompt asks"
+        return asking.ADVICE
+
+    def _tried_reasoning(self, example: Example) -> str:
+        """Return a change that makes the template, or its training variant, show the row's reasoning; else ""."""
+        renderer, template = self._renderers.of(example), str(self._renderers.own.template)
+        for name in _switches(template):
+            for value in (True, False):
+                if renderer.variant(kwargs={name: value}).shows("reasoning", example):
+                    return (
+                        f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the template show the reasoning"
+                    )
+        for key, other, messages in _under_another_key(example.messages):
+            if renderer.shows("reasoning", replace(example, messages=messages)):
+                return f"the template reads reasoning from `{other}`: rename the messages' key `{key}`"
+        path = variants.find(template)
+        if path and renderer.variant(template=path.read_text(encoding="utf-8")).shows("reasoning", example):
+            return (
+                "`training_chat_template: trl` takes TRL's training variant of the template, which shows the reasoning"
+            )
+        return ""
+
+    def _tried_system(self, example: Example) -> str:
+        if self._renderers.of(example).shows("system", replace(example, messages=_by_the_system(example.messages))):
+            return "the template knows no developer: give those messages the role `system`"
+        return ""
+
+
+def _asks_well(renderers: Renderers, example: Example) -> bool:
+    """Return True if the row's prompt is as trained, and its last turn loses no reasoning."""
+    try:
+        renderer = renderers.of(example)
+        conversation = Conversation(renderer, example)
+        mismatch = renderers.mismatch(conversation, conversation.spans(), example)
+    except DatasetError:
+        return False
+    lost = renderer.omitted(example, conversation.text)
+    last = max(conversation.trained_indices)
+    return mismatch is None and all((each.kind, each.message) != ("reasoning", last) for each in lost)
+
+
+def _under_another_key(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Yield the messages with their reasoning moved to each other key that templates read: from, to, messages."""
+    present = [key for key in REASONING_KEYS if any(message.get(key) for message in messages)]
+    for key in present:
+        for other in REASONING_KEYS:
+            if other not in present:
+                yield key, other, [{other if k == key else k: v for k, v in m.items()} for m in messages]
+
+
+def _by_the_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the role developer replaced by system, which most templates know."""
+    return [{**each, "role": "system"} if each["role"] == "developer" else dict(each) for each in messages]
+
+
+def _switches(template: str) -> list[str]:
+    """Return the names in a template that may be arguments about reasoning, the likeliest first."""
+    named = re.findall(r"(?<![.'\"\w])[a-z_]*(?:think|reason)[a-z_]*(?![\w'\"(])", template)
+    kept = [name for name in named if name not in REASONING_KEYS or name == "thinking"]  # as in DeepSeek-V3.1
+    return [name for name, _ in Counter(kept).most_common(MAX_SWITCHES)]
+
+
+def _trains_inside(example: Example) -> bool:
+    """Return True if a trained turn is not the row's last message."""
+    return any(i + 1 < len(example.messages) for i in example.trained_turns)
+
+
+def _calls_together(example: Example) -> bool:
+    """Return True if a trained turn has more than one call."""
+    return any(len(example.messages[i].get("tool_calls") or []) > 1 for i in example.trained_turns)
+
+
+def _quoted(text: str | None) -> str:
+    """Quote words of a template or a tokenizer."""
+    return quote.mark(repr(text))

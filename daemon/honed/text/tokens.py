@@ -1,0 +1,120 @@
+"""Tokens of a text, with a mask over those of its trained spans.
+
+A fast tokenizer gives each token's place in the text. Offsets that contradict the tokens of the first texts, and those
+of a tokenizer that has none, are replaced by tokenizing the text before each boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from honed.text.span import Span, common, range_by_offset, squeeze, token_ends
+
+#: Rows whose boundaries are computed both ways, from offsets and from token prefixes, before offsets are trusted.
+_NUM_OFFSET_TRIALS = 8
+
+#: The text of tokens [a, b).
+Pieces = Callable[[int, int], str]
+#: Token ids, the mask over those that are trained on, and their text.
+Masked = tuple[list[int], list[bool], Pieces]
+
+
+class Tokens:
+    """A tokenizer, and whether its offsets can be trusted."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
+        self._num_trials = 0
+        self.bos_ids = self._leading_ids()
+        self.eos_id: int | None = tokenizer.eos_token_id
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def mask(self, text: str, spans: Sequence[Span]) -> Masked | None:
+        """Return ids and mask of the text tokenized as one; None if a token reaches from a turn into other words."""
+        ids, ends = self._ids_and_ends(text)
+        if ends is None:
+            ranges = [self._range_by_prefix(text, ids, span) for span in spans]
+        else:
+            ranges = [range_by_offset(text, ends, span) for span in spans]
+            if self._num_trials < _NUM_OFFSET_TRIALS:
+                self._num_trials += 1
+                if ranges != [self._range_by_prefix(text, ids, span) for span in spans]:
+                    ends = self._distrust(text, ends)
+                    ranges = [self._range_by_prefix(text, ids, span) for span in spans]
+        if any(found is None for found in ranges):
+            return None
+        trained = [False] * len(ids)
+        for found in ranges:
+            assert found is not None
+            trained[slice(*found)] = [True] * (found[1] - found[0])
+        return ids, trained, self._pieces(text, ids, ends)
+
+    def mask_apart(self, text: str, spans: Sequence[Span]) -> Masked:
+        """Return ids and mask with the text cut at the turns' ends first, as in generation: prompt, then answer."""
+        ids: list[int] = []
+        trained: list[bool] = []
+        cuts = [0, *[cut for span in spans for cut in span], len(text)]
+        for n, (a, b) in enumerate(pairwise(cuts)):
+            part = self.ids(text[a:b])
+            ids += part
+            trained += [n % 2 == 1] * len(part)
+        return ids, trained, self._pieces(text, ids, None)
+
+    def _distrust(self, text: str, ends: list[int]) -> list[int] | None:
+        """Keep offsets that contradict the tokens if they account for the text by decoding; else distrust all."""
+        ids = self.ids(text)
+        cuts = [n for n in range(0, len(ids), max(1, len(ids) // 16)) if n and ends[n - 1] != ends[n]]
+        if all(squeeze(self.decode(ids[:n])) == squeeze(text[: ends[n - 1]]) for n in cuts):
+            return ends
+        self._has_offsets = False
+        return None
+
+    def _pieces(self, text: str, ids: list[int], ends: list[int] | None) -> Pieces:
+        if ends is None:
+            return lambda a, b: self.decode(ids[a:b])
+        return lambda a, b: text[ends[a - 1] if a else 0 : ends[b - 1] if b < len(ends) else len(text)] if b else ""
+
+    def _ids_and_ends(self, text: str) -> tuple[list[int], list[int] | None]:
+        """Return token ids and the end of each in the text; no ends where the tokenizer's offsets are unusable."""
+        if not self._has_offsets:
+            return self.ids(text), None
+        batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return batch["input_ids"], token_ends(text, batch["offset_mapping"])
+
+    def _range_by_prefix(self, text: str, ids: list[int], span: Span) -> Span | None:
+        """Return the tokens of a span, found by tokenizing the text before its start and before its end."""
+        start, before, _ = self._boundary(text, ids, span[0])
+        end, _, after = self._boundary(text, ids, span[1])
+        if before.strip() or (after.strip() and end < len(ids)):
+            return None
+        return start, end + (1 if after and end < len(ids) else 0)
+
+    def _boundary(self, text: str, ids: list[int], position: int) -> tuple[int, str, str]:
+        """Return (n, before, after): tokens [0, n) end by the position, and token n crosses it with these texts."""
+        prefix = self.ids(text[:position])
+        n = common(prefix, ids)
+        if n == len(prefix):
+            return n, "", ""
+        target = len(self.decode(prefix))
+        while n < len(ids) and len(self.decode(ids[: n + 1])) <= target:
+            n += 1
+        before = self.decode(prefix)[len(self.decode(ids[:n])) :]
+        return n, before, self.decode(ids[: n + 1])[target:] if before else ""
+
+    def _leading_ids(self) -> list[int]:
+        """Return the ids that the tokenizer puts before any text: bos, or nothing."""
+        bare, full = self.ids("a"), self.tokenizer("a")["input_ids"]
+        return next((full[:n] for n in range(len(full)) if full[n : n + len(bare)] == bare), [])
