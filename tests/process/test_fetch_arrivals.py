@@ -15,7 +15,7 @@ import pytest
 from fakehub import Hub, Repository
 from harness import Instance, wait_for
 
-from honed.daemon import verbs as answer
+from honed.daemon.arrivals.fetches import Waiting
 from honed.job import query
 from honed.job.job import State
 from honed.run import snapshot
@@ -54,7 +54,7 @@ def arrivals(instance: Instance) -> list[dict[str, Any]]:
 def others_view(instance: Instance) -> list[dict[str, Any]]:
     """Return the rows of the waiting arrivals as another user of the machine sees them."""
     stranger = query.Asker(os.getuid() + 1, is_administrator=False, reads_all=False)
-    return [answer.arrival_row(each, stranger) for each in arrivals(instance)]
+    return [Waiting(**each).seen_by(stranger) for each in arrivals(instance)]
 
 
 def fetch_pid(instance: Instance, number: int) -> int:

@@ -92,7 +92,7 @@ class Instance:
         """Change a job, through the daemon or, if it is down, in the spool itself."""
         if self.is_up:
             return self._client.ask(verb, id=reference, **arguments)
-        from honed.daemon.verbs import change, goes_on_from
+        from honed.daemon.changes import change, goes_on_from
 
         spool = self._spool(lock=True)
         try:

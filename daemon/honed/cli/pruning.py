@@ -177,9 +177,7 @@ class Down:
         jobs = list(spool.all_jobs().values())
         final = [job for job in jobs if job.state.is_final]
         sizes = {} if wish.references else {job.id: self._size(job.id, wish) for job in final}
-        chosen = retention.choose(
-            wish, jobs, lambda reference: query.find(spool, reference), Needs(spool, layout), spool, asker, sizes
-        )
+        chosen = retention.choose(wish, jobs, Needs(spool, layout), spool, asker, sizes)
         if is_dry:
             sizes |= {job.id: self._size(job.id, wish) for job in chosen.jobs if job.id not in sizes}
         else:

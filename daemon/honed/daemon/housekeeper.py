@@ -31,6 +31,7 @@ from honed.job.spool import Spool
 from honed.run.removal_process import RETRY_SEC, RemovalProcess
 from honed.spec.config import Config, RetentionConfig
 from honed.system.clock import Calendar
+from honed.system.control import Request
 from honed.system.error import UsageError
 from honed.system.layout import Layout
 from honed.system.log import about
@@ -350,11 +351,11 @@ class Housekeeper:
 
     # -- what a person asks for --------------------------------------------------------------------------------------
 
-    def answer(self, arguments: dict[str, Any], find: Callable[[str], Job], asker: Asker) -> dict[str, Any]:
+    def prune(self, request: Request, asker: Asker) -> dict[str, Any]:
         """Answer `honectl prune`: list what would be removed, or remove it with `dry_run: false`. `is_measured` in the
         answer tells whether all sizes are known; if not, ask again."""
-        wish = Wish.of(arguments)
-        is_dry = bool(arguments.get("dry_run", True))
+        wish = Wish.of(request.arguments)
+        is_dry = bool(request.arguments.get("dry_run", True))
         if wish.rejected:
             return retention.prune_refused(self._spool, wish, asker, is_dry=is_dry, now=self._now())
         jobs = list(self._spool.all_jobs().values())
@@ -363,7 +364,7 @@ class Housekeeper:
         is_by_size = wish.limits.max_bytes is not None
         are_missing = is_by_size and self._removals.measure(mine, known)
         sizes = known.by_number()
-        chosen = retention.choose(wish, jobs, find, self._needs, self._spool, asker, sizes)
+        chosen = retention.choose(wish, jobs, self._needs, self._spool, asker, sizes)
         are_missing = self._removals.measure(chosen.jobs, known) or are_missing
         if not (is_dry or (is_by_size and are_missing)):
             why = f"user {asker.uid} asked for it"
@@ -373,11 +374,11 @@ class Housekeeper:
                 self._pruning.prune(chosen.jobs, why)
         return retention.report(chosen, sizes, is_measured=not are_missing)
 
-    def pruned(self, arguments: dict[str, Any], asker: Asker) -> dict[str, Any]:
+    def pruned(self, request: Request, asker: Asker) -> dict[str, Any]:
         """Return the finished items of a requested removal: {number: {num_bytes, num_files, problem}}."""
-        kind = "checkpoints" if arguments.get("checkpoints") else "job"
+        kind = "checkpoints" if request.arguments.get("checkpoints") else "job"
         try:
-            numbers = [int(each) for each in arguments.get("ids") or ()]
+            numbers = [int(each) for each in request.arguments.get("ids") or ()]
         except (TypeError, ValueError) as error:
             raise UsageError(f"pruned: {error}") from error
         found = {}

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from honed import __version__
+from honed.daemon import verbs
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
@@ -128,16 +129,18 @@ class Daemon:
         self._answers = Answers(
             layout,
             in_force,
-            self._spool,
-            self._database,
-            self._intake,
-            self._attempts,
-            self._backlog,
-            housekeeper=self._housekeeper,
-            unfinished=self._unfinished,
-            status=self._status.line,
-            waits_for=self._dispatch.selection.waits_for,
-            wake=self._wake,
+            verbs.table(
+                layout,
+                self._spool,
+                self._database,
+                self._intake,
+                self._attempts,
+                self._backlog,
+                self._housekeeper,
+                self._status,
+                self._dispatch.selection.waits_for,
+            ),
+            self._wake,
         )
 
     def _unfinished(self) -> Iterable[Job]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+from honed import __version__
 from honed.daemon.arrivals.intake import Intake
 from honed.daemon.attempts import Attempts
 from honed.daemon.backlog import Backlog
@@ -10,6 +14,7 @@ from honed.daemon.placement import Placement
 from honed.daemon.signals import Configuration, Shutdown
 from honed.job import query
 from honed.job.spool import Spool
+from honed.system.control import Request
 from honed.system.notify import Notifier
 
 #: Seconds asked of systemd at a time while workers write their checkpoints.
@@ -40,6 +45,24 @@ class Status:
         self._attempts = attempts
         self._backlog = backlog
         self._placement = placement
+
+    def answer(self, _request: Request, asker: query.Asker) -> dict[str, Any]:
+        """Answer `status`."""
+        return {
+            "status": self.line(asker),
+            "pid": os.getpid(),
+            "version": __version__,
+            "is_watching": self._intake.is_watching,
+            "is_paused": self._spool.is_paused,
+            "takes_drops": self._configuration.get().policy.arrivals == "spool",
+            "num_arriving": self._intake.acceptance.incoming.num_seen,
+            "arrivals": [each.seen_by(asker) for each in self._intake.acceptance.fetches.rows()],
+        }
+
+    def pause(self, request: Request, _asker: query.Asker) -> str:
+        """Stop starting jobs, or start them again. Returns the status line."""
+        self._spool.pause(request.verb == "pause")
+        return self.line()
 
     def report(self) -> None:
         """Report to systemd that the loop has made a pass, and in which state honed is."""

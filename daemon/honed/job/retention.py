@@ -19,7 +19,7 @@ from typing import Any
 from honed.job.arrival import refused_uid
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
-from honed.job.query import Asker
+from honed.job.query import Asker, find
 from honed.job.spool import Spool
 from honed.spec.config import RetentionConfig
 from honed.system.error import NotPermittedError, UsageError
@@ -188,10 +188,8 @@ class Choice:
     kept: list[tuple[Job, str]] = field(default_factory=list)  #: requested or beyond a limit, but kept, with the reason
 
 
-def choose(
-    wish: Wish, jobs: Sequence[Job], find: Any, needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]
-) -> Choice:
-    """Return the jobs that a request selects among those that the asker may change. `find` looks up a job by reference.
+def choose(wish: Wish, jobs: Sequence[Job], needs: Needs, spool: Spool, asker: Asker, sizes: dict[int, int]) -> Choice:
+    """Return the jobs that a request selects among those that the asker may change.
 
     Raises UsageError if the request has neither jobs nor limits, and NotPermittedError for another user's job.
     """
@@ -199,7 +197,7 @@ def choose(
         raise UsageError("prune what?", hint="name jobs, or say --older-than, --keep or --max-size")
     needed = needed_of(needs, spool, jobs)
     if wish.references:
-        asked = [find(reference) for reference in wish.references]
+        asked = [find(spool, reference, asker) for reference in wish.references]
         for job in asked:
             if not (asker.is_administrator or job.uid == asker.uid):
                 raise NotPermittedError(f"job {job.id} is another user's", hint="its owner and administrators may")

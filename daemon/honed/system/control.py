@@ -49,6 +49,11 @@ class Request:
     uid: int
     gids: frozenset[int] = frozenset()  #: all groups of the client's process
 
+    @property
+    def reference(self) -> str:
+        """The name or number of the item that the request is about."""
+        return str(self.arguments.get("id", ""))
+
 
 @dataclass(frozen=True)
 class Rows:

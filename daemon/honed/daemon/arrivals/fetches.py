@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from honed.daemon.arrivals.checks import Checks, Pending
 from honed.daemon.arrivals.rejection import Rejection
 from honed.daemon.arrivals.replanning import Replanning
+from honed.job.query import Asker
 from honed.job.spool import Spool
 from honed.run.fetcher import Fetcher
 from honed.run.reply import Passed
 from honed.run.snapshot import MODEL, Missing
 from honed.spec.config import Config
-from honed.system.error import HonedError, InternalError, InterruptedRunError
+from honed.system.error import HonedError, InternalError, InterruptedRunError, NotPermittedError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,29 @@ class _Fetching:
     missing: Missing
     answer: Passed
     pending: Pending | None  #: None for an accepted job
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An arrival or a job that waits for a fetch, as a row of `list --json`."""
+
+    id: int
+    name: str
+    uid: int | None
+    source: str | None  #: the file's name; None for an accepted job
+    state: str
+    repo_id: str | None
+    revision: str | None
+    repo_type: str
+    num_bytes: int
+    total_bytes: int | None
+    problem: str | None
+
+    def seen_by(self, asker: Asker) -> dict[str, Any]:
+        """Return the row for an asker; another user's without details."""
+        if asker.reads_all or self.uid == asker.uid:
+            return asdict(self)
+        return {**asdict(self), "name": "", "source": None, "repo_id": None, "revision": None, "problem": None}
 
 
 class Fetches:
@@ -99,7 +123,7 @@ class Fetches:
         what = "base model" if waits.missing.repo_type == MODEL else waits.missing.what
         self._fail(number, waits, InterruptedRunError(f"cancelled, before its {what} was fetched"))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Waiting]:
         """Return a row for each arrival and job that waits for a fetch, with its progress."""
         found = []
         for number, waits in sorted(self._fetching.items()):
@@ -107,21 +131,37 @@ class Fetches:
             pending, job = waits.pending, None if waits.pending else self._spool.job(number)
             uid = pending.copy.uid if pending else job.uid if job else None
             found.append(
-                {
-                    "id": number,
-                    "name": _name(waits, number),
-                    "uid": uid,
-                    "source": pending.claim.name if pending else None,
-                    "state": "fetching",
-                    "repo_id": waits.missing.repo_id,
-                    "revision": waits.missing.revision,
-                    "repo_type": waits.missing.repo_type,
-                    "num_bytes": progress.get("bytes", 0),
-                    "total_bytes": progress.get("of") or None,
-                    "problem": progress.get("problem"),
-                }
+                Waiting(
+                    id=number,
+                    name=_name(waits, number),
+                    uid=uid,
+                    source=pending.claim.name if pending else None,
+                    state="fetching",
+                    repo_id=waits.missing.repo_id,
+                    revision=waits.missing.revision,
+                    repo_type=waits.missing.repo_type,
+                    num_bytes=progress.get("bytes", 0),
+                    total_bytes=progress.get("of") or None,
+                    problem=progress.get("problem"),
+                )
             )
         return found
+
+    def arrival(self, reference: str, asker: Asker) -> Waiting | None:
+        """Return an arrival that waits for a model, by its number, or by its name if no unfinished job has that name.
+
+        Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
+        """
+        found = [each for each in self.rows() if each.source is not None]
+        if not found:
+            return None
+        closed = [each for each in found if not (asker.reads_all or each.uid == asker.uid)]
+        if any(str(each.id) == reference for each in closed):
+            raise NotPermittedError(f"job {reference} is another user's", hint="honectl list shows your own")
+        is_a_jobs = any(not job.state.is_final for job in self._spool.named(reference))
+        names = [each for each in found if each not in closed and reference in {str(each.id), each.name}]
+        named = [each for each in names if not is_a_jobs or str(each.id) == reference]
+        return named[0] if len(named) == 1 else None
 
     def names(self) -> set[str]:
         """Return the names and numbers by which other arrivals may name those that wait for a fetch."""

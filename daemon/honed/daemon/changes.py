@@ -1,0 +1,158 @@
+"""Changes of a job that people ask for: cancel, hold, release, requeue, pin and unpin."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from dataclasses import asdict
+from typing import Any
+
+from honed.daemon.arrivals.fetches import Fetches, Waiting
+from honed.daemon.attempts import Attempts
+from honed.daemon.backlog import Backlog
+from honed.daemon.housekeeper import Housekeeper
+from honed.daemon.reading import Reading
+from honed.job import query, removal
+from honed.job.database import Database
+from honed.job.job import Job, State, Stop
+from honed.job.query import Asker
+from honed.job.spool import Spool
+from honed.system import message
+from honed.system.control import Request
+from honed.system.error import EnvironmentInvalidError, UsageError
+from honed.system.layout import Layout
+from honed.system.log import about
+
+log = logging.getLogger(__name__)
+
+
+class Changes:
+    """Applies the verbs that change one job."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        spool: Spool,
+        database: Database,
+        fetches: Fetches,
+        attempts: Attempts,
+        backlog: Backlog,
+        housekeeper: Housekeeper,
+        reading: Reading,
+    ) -> None:
+        self._layout = layout
+        self._spool = spool
+        self._database = database
+        self._fetches = fetches
+        self._attempts = attempts
+        self._backlog = backlog
+        self._housekeeper = housekeeper
+        self._reading = reading
+
+    def job(self, request: Request, asker: Asker) -> Job:
+        """Return the job that a request names."""
+        return query.find(self._spool, request.reference, asker)
+
+    def job_or_arrival(self, request: Request, asker: Asker) -> Job | Waiting:
+        """Return the job that a request names, or the arrival whose model is being fetched."""
+        return self._fetches.arrival(request.reference, asker) or self.job(request, asker)
+
+    def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> dict[str, Any]:
+        """Cancel a job, or refuse an arrival whose model is being fetched."""
+        if isinstance(item, Job):
+            return self.change(request, asker, item)
+        self._fetches.cancel(item.id)
+        return {**asdict(item), "state": "rejected"}
+
+    def pin(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
+        """Exempt a job from retention, or end that."""
+        is_pinned = request.verb == "pin"
+        if (running := self._attempts.running.get(job.id)) is not None:
+            pinned = running.update(is_pinned=is_pinned)
+        else:
+            pinned = self._spool.annotate(job, is_pinned=is_pinned)
+        return self._reading.row(query.summary(pinned, {}), asker)
+
+    def change(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
+        """Cancel, hold, release or requeue a job."""
+        from_start, more = bool(request.arguments.get("from_start")), {}
+        if request.verb == "requeue":
+            more = {"goes_on_from": goes_on_from(self._layout, job, from_start=from_start)}
+        changed = self._change(request.verb, job, from_start=from_start)
+        return self._reading.row({**query.summary(changed, {}), **more}, asker)
+
+    def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
+        if job.id in self._attempts.running and verb in {"cancel", "hold"}:
+            self._attempts.stop(job.id, Stop(verb))
+            return self._attempts.running[job.id].job
+        changed = change(self._spool, self._layout, verb, job, from_start=from_start)
+        self._backlog.end_delay(changed.id)
+        if verb == "requeue":
+            self._housekeeper.free_checkpoints(job.id)
+            self._backlog.defer_users_of(job)
+        self._database.put_job(changed)
+        if verb == "requeue":  # from here on, its state alone does not show whether its rows are up to date
+            with contextlib.suppress(sqlite3.Error):
+                self._database.sync()
+        kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
+        log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
+        return changed
+
+
+def goes_on_from(layout: Layout, job: Job, *, from_start: bool) -> str:
+    """Describe in words where a finished job begins when it is requeued."""
+    if from_start or job.state is State.SUCCEEDED:
+        return "the start"
+    if job.are_checkpoints_pruned:
+        return "the start: its checkpoints were pruned"
+    try:
+        has_any = any(True for _ in layout.job(job.id).checkpoints_dir.iterdir())
+    except FileNotFoundError:
+        has_any = False
+    except OSError:  # the directory is its worker's, and we may not list it
+        return "its last checkpoint, if it has one"
+    return "its last checkpoint" if has_any else "the start: it has no checkpoint"
+
+
+def change(spool: Spool, layout: Layout, verb: str, job: Job, *, from_start: bool = False) -> Job:
+    """Apply a verb to a job that is not running. Raises UsageError if its state does not allow the verb."""
+    match verb, job.state:
+        case "cancel", State.QUEUED | State.HELD:
+            return spool.move(job, State.CANCELLED, outcome="cancelled")
+        case "hold", State.QUEUED:
+            return spool.move(job, State.HELD, held_for=None)
+        case "release", State.HELD:
+            return spool.move(job, State.QUEUED, error=None, held_for=None)
+        case "pin" | "unpin", _:
+            return spool.annotate(job, is_pinned=verb == "pin")
+        case "requeue", State.SUCCEEDED | State.FAILED | State.CANCELLED:
+            if from_start or job.state is State.SUCCEEDED:
+                # At once and for good: honed frees the disk space (housekeeper.py).
+                removal.set_aside_checkpoints(layout, job.id)
+            is_deferred = bool(job.inputs)  # its inputs may have changed since
+            return spool.move(
+                job,
+                State.QUEUED,
+                outcome=None,
+                error=None,
+                num_failures=0,
+                stop=None,
+                is_deferred=is_deferred,
+                are_checkpoints_pruned=False,
+                held_for=None,
+                needs_bytes=0,
+                adjustments=() if from_start or job.outcome == "out_of_memory" else job.adjustments,
+            )
+        case _, State.RUNNING if verb in {"cancel", "hold"}:
+            raise EnvironmentInvalidError(
+                f"job {job.id} ({job.name}) is running, and honed is not", hint="start honed; it then stops the job"
+            )
+        case _:
+            allowed = {
+                "cancel": "queued, held or running",
+                "hold": "queued or running",
+                "release": "held",
+                "requeue": "succeeded, failed or cancelled",
+            }[verb]
+            raise UsageError(f"job {job.id} ({job.name}) is {job.state}; {verb} takes one that is {allowed}")

@@ -1,0 +1,127 @@
+"""The table of verbs: a stranger, a job's owner and an administrator use each of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.daemon.loop import Daemon
+from honed.daemon.verbs import Right
+from honed.job.arrival import Arrivals
+from honed.job.job import Job, State
+from honed.job.plan_file import PlanFile
+from honed.spec.config import Config, JobsConfig, PolicyConfig
+from honed.system import device
+from honed.system.control import Request, Rows
+from honed.system.error import NotPermittedError, UsageError
+from honed.system.layout import Layout
+
+STRANGER, OWNER, ADMINISTRATOR = 4243, 4242, 0
+EVERYBODY = (STRANGER, OWNER, ADMINISTRATOR)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a verb for job 1, and the users who may make it."""
+
+    right: Right
+    may: tuple[int, ...]
+    state: State = State.QUEUED
+    arguments: dict[str, Any] = field(default_factory=lambda: {"id": "1"})
+
+
+READS, CHANGES = Use(Right.ANYBODY, (OWNER, ADMINISTRATOR)), Use(Right.OWNER, (OWNER, ADMINISTRATOR))
+FILE = {"name": "a.json", "data": base64.b64encode(b"{}").decode()}
+USES = {
+    "list": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "overview": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "show": READS,
+    "glance": READS,
+    "predictions": READS,
+    "losses": READS,
+    "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}),
+    "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "refused-secret.json"}),
+    "status": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "submit": Use(Right.ANYBODY, (ADMINISTRATOR,), arguments=FILE),  # incoming/ is closed to the others
+    "prune": Use(Right.ANYBODY, (OWNER, ADMINISTRATOR), State.FAILED, {"ids": ["1"], "dry_run": False}),
+    "pruned": Use(Right.ANYBODY, EVERYBODY, State.FAILED, {"ids": [1]}),
+    "cancel": CHANGES,
+    "hold": CHANGES,
+    "release": Use(Right.OWNER, (OWNER, ADMINISTRATOR), State.HELD),
+    "requeue": Use(Right.OWNER, (OWNER, ADMINISTRATOR), State.FAILED),
+    "pin": CHANGES,
+    "unpin": CHANGES,
+    "pause": Use(Right.ADMINISTRATOR, (ADMINISTRATOR,), arguments={}),
+    "resume": Use(Right.ADMINISTRATOR, (ADMINISTRATOR,), arguments={}),
+}
+
+
+@pytest.fixture
+def honed(tmp_path: Path) -> Iterator[Daemon]:
+    config = Config(jobs=JobsConfig(runner="process"), policy=PolicyConfig(share_results=False))
+    made = Daemon(Layout(tmp_path), config, probe=lambda _gpus: [device.cpu()])
+    made._spool.recover()
+    made._backlog.recover()
+    made._spool.incoming_dir.chmod(0o700)
+    yield made
+    made._close()
+
+
+def admit(honed: Daemon, state: State) -> Job:
+    """Accept job 1 of the owner, in a state."""
+    spool = honed._spool
+    arrivals = Arrivals(spool)
+    (spool.incoming_dir / "secret.json").write_text("{}")
+    claim = arrivals.claim(spool.incoming_dir / "secret.json")
+    assert claim is not None
+    arrivals.copy(claim, max_bytes=100)
+    common = {"name": "secret", "submitted_at": 1.0, "source": "secret.json", "uid": OWNER, "num_gpus": 0}
+    job = arrivals.admit(Job(id=claim.id, output_dir="/o", **common), claim, PlanFile({}))
+    if state.is_final:
+        job = spool.move(job, State.RUNNING)
+    return job if state is State.QUEUED else spool.move(job, state)
+
+
+def answered(honed: Daemon, verb: str, uid: int, arguments: dict[str, Any]) -> str:
+    """Return an answer as JSON."""
+    answer = honed._answers.answer(Request(verb, dict(arguments), uid))
+    return json.dumps(list(answer.rows) if isinstance(answer, Rows) else answer)
+
+
+def test_the_table_has_these_verbs_with_these_rights(honed: Daemon) -> None:
+    assert {name: verb.right for name, verb in honed._answers.verbs.items()} == {
+        name: use.right for name, use in USES.items()
+    }
+    with pytest.raises(UsageError, match="no verb 'drop'"):
+        answered(honed, "drop", ADMINISTRATOR, {})
+
+
+@pytest.mark.parametrize("uid", EVERYBODY, ids=["a stranger", "the owner", "an administrator"])
+@pytest.mark.parametrize("verb", USES)
+def test_a_verb_is_answered_for_those_who_may_use_it_and_changes_nothing_for_the_others(
+    honed: Daemon, caplog: pytest.LogCaptureFixture, verb: str, uid: int
+) -> None:
+    use = USES[verb]
+    job = admit(honed, use.state)
+    if uid in use.may:
+        answer = answered(honed, verb, uid, use.arguments)
+        assert uid != STRANGER or "secret" not in answer
+        return
+    with pytest.raises(NotPermittedError) as caught:
+        answered(honed, verb, uid, use.arguments)
+    assert honed._spool.job(job.id) == job
+    assert not honed._spool.is_paused
+    match use.right:
+        case Right.OWNER:
+            assert caught.value.message == "job 1 is another user's"
+            assert caught.value.hint == "its owner, root and the administrators' group may change it"
+            assert f"job 1: {verb} refused to user {uid}: it is another user's" in caplog.text
+        case Right.ADMINISTRATOR:
+            assert caught.value.message == f"{verb} is for everybody's jobs"
+            assert caught.value.hint == "root and policy.admin_group may"
