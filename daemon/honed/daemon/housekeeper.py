@@ -97,7 +97,7 @@ class Pruning:
         known = {path.name for path in self._layout.jobs_dir.iterdir()}
         self._rows += sorted(number for number in pruned if str(number) in known)
         yield
-        entries = self._spool.ids()
+        entries = self._spool.entries.ids()
         # A power cut may have undone the deletion of a job's rows, or honectl has pruned while honed was down.
         self._rows += sorted(self._database.job_ids() - entries - set(self._rows))
         yield

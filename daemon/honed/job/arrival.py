@@ -89,18 +89,74 @@ class Copy:
     uid: int
 
 
+class Numbers:
+    """Numbers of arrivals and jobs. The file `seq` holds the last one given."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._path = spool.dir / "seq"
+
+    def reserve(self, count: int = 1) -> int:
+        """Reserve `count` numbers that were never used before and return the first. Durable on return."""
+        try:
+            last = int(self._path.read_text())
+        except FileNotFoundError:
+            last = 0
+        except ValueError:
+            raise self._damage() from None
+        job_id = max(last, self._max_id() if last == 0 else 0) + 1
+        durable.write(self._path, f"{job_id + count - 1}\n".encode())
+        return job_id
+
+    def check(self) -> None:
+        """Raise EnvironmentInvalidError if the file holds no number."""
+        if self._path.exists() and not self._path.read_text(errors="replace").strip().isdecimal():
+            raise self._damage()
+
+    def _damage(self) -> EnvironmentInvalidError:
+        return EnvironmentInvalidError(
+            f"{self._path}: not a number",
+            hint=f"write the highest job number ever used into it: at least {self._max_id()}",
+        )
+
+    def _max_id(self) -> int:
+        numbers = [int(path.name) for path in self._spool.layout.jobs_dir.iterdir() if path.name.isdecimal()]
+        return max([*numbers, *self._spool.pruned_ids(), *self._spool.all_jobs()], default=0)
+
+
+class _Leftovers:
+    """Directories of rejected arrivals that could not be removed yet."""
+
+    def __init__(self, claimed_dir: Path) -> None:
+        self._claimed_dir = claimed_dir
+        self._paths: set[Path] = set()
+
+    def remove(self, *paths: Path) -> None:
+        """Remove these and earlier directories; failures are retried at the next call."""
+        self._paths |= set(paths)
+        for path in list(self._paths):
+            if path.parent == self._claimed_dir:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+            if not os.path.lexists(path):
+                self._paths.discard(path)
+
+
 class Arrivals:
     """All arrivals of one spool; used only by the spool's owner."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        self._left_over: set[Path] = set()  # directories of refused arrivals that could not be removed yet
+        self._numbers = Numbers(spool)
+        self._leftovers = _Leftovers(spool.claimed_dir)
         #: True if workers run as another user; files must then be shared with that user explicitly.
         self._has_workers_user = access.has_workers_user(spool.root)
 
     def close(self) -> None:
         """Try once more to remove the directories of rejected arrivals. Call it before the spool is closed."""
-        self._clear_away()
+        self._leftovers.remove()
 
     def dropped(self) -> list[Dropped]:
         """Return the files in incoming/ that are ready to be claimed, in order of arrival."""
@@ -120,11 +176,11 @@ class Arrivals:
 
         Raises PermissionError for another user's directory: a rename changes its `..`, which only its owner may write.
         """
-        return finish(self._claiming(arrival, self._next_id()))
+        return finish(self._claiming(arrival, self._numbers.reserve()))
 
     def claim_all(self, arrivals: Sequence[Path]) -> list[Claim | Exception | None]:
         """Claim many arrivals at once; a failed one is represented by its exception. Numbers may stay unused."""
-        first = self._next_id(len(arrivals)) if arrivals else 0
+        first = self._numbers.reserve(len(arrivals)) if arrivals else 0
         return durable.finish_all([self._claiming(path, first + index) for index, path in enumerate(arrivals)])
 
     def _claiming(self, arrival: Path, job_id: int) -> Steps[Claim | None]:
@@ -150,7 +206,7 @@ class Arrivals:
         _check_name(name)
         if "/" in name or name.startswith(".") or len(os.fsencode(name)) > MAX_NAME_BYTES - len("..tmp"):
             raise SpecError(f"{name!r}: not a file's name, too long, or hidden", hint="rename the file")
-        job_id = self._next_id()
+        job_id = self._numbers.reserve()
         place = self._spool.claimed_dir / f"{job_id}.{uid}"
         place.mkdir(mode=0o700)
         try:
@@ -164,26 +220,6 @@ class Arrivals:
     def num_submitted(self, uid: int) -> int:
         """Count one user's files from the control socket that are neither jobs nor rejected yet."""
         return sum(submitter == uid for _, submitter, _ in self._places())
-
-    def _next_id(self, count: int = 1) -> int:
-        """Reserve `count` numbers that were never used before and return the first. Durable on return."""
-        path = self._spool.dir / "seq"
-        try:
-            last = int(path.read_text())
-        except FileNotFoundError:
-            last = 0
-        except ValueError:
-            raise EnvironmentInvalidError(
-                f"{path}: not a number",
-                hint=f"write the highest job number ever used into it: at least {self._max_id()}",
-            ) from None
-        job_id = max(last, self._max_id() if last == 0 else 0) + 1
-        durable.write(path, f"{job_id + count - 1}\n".encode())
-        return job_id
-
-    def _max_id(self) -> int:
-        numbers = [int(path.name) for path in self._spool.layout.jobs_dir.iterdir() if path.name.isdecimal()]
-        return max([*numbers, *self._spool.pruned_ids(), *self._spool.all_jobs()], default=0)
 
     def copy(
         self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "", drops: bool = True
@@ -224,39 +260,7 @@ class Arrivals:
                 "before, and so who submits it, cannot be known",
                 hint="honectl submit FILE",
             )
-        _check_name(claim.name)
-        if stat.S_ISCHR(mode := claim.path.lstat().st_mode) or stat.S_ISBLK(mode):
-            # Do not even open it: opening some devices has side effects.
-            raise SpecError(f"{claim.name}: a device", hint="drop the file itself")
-        try:
-            fd = os.open(claim.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise (_dropper_fault(claim, error) if claim.submitter is None else None) or error from error
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise SpecError(
-                    f"{claim.name}: not a plain file", hint="drop the file itself, not a pipe or a directory"
-                )
-            if info.st_nlink != 1:
-                raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy: cp, not ln")
-            if self._has_workers_user and (others := access.other_writers(fd)):
-                # Anyone who can write a file can put a job into it and move it here, so its owner proves nothing.
-                raise SpecError(
-                    f"{claim.name}: {others} can write it, too, so its owner need not be who submits it",
-                    hint="honectl submit FILE; or drop a copy that only you can write: chmod go-w, setfacl -b",
-                )
-            data = _read_at_most(fd, max_bytes + 1)
-        finally:
-            os.close(fd)
-        uid = info.st_uid if claim.submitter is None else claim.submitter
-        if len(data) > max_bytes:
-            raise too_large(claim.name, max_bytes)
-        if self._has_workers_user and access.is_person(uid) and not access.is_known(uid):
-            raise NotPermittedError(
-                f"{claim.name}: its owner, uid {uid}, is no user of this machine",
-                hint="submit it as a user whom `getent passwd` has; where a directory service was down, drop it again",
-            )
+        data, uid = _read_claimed(claim, max_bytes, has_workers_user=self._has_workers_user)
         directory = self._spool.job_layout(claim.id).dir
         if self._has_workers_user:
             yield from durable.making_dir(
@@ -306,24 +310,12 @@ class Arrivals:
             durable.sync_dir(self._spool.rejected_dir)
             durable.sync_dir(claim.path.parent)
         finally:
-            self._left_over |= {claim.path.parent, self._spool.job_layout(claim.id).dir}
-            self._clear_away()
+            self._leftovers.remove(claim.path.parent, self._spool.job_layout(claim.id).dir)
         return target
-
-    def _clear_away(self) -> None:
-        """Remove the directories of rejected arrivals; failures are retried at the next rejection and at close."""
-        for path in list(self._left_over):
-            if path.parent == self._spool.claimed_dir:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-            if not os.path.lexists(path):
-                self._left_over.discard(path)
 
     def accepted(self, claim: Claim) -> Job | None:
         """Return the job that a claimed arrival became, if its entry was renamed before a later step failed."""
-        job = self._spool.job_on_disk(claim.id)
+        job = self._spool.entries.get(claim.id)
         if job is not None:
             if claim.path.exists():  # otherwise the entry was already durable when the file was removed
                 durable.sync_dir(self._spool.state_dir(job.state))
@@ -375,7 +367,7 @@ class Arrivals:
             for path in names:
                 self._recover_claim(Claim(number, path, submitter))
         self._drop_refused()
-        self._next_id_is_readable()
+        self._numbers.check()
 
     def _recover_claim(self, claim: Claim) -> None:
         # After a power cut both names of a rename between directories can exist; the same inode is the same arrival.
@@ -386,17 +378,6 @@ class Arrivals:
                 durable.sync_dir(self._spool.incoming_dir)
         if self._spool.job(claim.id) is not None:  # accepted; the crash came before the claimed file was removed
             self._drop(claim)
-
-    def _next_id_is_readable(self) -> None:
-        path = self._spool.dir / "seq"
-        if not path.exists():
-            return
-        text = path.read_text(errors="replace")
-        if not text.strip().isdecimal():
-            raise EnvironmentInvalidError(
-                f"{path}: not a number",
-                hint=f"write the highest job number ever used into it: at least {self._max_id()}",
-            )
 
     def _drop_refused(self) -> None:
         """Remove directories of rejected arrivals that a crash left behind: those that hold only the spec."""
@@ -460,6 +441,45 @@ def refused_uid(path: Path) -> int:
         if submission := submission_of(reason):
             return submission[1]
     return owner
+
+
+def _read_claimed(claim: Claim, max_bytes: int, *, has_workers_user: bool) -> tuple[bytes, int]:
+    """Read a claimed file once. Returns its content and the user who submitted it.
+
+    Raises SpecError or NotPermittedError if it is not a regular file of one user of this machine, or too large.
+    """
+    _check_name(claim.name)
+    if stat.S_ISCHR(mode := claim.path.lstat().st_mode) or stat.S_ISBLK(mode):
+        # Do not even open it: opening some devices has side effects.
+        raise SpecError(f"{claim.name}: a device", hint="drop the file itself")
+    try:
+        fd = os.open(claim.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise (_dropper_fault(claim, error) if claim.submitter is None else None) or error from error
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise SpecError(f"{claim.name}: not a plain file", hint="drop the file itself, not a pipe or a directory")
+        if info.st_nlink != 1:
+            raise SpecError(f"{claim.name}: a hard link to another file", hint="drop a copy: cp, not ln")
+        if has_workers_user and (others := access.other_writers(fd)):
+            # Anyone who can write a file can put a job into it and move it here, so its owner proves nothing.
+            raise SpecError(
+                f"{claim.name}: {others} can write it, too, so its owner need not be who submits it",
+                hint="honectl submit FILE; or drop a copy that only you can write: chmod go-w, setfacl -b",
+            )
+        data = _read_at_most(fd, max_bytes + 1)
+    finally:
+        os.close(fd)
+    uid = info.st_uid if claim.submitter is None else claim.submitter
+    if len(data) > max_bytes:
+        raise too_large(claim.name, max_bytes)
+    if has_workers_user and access.is_person(uid) and not access.is_known(uid):
+        raise NotPermittedError(
+            f"{claim.name}: its owner, uid {uid}, is no user of this machine",
+            hint="submit it as a user whom `getent passwd` has; where a directory service was down, drop it again",
+        )
+    return data, uid
 
 
 def _dropper_fault(claim: Claim, error: OSError) -> SpecError | None:

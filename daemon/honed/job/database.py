@@ -74,6 +74,45 @@ def timestamp(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
+class _Files:
+    """The database's files, and whether their names still mean the files that were opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: list[tuple[int, int] | None] = []
+
+    def note_opened(self) -> None:
+        self._opened = self._identities()
+
+    @property
+    def are_replaced(self) -> bool:
+        return self._identities() != self._opened
+
+    def set_aside(self, why: str) -> None:
+        aside = self._path.with_name(self._path.name + ".damaged")
+        log.error(
+            "%s: %s; set aside as %s and made again", self._path, why, aside.name, extra=about(message=DATABASE_DAMAGED)
+        )
+        self.remove_journal()
+        self._path.rename(aside)
+
+    def remove_journal(self) -> None:
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+    def _identities(self) -> list[tuple[int, int] | None]:
+        """Return the device and inode that the database's file names refer to now."""
+        found: list[tuple[int, int] | None] = []
+        for suffix in ("", "-wal"):
+            try:
+                info = self._path.with_name(self._path.name + suffix).stat()
+            except FileNotFoundError:
+                found.append(None)
+            else:
+                found.append((info.st_dev, info.st_ino))
+        return found
+
+
 class Database:
     """One connection. `is_new` is true if there was no database, or a damaged one: its rows must be rebuilt."""
 
@@ -83,17 +122,18 @@ class Database:
         self.is_new = False
         self.is_behind = False  #: a write failed; see rebuild.catch_up
         self._is_damaged = False
+        self._files = _Files(path)
         self._db = self._open_or_begin()
 
     def _open_or_begin(self) -> sqlite3.Connection:
         if not self.path.exists():
-            self._remove_journal()  # left by a database that is gone
+            self._files.remove_journal()  # left by a database that is gone
         try:
             return self._open()
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise  # locked, or no room
-            self._set_aside(str(error))
+            self._files.set_aside(str(error))
             return self._open()
 
     def _open(self) -> sqlite3.Connection:
@@ -111,47 +151,23 @@ class Database:
             raise
         self.is_new = version == 0
         self._is_damaged = False
-        self._files = self._identities()
+        self._files.note_opened()
         return db
-
-    def _set_aside(self, why: str) -> None:
-        aside = self.path.with_name(self.path.name + ".damaged")
-        log.error(
-            "%s: %s; set aside as %s and made again", self.path, why, aside.name, extra=about(message=DATABASE_DAMAGED)
-        )
-        self._remove_journal()
-        self.path.rename(aside)
-
-    def _remove_journal(self) -> None:
-        for suffix in ("-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-
-    def _identities(self) -> list[tuple[int, int] | None]:
-        """Return the device and inode that the database's file names refer to now."""
-        found: list[tuple[int, int] | None] = []
-        for suffix in ("", "-wal"):
-            try:
-                info = self.path.with_name(self.path.name + suffix).stat()
-            except FileNotFoundError:
-                found.append(None)
-            else:
-                found.append((info.st_dev, info.st_ino))
-        return found
 
     @property
     def is_lost(self) -> bool:
         """True if other processes no longer read the file that we write: it was removed, replaced or damaged."""
-        return self._is_damaged or self._identities() != self._files
+        return self._is_damaged or self._files.are_replaced
 
     def renew(self) -> None:
         """Replace a lost database with a new one."""
         old = self._db
         if self._is_damaged:
-            self._set_aside("damaged while honed was running")
+            self._files.set_aside("damaged while honed was running")
         else:
             log.warning("%s was removed or replaced; it is made again", self.path)
             self.path.unlink(missing_ok=True)  # somebody else's file, perhaps without its journal
-            self._remove_journal()
+            self._files.remove_journal()
         self._db = self._open_or_begin()
         with contextlib.suppress(sqlite3.Error):
             old.close()

@@ -37,6 +37,77 @@ from honed.system.message import ENTRY_DAMAGED
 log = logging.getLogger(__name__)
 
 
+class Entries:
+    """The entries as they are on disk, for readers beside the daemon and for recovery.
+
+    During a move an entry exists in two directories: the newer copy counts. It may also move into a directory that was
+    already listed, so all directories are listed twice.
+    """
+
+    def __init__(self, spool_dir: Path) -> None:
+        self._dir = spool_dir
+
+    def directory(self, state: State) -> Path:
+        return self._dir / state.value
+
+    def path(self, job_id: int, state: State) -> Path:
+        return self.directory(state) / f"{job_id}.json"
+
+    def of(self, state: State) -> Iterator[Job]:
+        """Yield the readable entries of a state, by number."""
+        for path in self._paths(state):
+            if (job := read_entry(path, state)) is not None:
+                yield job
+
+    def all(self) -> dict[int, Job]:
+        """Return every job once, by number."""
+        found: dict[int, Job] = {}
+        places = {(path, place) for _ in range(2) for place in State for path in self._paths(place)}
+        for path, state in places:
+            job = read_entry(path, state)
+            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
+                found[job.id] = job
+        return dict(sorted(found.items()))
+
+    def ids(self) -> set[int]:
+        """Return the numbers of all entries without reading them."""
+        return {int(path.stem) for _ in range(2) for state in State for path in self._paths(state)}
+
+    def get(self, job_id: int) -> Job | None:
+        """Return one job, in whatever state it is."""
+        places = [(self.path(job_id, state), state) for _ in range(2) for state in State]
+        found = [job for path, state in places if (job := read_entry(path, state)) is not None]
+        return max(found, key=lambda job: job.revision, default=None)
+
+    def _paths(self, state: State) -> list[Path]:
+        numbered = [path for path in self.directory(state).glob("*.json") if path.stem.isdecimal()]
+        return sorted(numbered, key=lambda path: int(path.stem))
+
+    def recovered(self) -> Iterable[Job]:
+        """Return each job once; if an interrupted move left two copies, the older one is removed."""
+        newest: dict[int, Job] = {}
+        for state in State:
+            for job in self._recovered(state):
+                other = newest.get(job.id)
+                newest[job.id] = job if other is None or job.revision > other.revision else other
+                if other is not None:
+                    older = other if newest[job.id] is job else job
+                    log.warning("job %d: dropped its older copy in %s", older.id, older.state)
+                    self.path(older.id, older.state).unlink()
+                    durable.sync_dir(self.directory(older.state))
+        return newest.values()
+
+    def _recovered(self, state: State) -> Iterator[Job]:
+        """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
+        for name in names_in(self.directory(state)):
+            if name.startswith(".") and name.endswith(".tmp"):
+                (self.directory(state) / name).unlink(missing_ok=True)
+            elif name.endswith(".json") and name[:-5].isdecimal():
+                job = read_entry(self.directory(state) / name, state)
+                if job is not None:
+                    yield job
+
+
 class Spool:
     """One instance's spool, locked for the life of this object if `lock` is true."""
 
@@ -48,6 +119,7 @@ class Spool:
         self.rejected_dir = self.dir / "rejected"
         self.pruned_dir = self.dir / "pruned"
         self.ended_dir = self.dir / "ended"
+        self.entries = Entries(self.dir)
         #: True if every job's end is reported, whatever its spec says.
         self.tells_every_end = False
         for path in (self.incoming_dir, self.claimed_dir, self.rejected_dir, *map(self.state_dir, State)):
@@ -99,17 +171,14 @@ class Spool:
         return self._layout
 
     def state_dir(self, state: State) -> Path:
-        return self.dir / state.value
-
-    def _entry_path(self, job_id: int, state: State) -> Path:
-        return self.state_dir(state) / f"{job_id}.json"
+        return self.entries.directory(state)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def adding(self, job: Job) -> Steps[None]:
         """Yield the steps that add a new entry. Their rename is the commit: a crash before it leaves no job."""
-        temporary = yield from durable.writing_beside(self._entry_path(job.id, job.state), job.to_json())
-        temporary.rename(self._entry_path(job.id, job.state))
+        temporary = yield from durable.writing_beside(self.entries.path(job.id, job.state), job.to_json())
+        temporary.rename(self.entries.path(job.id, job.state))
         yield [self.state_dir(job.state)]
         self.note(job)
 
@@ -123,45 +192,19 @@ class Spool:
         if self._catalog is not None:
             yield from sorted(self._catalog.of_state(state), key=lambda job: job.id)
             return
-        for path in self._entries(state):
-            if (job := read_entry(path, state)) is not None:
-                yield job
+        yield from self.entries.of(state)
 
     def all_jobs(self) -> dict[int, Job]:
-        """Return every job once, by number, also while the daemon moves entries beside this reader.
-
-        During a move an entry exists in two directories: the newer copy counts. It may also move into a directory that
-        was already listed, so all directories are listed twice.
-        """
+        """Return every job once, by number, also while the daemon moves entries beside this reader."""
         if self._catalog is not None:
             return {job.id: job for job in sorted(self._catalog, key=lambda job: job.id)}
-        found: dict[int, Job] = {}
-        places = {(path, place) for _ in range(2) for place in State for path in self._entries(place)}
-        for path, state in places:
-            job = read_entry(path, state)
-            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
-                found[job.id] = job
-        return dict(sorted(found.items()))
-
-    def ids(self) -> set[int]:
-        """Return the numbers of all entries without reading them."""
-        return {int(path.stem) for _ in range(2) for state in State for path in self._entries(state)}
-
-    def _entries(self, state: State) -> list[Path]:
-        numbered = [path for path in self.state_dir(state).glob("*.json") if path.stem.isdecimal()]
-        return sorted(numbered, key=lambda path: int(path.stem))
+        return self.entries.all()
 
     def job(self, job_id: int) -> Job | None:
         """Return one job, in whatever state it is; of two copies the newer."""
         if self._catalog is not None:
             return self._catalog.get(job_id)
-        return self.job_on_disk(job_id)
-
-    def job_on_disk(self, job_id: int) -> Job | None:
-        """Return one job as read from disk, ignoring the catalog."""
-        places = [(self._entry_path(job_id, state), state) for _ in range(2) for state in State]  # as in all_jobs
-        found = [job for path, state in places if (job := read_entry(path, state)) is not None]
-        return max(found, key=lambda job: job.revision, default=None)
+        return self.entries.get(job_id)
 
     def named(self, name: str) -> list[Job]:
         """Return the jobs with this name, oldest first."""
@@ -172,12 +215,12 @@ class Spool:
     def update(self, job: Job, **changes: Any) -> Job:
         """Change an entry in its current state."""
         with self._changed(job, job.state, changes) as changed:
-            durable.write(self._entry_path(job.id, job.state), changed.to_json())
+            durable.write(self.entries.path(job.id, job.state), changed.to_json())
         return changed
 
     def annotate(self, job: Job, **changes: Any) -> Job:
         """Change an entry but keep its modification time, because the job itself did not change."""
-        path = self._entry_path(job.id, job.state)
+        path = self.entries.path(job.id, job.state)
         with self._changed(job, job.state, changes) as changed:
             temporary = durable.write_beside(path, changed.to_json())
             with contextlib.suppress(FileNotFoundError):  # a move that failed half-way may have removed it
@@ -193,7 +236,7 @@ class Spool:
         with self._changed(job, to, changes) as moved:
             if to.is_final and (self.tells_every_end or job.notify):
                 durable.write(self.ended_dir / str(job.id), f"{moved.revision}\n".encode())
-            old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
+            old, new = self.entries.path(job.id, job.state), self.entries.path(job.id, to)
             durable.write_beside(old, moved.to_json()).rename(new)
             durable.sync_dir(new.parent)
             old.unlink(missing_ok=True)
@@ -209,7 +252,7 @@ class Spool:
         changed = dataclasses.replace(job, state=to, revision=revision, **changes)
         yield changed
         if failed is not None:  # the failed change may have left a copy in a third directory
-            for path in [self._entry_path(job.id, state) for state in State if state is not to]:
+            for path in [self.entries.path(job.id, state) for state in State if state is not to]:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     durable.sync_dir(path.parent)
@@ -227,7 +270,7 @@ class Spool:
 
     def changed_at(self, job: Job) -> float:
         """Return when an entry last changed, in seconds since the epoch. Raises FileNotFoundError if it is gone."""
-        return self._entry_path(job.id, job.state).stat().st_mtime
+        return self.entries.path(job.id, job.state).stat().st_mtime
 
     def prune(self, *jobs: Job) -> None:
         """Prune finished jobs. The rename of an entry is the commit: a crash before it changes nothing. Afterwards
@@ -237,7 +280,7 @@ class Spool:
             assert job.state.is_final
             if job.id in self._begun:  # complete a failed change first: a copy of the entry may be in a third directory
                 self.annotate(job)
-            self._entry_path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
+            self.entries.path(job.id, job.state).rename(self.pruned_dir / f"{job.id}.{job.state}.json")
             if self._catalog is not None:
                 self._catalog.drop(job.id)
         for directory in [self.pruned_dir, *{self.state_dir(job.state) for job in jobs}]:
@@ -298,7 +341,7 @@ class Spool:
             path.unlink(missing_ok=True)
         self._catalog = None
         self._drop_pruned_copies()
-        self._catalog = Catalog(self._newest_copies())
+        self._catalog = Catalog(self.entries.recovered())
 
     def _drop_pruned_copies(self) -> None:
         """Remove entries of pruned jobs from the state directories: a power cut can leave both names of a rename."""
@@ -307,30 +350,6 @@ class Spool:
             for name in pruned.intersection(names_in(directory)):
                 (directory / name).unlink()
                 durable.sync_dir(directory)
-
-    def _newest_copies(self) -> Iterable[Job]:
-        """Return each job once; if an interrupted move left two copies, the older one is removed."""
-        newest: dict[int, Job] = {}
-        for state in State:
-            for job in self._entries_of(state):
-                other = newest.get(job.id)
-                newest[job.id] = job if other is None or job.revision > other.revision else other
-                if other is not None:
-                    older = other if newest[job.id] is job else job
-                    log.warning("job %d: dropped its older copy in %s", older.id, older.state)
-                    self._entry_path(older.id, older.state).unlink()
-                    durable.sync_dir(self.state_dir(older.state))
-        return newest.values()
-
-    def _entries_of(self, state: State) -> Iterator[Job]:
-        """Yield the jobs in a state's directory, removing temporary files of crashed writers."""
-        for name in names_in(self.state_dir(state)):
-            if name.startswith(".") and name.endswith(".tmp"):
-                (self.state_dir(state) / name).unlink(missing_ok=True)
-            elif name.endswith(".json") and name[:-5].isdecimal():
-                job = read_entry(self.state_dir(state) / name, state)
-                if job is not None:
-                    yield job
 
     def job_layout(self, job_id: int) -> JobLayout:
         return self._layout.job(job_id)
