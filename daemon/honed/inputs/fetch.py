@@ -33,7 +33,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,6 +133,127 @@ class Request:
 Tell = Callable[[dict[str, Any]], None]
 
 
+class Download:
+    """The download of a repository's files into blobs/: progress, retries, and the deadline."""
+
+    def __init__(self, request: Request, hub: Hub, blobs_dir: Path, tell: Tell) -> None:
+        self._request = request
+        self._hub = hub
+        self._blobs_dir = blobs_dir
+        self._tell = tell
+        self.progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
+        self._told_at = 0.0
+        self._backoff = Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC)
+
+    def blob(self, file: File) -> Path:
+        return self._blobs_dir / file.blob
+
+    def begin(self, files: Sequence[File]) -> None:
+        """Note which files there are, and how much of them is here."""
+        self.progress |= {"of": sum(file.num_bytes for file in files), "of_files": len(files)}
+        self.progress["bytes"] = sum(map(self.num_bytes_here, files))
+
+    def end_file(self) -> None:
+        """Note that one more file is complete and has its name."""
+        self.progress["files"] += 1
+
+    def num_bytes_here(self, file: File) -> int:
+        for path in (self.blob(file), self._part(file)):
+            with contextlib.suppress(OSError):
+                return min(path.stat().st_size, file.num_bytes)
+        return 0
+
+    def _part(self, file: File) -> Path:
+        return self._blobs_dir / f"{file.blob}.part"
+
+    def get(self, commit: str, file: File) -> None:
+        """Download a file completely into blobs/."""
+        blob, part = self.blob(file), self._part(file)
+        if blob.exists() and blob.stat().st_size == file.num_bytes:
+            return
+        durable.make_dir(blob.parent)
+        for _ in range(MAX_DAMAGED):
+            self.patiently(lambda: self._download(commit, file))
+            if _is_what_it_should_be(part, file):
+                with part.open("rb") as whole:
+                    os.fsync(whole.fileno())
+                part.rename(blob)
+                durable.sync_dir(blob.parent)
+                return
+            log.warning("%s: %s is not what its hash says, and is fetched again", self._hub.where, file.name)
+            part.unlink()
+            self.progress["bytes"] -= file.num_bytes
+        raise EnvironmentInvalidError(
+            f"{self._hub.where}: {file.name} is not what its hash says, {MAX_DAMAGED} times over",
+            hint="something between here and the hub changes it: a proxy, a mirror, the disk",
+        )
+
+    def _download(self, commit: str, file: File) -> None:
+        """Download the bytes that the part lacks."""
+        with self._part(file).open("ab", buffering=0) as out:
+            self._keep(out, min(out.tell(), file.num_bytes) if out.tell() <= file.num_bytes else 0)
+            done = out.tell()
+            if done == file.num_bytes:
+                return
+            with self._hub.open(commit, file.name, done) as response:
+                if response.status_code == 416:
+                    self._keep(out, 0)
+                    raise TransientError(f"{file.name}: the hub has nothing from byte {done} on")
+                if done and response.status_code != 206:
+                    self._keep(out, 0)  # the hub sends the file from its beginning
+                for chunk in response.iter_bytes():
+                    _write(out.fileno(), chunk)
+                    self._backoff.reset()
+                    self.progress["bytes"] += len(chunk)
+                    self.say(problem=None)
+                    self._check_deadline()
+                    if out.tell() > file.num_bytes:  # it might continue until the disk is full
+                        break
+            got = out.tell()
+            if got > file.num_bytes:  # the hash check will fail; a retry here could repeat for ever
+                self.progress["bytes"] -= got - file.num_bytes
+            elif got < file.num_bytes:
+                raise TransientError(f"{file.name}: {got} bytes came, of {file.num_bytes}")
+
+    def _keep(self, out: Any, num_bytes: int) -> None:
+        """Truncate a part to its first bytes."""
+        self.progress["bytes"] -= out.tell() - num_bytes
+        out.truncate(num_bytes)
+        out.seek(0, os.SEEK_END)
+
+    def patiently(self, step: Callable[[], T]) -> T:
+        """Retry a step while the hub does not answer, with growing delays, until the deadline."""
+        while True:
+            self._check_deadline()
+            try:
+                done = step()
+            except TransientError as error:
+                if str(error) != self.progress["problem"]:
+                    log.warning("%s: %s; tried again until the fetch's time is over", self._hub.where, error)
+                self.say(problem=str(error), at_once=True)
+                time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - boot_time())))
+            else:
+                self.progress["problem"] = None
+                return done
+
+    def _check_deadline(self) -> None:
+        if boot_time() < self._request.deadline:
+            return
+        problem = f": {self.progress['problem']}" if self.progress["problem"] else ""
+        raise EnvironmentInvalidError(
+            f"{self._request.wanted.key}: {self._hub.where} could not be fetched in the time that there was "
+            f"(hub.fetch_timeout_sec){problem}",
+            hint="can this machine reach the hub? drop the job again: what was fetched is kept",
+        )
+
+    def say(self, *, at_once: bool = False, **changes: Any) -> None:
+        self.progress |= changes
+        now = time.monotonic()
+        if at_once or now - self._told_at >= PROGRESS_INTERVAL_SEC:
+            self._told_at = now
+            self._tell(dict(self.progress))
+
+
 class Fetch:
     """The fetch of one model or data set into the cache."""
 
@@ -141,16 +262,13 @@ class Fetch:
         self._cache_dir = cache_dir
         self._wanted = request.wanted
         self._hub = Hub(self._wanted, token)
-        self._tell = tell
         self._dir = snapshot.repository_dir(cache_dir, request.repo_id, request.repo_type)
-        self._progress: dict[str, Any] = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
-        self._told_at = 0.0
-        self._backoff = Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC)
+        self._download = Download(request, self._hub, self._dir / "blobs", tell)
 
     def run(self) -> Path:
         """Fetch everything. Returns the snapshot's complete directory. Raises HonedError."""
         with self._turn():
-            listing = self._patiently(self._hub.list)
+            listing = self._download.patiently(self._hub.list)
             files = self._choose(listing) if self._wanted.repo_type == snapshot.MODEL else self._choose_data(listing)
             path = snapshot.snapshot_dir(self._cache_dir, self._wanted.repo_id, listing.commit, self._wanted.repo_type)
             self._check_disk(files)
@@ -163,18 +281,17 @@ class Fetch:
                 self._wanted.part,
             )
             snapshot.write(self._cache_dir, record)
-            self._progress |= {"of": sum(file.num_bytes for file in files), "of_files": len(files)}
-            self._progress["bytes"] = sum(self._num_bytes_here(file) for file in files)
+            self._download.begin(files)
             for file in files:
-                self._say(file=file.name)
-                self._get(listing.commit, file)
-                _link(self._dir / "blobs" / file.blob, path / file.name)
-                self._progress["files"] += 1
+                self._download.say(file=file.name)
+                self._download.get(listing.commit, file)
+                _link(self._download.blob(file), path / file.name)
+                self._download.end_file()
             if self._request.revision != listing.commit:
                 ref = self._dir / "refs" / self._request.revision
                 durable.make_dir(ref.parent)
                 durable.write(ref, listing.commit.encode())
-            self._say(file=None, at_once=True)
+            self._download.say(file=None, at_once=True)
         return path
 
     # -- what there is, and what is taken -----------------------------------------------------------------------------
@@ -204,8 +321,8 @@ class Fetch:
         if hubdata.CARD in listing.files:
             file = self._known(listing, hubdata.CARD)
             if file.num_bytes <= hubdata.MAX_CARD_BYTES:
-                self._get(listing.commit, file)
-                first, card = [file], (self._dir / "blobs" / file.blob).read_bytes()
+                self._download.get(listing.commit, file)
+                first, card = [file], (self._download.blob(file)).read_bytes()
         names = hubdata.choose(listing.files, card, self._wanted)
         return [*first, *(self._known(listing, name) for name in names)]
 
@@ -237,9 +354,9 @@ class Fetch:
 
     def _shards(self, listing: Listing, index: str) -> list[str]:
         file = self._known(listing, index)
-        self._get(listing.commit, file)
+        self._download.get(listing.commit, file)
         try:
-            weight_map = json.loads((self._dir / "blobs" / file.blob).read_bytes())["weight_map"]
+            weight_map = json.loads((self._download.blob(file)).read_bytes())["weight_map"]
             shards = sorted(set(weight_map.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
@@ -257,13 +374,13 @@ class Fetch:
         """Return a file with its size and hash; a mirror may give them only at the file's own address."""
         file = listing.files[name]
         if not file.blob or file.num_bytes < 0:
-            file = self._patiently(lambda: self._hub.ask(listing.commit, name))
+            file = self._download.patiently(lambda: self._hub.ask(listing.commit, name))
         if not re.fullmatch(r"\w[\w-]{5,127}", file.blob):
             raise EnvironmentInvalidError(f"{self._hub.where}: the hub gives {file.blob!r} as the ETag of {name}")
         return file
 
     def _check_disk(self, files: list[File]) -> None:
-        num_bytes = sum(max(0, file.num_bytes - self._num_bytes_here(file)) for file in files)
+        num_bytes = sum(max(0, file.num_bytes - self._download.num_bytes_here(file)) for file in files)
         durable.make_dir(self._cache_dir)
         free = shutil.disk_usage(self._cache_dir).free
         if num_bytes and num_bytes + MIN_FREE_BYTES > free:
@@ -272,119 +389,19 @@ class Fetch:
                 hint="free some, or put the cache on a larger disk",
             )
 
-    def _num_bytes_here(self, file: File) -> int:
-        for path in (self._dir / "blobs" / file.blob, self._part(file)):
-            with contextlib.suppress(OSError):
-                return min(path.stat().st_size, file.num_bytes)
-        return 0
-
-    def _part(self, file: File) -> Path:
-        return self._dir / "blobs" / f"{file.blob}.part"
-
-    # -- one file -----------------------------------------------------------------------------------------------------
-
-    def _get(self, commit: str, file: File) -> None:
-        """Download a file completely into blobs/."""
-        blob, part = self._dir / "blobs" / file.blob, self._part(file)
-        if blob.exists() and blob.stat().st_size == file.num_bytes:
-            return
-        durable.make_dir(blob.parent)
-        for _ in range(MAX_DAMAGED):
-            self._patiently(lambda: self._download(commit, file))
-            if _is_what_it_should_be(part, file):
-                with part.open("rb") as whole:
-                    os.fsync(whole.fileno())
-                part.rename(blob)
-                durable.sync_dir(blob.parent)
-                return
-            log.warning("%s: %s is not what its hash says, and is fetched again", self._hub.where, file.name)
-            part.unlink()
-            self._progress["bytes"] -= file.num_bytes
-        raise EnvironmentInvalidError(
-            f"{self._hub.where}: {file.name} is not what its hash says, {MAX_DAMAGED} times over",
-            hint="something between here and the hub changes it: a proxy, a mirror, the disk",
-        )
-
-    def _download(self, commit: str, file: File) -> None:
-        """Download the bytes that the part lacks."""
-        with self._part(file).open("ab", buffering=0) as out:
-            self._keep(out, min(out.tell(), file.num_bytes) if out.tell() <= file.num_bytes else 0)
-            done = out.tell()
-            if done == file.num_bytes:
-                return
-            with self._hub.open(commit, file.name, done) as response:
-                if response.status_code == 416:
-                    self._keep(out, 0)
-                    raise TransientError(f"{file.name}: the hub has nothing from byte {done} on")
-                if done and response.status_code != 206:
-                    self._keep(out, 0)  # the hub sends the file from its beginning
-                for chunk in response.iter_bytes():
-                    _write(out.fileno(), chunk)
-                    self._backoff.reset()
-                    self._progress["bytes"] += len(chunk)
-                    self._say(problem=None)
-                    self._check_deadline()
-                    if out.tell() > file.num_bytes:  # it might continue until the disk is full
-                        break
-            got = out.tell()
-            if got > file.num_bytes:  # the hash check will fail; a retry here could repeat for ever
-                self._progress["bytes"] -= got - file.num_bytes
-            elif got < file.num_bytes:
-                raise TransientError(f"{file.name}: {got} bytes came, of {file.num_bytes}")
-
-    def _keep(self, out: Any, num_bytes: int) -> None:
-        """Truncate a part to its first bytes."""
-        self._progress["bytes"] -= out.tell() - num_bytes
-        out.truncate(num_bytes)
-        out.seek(0, os.SEEK_END)
-
-    # -- patience -----------------------------------------------------------------------------------------------------
-
-    def _patiently(self, step: Callable[[], T]) -> T:
-        """Retry a step while the hub does not answer, with growing delays, until the deadline."""
-        while True:
-            self._check_deadline()
-            try:
-                done = step()
-            except TransientError as error:
-                if str(error) != self._progress["problem"]:
-                    log.warning("%s: %s; tried again until the fetch's time is over", self._hub.where, error)
-                self._say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._backoff.next_sec(), self._request.deadline - boot_time())))
-            else:
-                self._progress["problem"] = None
-                return done
-
-    def _check_deadline(self) -> None:
-        if boot_time() < self._request.deadline:
-            return
-        problem = f": {self._progress['problem']}" if self._progress["problem"] else ""
-        raise EnvironmentInvalidError(
-            f"{self._wanted.key}: {self._hub.where} could not be fetched in the time that there was "
-            f"(hub.fetch_timeout_sec){problem}",
-            hint="can this machine reach the hub? drop the job again: what was fetched is kept",
-        )
-
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Allow one fetch of a repository at a time."""
         directory = snapshot.record_dir(self._cache_dir, self._wanted.repo_id, self._wanted.repo_type)
         durable.make_dir(directory)
         with (directory / "lock").open("ab") as lock:
-            self._patiently(lambda: _lock(lock.fileno(), self._wanted.what))
+            self._download.patiently(lambda: _lock(lock.fileno(), self._wanted.what))
             yield
-
-    def _say(self, *, at_once: bool = False, **changes: Any) -> None:
-        self._progress |= changes
-        now = time.monotonic()
-        if at_once or now - self._told_at >= PROGRESS_INTERVAL_SEC:
-            self._told_at = now
-            self._tell(dict(self._progress))
 
     def from_os(self, error: OSError) -> HonedError:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return DiskShortError(
-                f"{self._cache_dir}: the disk is full, {gib(self._progress['bytes'])} into {self._hub.where}",
+                f"{self._cache_dir}: the disk is full, {gib(self._download.progress['bytes'])} into {self._hub.where}",
                 hint="free some, and drop the job again: what was fetched is kept",
             )
         return EnvironmentInvalidError(
