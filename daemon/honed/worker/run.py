@@ -256,7 +256,7 @@ class _Story:
                     stop=stop,
                     progress=progress,
                     predict=exam.predict,
-                    guard=exam.watch,
+                    guard=exam.guard.watch if exam.guard is not None else None,
                     sample_frequency=spec.predictions.sample_frequency,
                     save_interval_sec=spec.save_interval_sec,
                 ),
@@ -303,7 +303,7 @@ class _Story:
             self.step = max(self.step, trainer.state.global_step)
             self.metrics |= _metrics(trainer.state, progress) | figures
             self.memory = memory.trained(trainer.model)
-        regression = exam.regression(figures)
+        regression = exam.guard.regression(figures) if exam.guard is not None else None
 
         if job.is_trial:
             return  # only the events of a trial are needed

@@ -24,7 +24,7 @@ class RunCallback(TrainerCallback):
     """Reports to the daemon. Predictions precede an evaluation's report, so that one cut short is not half reported.
 
     `predict` receives the model, the trainer's state, and True if the round may be skipped; it returns the scores.
-    `guard` returns True if training is to end.
+    `guard` returns True if training is to end; None without one.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RunCallback(TrainerCallback):
         stop: Stop,
         progress: Progress,
         predict: Callable[[Any, Any, bool], dict[str, float]],
-        guard: Callable[[Any, Any], bool],
+        guard: Callable[[Any, Any], bool] | None,
         sample_frequency: str | int,
         save_interval_sec: float | None,
         clock: Callable[[], float] = time.monotonic,
@@ -116,7 +116,7 @@ class RunCallback(TrainerCallback):
             scores = self._predict(model, state, True)
             if metrics is not None:  # the trainer, and early stopping after this callback, choose the best by them
                 metrics.update({f"eval_{PREFIX}{name}": value for name, value in scores.items()})
-        is_lost = self._guard(model, state)
+        is_lost = self._guard is not None and self._guard(model, state)
         epoch = figures.pop("epoch", state.epoch) or 0.0
         self._events.emit("evaluation", step=state.global_step, epoch=epoch, metrics=figures)
         if is_lost:

@@ -1,4 +1,4 @@
-"""Examination of the model during a run: rounds of predictions with their scores, the guard, and the final remark."""
+"""Examination of the model during a run: rounds of predictions with their scores, and the final remark."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from honed.job import learning, trial
 from honed.job.event import EventWriter
 from honed.spec import metric_names
 from honed.spec.spec import JobSpec
-from honed.system.error import BY_CODE, DatasetError, HonedError, RegressedError
 from honed.text.chat import ChatFormat
 from honed.worker.assignment import Assignment
 from honed.worker.rows import thumbnail
 from honed.worker.train import prediction
 from honed.worker.train.budget import Budget
 from honed.worker.train.checkpoint import Progress
-from honed.worker.train.prediction import Answers, Predictor, Question
+from honed.worker.train.guard import Guard, Scorer
+from honed.worker.train.prediction import Predictor, Question
 
 #: Share by which eval_loss may end above its start without a warning.
 LOSS_TOLERANCE = 0.01
@@ -53,12 +53,12 @@ class Examiner:
         if job.is_trial:
             examples = examples[: trial.NUM_ROWS]  # the others repeat these rows
         self._questions: list[Question] = []
-        self._guarded: list[Question] = []
-        if (guard := job.spec.guard) is not None:
-            chosen = prediction.choose(examples, chat, num_samples=guard.num_samples, seed=job.seed)
-            self._guarded = [question for question in chosen if question.ground_truth.strip()]
-            if not self._guarded:
-                raise DatasetError("guard: no held-out row has an answer to compare with", hint="leave the guard out")
+        self._scorer = Scorer(log)
+        self.guard: Guard | None = None
+        if (spec := job.spec.guard) is not None:
+            chosen = prediction.choose(examples, chat, num_samples=spec.num_samples, seed=job.seed)
+            questions = [question for question in chosen if question.ground_truth.strip()]
+            self.guard = Guard(spec, questions, predictor, self._scorer, progress=progress, events=events, log=log)
         if job.spec.predictions.sample_frequency == "off":
             pass
         elif job.spec.predictions.prompts:
@@ -76,24 +76,20 @@ class Examiner:
         self.budget = Budget(None if chooser else job.spec.predictions.max_share, progress)
         # Of all attempts up to the checkpoint, by step: no round is made twice.
         self._scores = {int(step): scores for step, scores in progress.scores.items()}
-        self._measured = {int(step): value for step, value in progress.guarded.items()}
-        self._unmeasured: HonedError | None = None  #: why the guard's last measurement has no result
-        self._told: set[str] = set()
         self._needs_scores = chooser is not None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt of text alone; a processor makes the others."""
-        return max((len(question.input_ids) for question in [*self._questions, *self._guarded]), default=0)
+        guarded = self.guard.questions if self.guard is not None else []
+        return max((len(question.input_ids) for question in [*self._questions, *guarded]), default=0)
 
     def begin(self, model: Any, state: Any) -> None:
         """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
         thumbnail.tell(self._questions, self._events)
         self._progress.figures_before |= self.predict(model, state)
-        if self._guarded:
-            self._progress.guard_before = self._measure(model, 0, 0.0)
-        if self._unmeasured is not None:
-            raise self._unmeasured
+        if self.guard is not None:
+            self.guard.begin(model)
 
     def predict(self, model: Any, state: Any, may_wait: bool = False) -> dict[str, float]:
         """Make a round at this step, and return its scores.
@@ -120,7 +116,7 @@ class Examiner:
             for n, (question, text) in enumerate(zip(self._questions, answers.texts, strict=True))
             if text is not None
         ]
-        scores = self._score(answers.texts, self._questions, self._metrics)
+        scores = self._scorer.score(answers.texts, self._questions, self._metrics)
         self._events.emit(
             "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
         )
@@ -132,80 +128,6 @@ class Examiner:
         self._scores[step] = self._progress.scores[str(step)] = scores
         self._progress.predicted_step = step
         return scores
-
-    def _score(
-        self, texts: list[str | None], questions: list[Question], metrics: list[score.Metric]
-    ) -> dict[str, float]:
-        found = score.score(texts, [question.ground_truth for question in questions], metrics)
-        for fault in set(found.faults) - self._told:
-            self._told.add(fault)
-            self._log("warning", fault)
-        return found.figures
-
-    # --- the guard --------------------------------------------------------------------------------------------------
-
-    def watch(self, model: Any, state: Any) -> bool:
-        """Measure at an evaluation, and tell whether the guard ends the training."""
-        guard, before = self._spec.guard, self._progress.guard_before
-        if guard is None or guard.patience is None or before is None or state.global_step == 0:
-            return False
-        value = self._measure(model, state.global_step, state.epoch or 0.0)
-        if value is None:
-            return False  # this evaluation neither counts nor ends a series
-        self._progress.num_below = self._progress.num_below + 1 if before - value > guard.max_drop else 0
-        if self._progress.num_below < guard.patience:
-            return False
-        self._log(
-            "warning",
-            f"{guard.metric} was below {before - guard.max_drop:.3f} at {self._progress.num_below} evaluations in a"
-            f" row: training ends at step {state.global_step}",
-        )
-        return True
-
-    def _measure(self, model: Any, step: int, epoch: float) -> float | None:
-        """Return the guard's metric; None where too many answers failed, with the reason in `_unmeasured`."""
-        guard = self._spec.guard
-        assert guard is not None
-        answers = self._predictor.ask(model, self._guarded)
-        scores = self._score(answers.texts, self._guarded, [score.find(guard.metric)])
-        before = self._progress.guard_before
-        line = None if before is None else before - guard.max_drop
-        self._events.emit(
-            "guard",
-            step=step,
-            epoch=float(epoch),
-            metric=guard.metric,
-            line=line,
-            num_failed=answers.num_failed,
-            scores=scores,
-        )
-        num_asked, num_failed = len(answers.texts), answers.num_failed
-        if guard.metric not in scores:
-            self._log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")
-            self._unmeasured = self._why(answers, step)
-            return None
-        self._unmeasured = None
-        if num_failed:
-            self._log(
-                "warning",
-                f"step {step}: {num_failed} of the guard's {num_asked} answers failed: its {guard.metric} is that of "
-                f"the other {num_asked - num_failed}",
-            )
-        self._measured[step] = self._progress.guarded[str(step)] = scores[guard.metric]
-        return scores[guard.metric]
-
-    def _why(self, answers: Answers, step: int) -> HonedError:
-        assert self._spec.guard is not None
-        assert answers.fault is not None
-        fault = answers.fault
-        end = (
-            "; the output lies beside its place, as *.regressed; honectl requeue measures it once more" if step else ""
-        )
-        return BY_CODE[fault.code](
-            f"guard: {self._spec.guard.metric} cannot be told {'after' if step else 'before'} training: "
-            f"{answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault.said}",
-            hint=f"{fault.hint or 'mend what failed'}, or leave the guard out{end}",
-        )
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -221,12 +143,8 @@ class Examiner:
         else:
             scores = self._scores.get(step, {})
         figures |= {f"{metric_names.PREFIX}{name}": value for name, value in scores.items()}
-        if self._guarded:
-            value = self._measured[step] if step in self._measured else self._measure(model, step, epoch)
-            if value is not None:
-                figures["guard_after"] = value
-            if self._progress.guard_before is not None:
-                figures["guard_before"] = self._progress.guard_before
+        if self.guard is not None:
+            figures |= self.guard.end(model, step, epoch)
         losses = [
             entry["eval_loss"] for entry in state.log_history if entry.get("step") == step and "eval_loss" in entry
         ]
@@ -239,7 +157,7 @@ class Examiner:
 
         Return an empty string if there is no remark.
         """
-        if worse := self._worse(figures) if self._spec.guard is None else []:
+        if worse := self._worse(figures) if self.guard is None else []:
             self._events.emit("worse", found=worse)
             said = f"worse than it began: {', '.join(worse)}"
             self._log("warning", f"the model ended {said}; with a guard: this would be no success")
@@ -257,23 +175,6 @@ class Examiner:
         if said := learning.remark(told, before, after, is_ordered=is_ordered):
             self._log("warning", f"{said}; look at the learning rate, the trained tokens and the predictions")
         return said
-
-    def regression(self, figures: dict[str, float]) -> HonedError | None:
-        """Return the guard's error for the final metrics, or the error that kept it from measuring; else None."""
-        guard, before = self._spec.guard, self._progress.guard_before
-        if guard is None:
-            return None
-        if before is None:
-            self._log("warning", "the guard has no figure from before training to compare with")
-            return None
-        if (after := figures.get("guard_after")) is None:
-            return self._unmeasured
-        if before - after <= guard.max_drop:
-            return None
-        return RegressedError(
-            f"{guard.metric} fell from {before:.3f} to {after:.3f}, by more than {guard.max_drop:g}",
-            hint="the output lies beside its place, as *.regressed; look at the predictions, the masks and the data",
-        )
 
     def _worse(self, figures: dict[str, float]) -> list[str]:
         """Describe scores that fell by more than one answer, which chance may do, and an evaluation loss that rose."""

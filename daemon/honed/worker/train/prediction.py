@@ -11,7 +11,7 @@ import contextlib
 import random
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,74 +79,24 @@ def from_prompts(prompts: Sequence[str], chat: ChatFormat) -> list[Question]:
     return questions
 
 
-class Predictor:
-    """Generation of answers. The first failure is reported through `warn`, with the dtypes involved."""
+class Computing:
+    """The dtypes in which predictions compute, and their autocast."""
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        precision: Precision,
-        *,
-        max_new_tokens: int,
-        stop: Stop,
-        warn: Callable[[str], None],
-        processor: Processor | None = None,
-        sample: SampleSpec | None = None,
-        matches_autocast: bool = False,
-        batch_size: int | None = None,
-        has_ladder: bool = False,
-        settings: Literal["greedy", "base"] = "greedy",
-    ) -> None:
-        #: True if the base model's own generation settings apply.
-        self._is_bases = settings == "base"
-        self._batch_size = batch_size
-        #: True if the next attempt takes smaller batches where memory runs out in one.
-        self._has_ladder = has_ladder
-        self._processor = processor
-        self._sample = sample
+    def __init__(self, precision: Precision, *, matches_autocast: bool) -> None:
+        self.precision = precision
+        self.dtype = cast.computed_dtype(precision)
         #: The dtype of the trainer's autocast, and below the same if predictions use that autocast.
         self._trainers_dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else None
         # FlashAttention takes no float32: weights that are trained in it need autocast, here as in training.
         is_wide_flash = precision.attn_implementation == "flash_attention_2" and precision.load_dtype == "float32"
         self._matched_dtype = self._trainers_dtype if matches_autocast or is_wide_flash else None
-        self._input_dtypes: dict[str, str] = {}
-        self._precision = precision
-        self._dtype = cast.computed_dtype(precision)
-        #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
-        self.optimizer: Callable[[], Any] = lambda: None
-        self._tokenizer = chat.tokenizer
-        self._stop_ids = chat.stop_token_ids
-        self._max_new_tokens = max_new_tokens
-        self._stop = stop
-        self._warn = warn
-        self._has_warned = False
-        self._fault: HonedError | None = None
-        self._has_told_cut = False
 
-    def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
-        """Answer every question, with None for an answer that failed.
+    @property
+    def may_match(self) -> bool:
+        """True if training has an autocast that predictions do not use."""
+        return self._trainers_dtype is not None and self._matched_dtype is None
 
-        Raises InterruptedRunError between batches once asked to stop, and the out-of-memory error of a batch of several
-        where the job's ladder continues from there.
-        """
-        import torch
-
-        texts: list[str | None] = []
-        self._fault = None
-        self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
-        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
-        saved = cast.as_saved(model, self._precision, self.optimizer())
-        with self._stop.phase("predict"), undisturbed(model), torch.no_grad(), saved, self._autocast(model), settled:
-            has_media = any(question.media for question in questions)
-            size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
-            for start in range(0, len(questions), size):
-                self._stop.check()
-                if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
-                    torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
-                texts += self._ask_batch(model, questions[start : start + size])
-        return Answers(texts, self._fault)
-
-    def _autocast(self, model: Any) -> Any:
+    def autocast(self, model: Any) -> Any:
         """Return the autocast for generation: off, or the trainer's if the job says match or FlashAttention needs it.
 
         It is on, as in training, where whole modules or biases are trained in float32 beside a half-precision base.
@@ -157,56 +107,36 @@ class Predictor:
 
         if self._matched_dtype is not None:
             return torch.autocast(model.device.type, dtype=getattr(torch, self._matched_dtype))
-        takes_half = self._precision.attn_implementation == "flash_attention_2"
-        if takes_half and self._dtype not in HALF and self._trainers_dtype is not None:
+        takes_half = self.precision.attn_implementation == "flash_attention_2"
+        if takes_half and self.dtype not in HALF and self._trainers_dtype is not None:
             return torch.autocast(model.device.type, dtype=getattr(torch, self._trainers_dtype))
-        dtype = getattr(torch, self._dtype)
+        dtype = getattr(torch, self.dtype)
         is_mixed = any(
             parameter.requires_grad and parameter.dtype != dtype and "lora_" not in name
             for name, parameter in model.named_parameters()
         )
         return torch.autocast(model.device.type, dtype=dtype if is_mixed else None, enabled=is_mixed)
 
-    def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
-        try:
-            return self._generate(model, questions)
-        except Exception as error:  # whatever it is, it must not cost the run
-            # Single questions would work, too, but only after the same batch has failed in each round of the run.
-            if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
-                raise
-            self._tell(model, error)
-            if len(questions) == 1:
-                self._fault = self._fault or self._without_frames(error)
-                return [None]
-        return [answer for question in questions for answer in self._ask_batch(model, [question])]
 
-    def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
-        from transformers import GenerationConfig
+class Batches:
+    """Questions as batches for the model, padded on the left. A prompt that is cut is reported once."""
 
-        pad_id = self._tokenizer.pad_token_id
-        inputs = self._inputs(model, questions)
-        self._input_dtypes = {name: str(value.dtype) for name, value in inputs.items() if hasattr(value, "dtype")}
-        width = inputs["input_ids"].shape[1]
-        config = GenerationConfig(
-            max_new_tokens=self._max_new_tokens,
-            **self._drawing(),
-            use_cache=True,
-            pad_token_id=pad_id,
-            bos_token_id=self._tokenizer.bos_token_id,
-            eos_token_id=self._stop_ids or None,
-        )
-        if generation.stop_strings(model):  # generate searches for them in the text
-            inputs["tokenizer"] = self._tokenizer
-        output = model.generate(**inputs, generation_config=config)
-        return [self._decode(row) for row in output[:, width:].tolist()]
+    def __init__(
+        self,
+        chat: ChatFormat,
+        dtype: str,
+        max_new_tokens: int,
+        processor: Processor | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._tokenizer = chat.tokenizer
+        self._dtype = dtype
+        self._max_new_tokens = max_new_tokens
+        self._processor = processor
+        self._warn = warn
+        self._has_told_cut = False
 
-    def _drawing(self) -> dict[str, Any]:
-        if (sample := self._sample) is None:
-            return {} if self._is_bases else {"do_sample": False, "num_beams": 1}
-        # transformers would take the 50 likeliest tokens alone.
-        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0, "num_beams": 1}
-
-    def _inputs(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
+    def of(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
         """Return the questions as one batch, padded on the left, on the model's device."""
         import torch
 
@@ -243,10 +173,6 @@ class Predictor:
         )
         return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
-    def _decode(self, ids: list[int]) -> str:
-        end = next((n for n, token in enumerate(ids) if token in self._stop_ids), len(ids))
-        return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
-
     def _tell_cut(self, questions: Sequence[Question], room: int) -> None:
         longest = max((len(question.input_ids) for question in questions), default=0)
         if longest > room and not self._has_told_cut:
@@ -256,7 +182,32 @@ class Predictor:
                 f"{self._max_new_tokens} tokens the model has positions for {room}"
             )
 
-    def _tell(self, model: Any, error: Exception) -> None:
+
+def _room(model: Any, max_new_tokens: int) -> int:
+    """Return the number of tokens that a prompt may have: in some families positions are learned, and limited."""
+    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 20
+    return max(int(limit) - max_new_tokens, 1)
+
+
+class Faults:
+    """Failures of predictions: the first of all is reported, the first of each round is kept."""
+
+    def __init__(self, warn: Callable[[str], None], *, may_match: bool) -> None:
+        self._warn = warn
+        self._may_match = may_match
+        self._has_warned = False
+        self._input_dtypes: dict[str, str] = {}  # of the last batch, by name
+        self.first: HonedError | None = None  #: of this round
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self.first = None
+
+    def note(self, inputs: Mapping[str, Any]) -> None:
+        """Note the dtypes of a batch that is about to be answered."""
+        self._input_dtypes = {name: str(value.dtype) for name, value in inputs.items() if hasattr(value, "dtype")}
+
+    def tell(self, model: Any, error: Exception) -> None:
         import torch
 
         if self._has_warned:
@@ -272,6 +223,10 @@ class Predictor:
             f"{inputs}; autocast {'on' if autocast else 'off'}): {self._remedy(error)}"
         )
 
+    def keep(self, error: Exception) -> None:
+        """Keep the first failure of a round."""
+        self.first = self.first or self._without_frames(error)
+
     def _without_frames(self, error: Exception) -> HonedError:
         """Return the error without its traceback, which holds on to tensors."""
         if isinstance(error, HonedError):
@@ -284,7 +239,7 @@ class Predictor:
             return error.hint
         if is_out_of_memory(error):
             return "a smaller predictions.batch_size or predictions.max_new_tokens needs less memory"
-        if _DTYPES.search(str(error)) and self._trainers_dtype is not None and self._matched_dtype is None:
+        if _DTYPES.search(str(error)) and self._may_match:
             return "`predictions: {autocast: match}` gives predictions the autocast that training has"
         return "its traceback is in worker.log (honectl logs --raw)"
 
@@ -293,10 +248,106 @@ class Predictor:
 _DTYPES = re.compile(r"dtype|scalar ?type|BFloat16|Half", re.IGNORECASE)
 
 
-def _room(model: Any, max_new_tokens: int) -> int:
-    """Return the number of tokens that a prompt may have: in some families positions are learned, and limited."""
-    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 20
-    return max(int(limit) - max_new_tokens, 1)
+class Predictor:
+    """Generation of answers. The first failure is reported through `warn`, with the dtypes involved."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        precision: Precision,
+        *,
+        max_new_tokens: int,
+        stop: Stop,
+        warn: Callable[[str], None],
+        processor: Processor | None = None,
+        sample: SampleSpec | None = None,
+        matches_autocast: bool = False,
+        batch_size: int | None = None,
+        has_ladder: bool = False,
+        settings: Literal["greedy", "base"] = "greedy",
+    ) -> None:
+        #: True if the base model's own generation settings apply.
+        self._is_bases = settings == "base"
+        self._batch_size = batch_size
+        #: True if the next attempt takes smaller batches where memory runs out in one.
+        self._has_ladder = has_ladder
+        self._sample = sample
+        self._computing = Computing(precision, matches_autocast=matches_autocast)
+        self._batches = Batches(chat, self._computing.dtype, max_new_tokens, processor, warn)
+        self._faults = Faults(warn, may_match=self._computing.may_match)
+        #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
+        self.optimizer: Callable[[], Any] = lambda: None
+        self._tokenizer = chat.tokenizer
+        self._stop_ids = chat.stop_token_ids
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+
+    def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
+        """Answer every question, with None for an answer that failed.
+
+        Raises InterruptedRunError between batches once asked to stop, and the out-of-memory error of a batch of several
+        where the job's ladder continues from there.
+        """
+        import torch
+
+        texts: list[str | None] = []
+        self._faults.begin()
+        self._stop_ids = list(dict.fromkeys([*self._stop_ids, *generation.end_ids(model)]))
+        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
+        computing, calm = self._computing, undisturbed(model)
+        saved = cast.as_saved(model, computing.precision, self.optimizer())
+        with self._stop.phase("predict"), calm, torch.no_grad(), saved, computing.autocast(model), settled:
+            has_media = any(question.media for question in questions)
+            size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
+            for start in range(0, len(questions), size):
+                self._stop.check()
+                if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
+                    torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
+                texts += self._ask_batch(model, questions[start : start + size])
+        return Answers(texts, self._faults.first)
+
+    def _ask_batch(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
+        try:
+            return self._generate(model, questions)
+        except Exception as error:  # whatever it is, it must not cost the run
+            # Single questions would work, too, but only after the same batch has failed in each round of the run.
+            if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
+                raise
+            self._faults.tell(model, error)
+            if len(questions) == 1:
+                self._faults.keep(error)
+                return [None]
+        return [answer for question in questions for answer in self._ask_batch(model, [question])]
+
+    def _generate(self, model: Any, questions: Sequence[Question]) -> list[str | None]:
+        from transformers import GenerationConfig
+
+        pad_id = self._tokenizer.pad_token_id
+        inputs = self._batches.of(model, questions)
+        self._faults.note(inputs)
+        width = inputs["input_ids"].shape[1]
+        config = GenerationConfig(
+            max_new_tokens=self._max_new_tokens,
+            **self._drawing(),
+            use_cache=True,
+            pad_token_id=pad_id,
+            bos_token_id=self._tokenizer.bos_token_id,
+            eos_token_id=self._stop_ids or None,
+        )
+        if generation.stop_strings(model):  # generate searches for them in the text
+            inputs["tokenizer"] = self._tokenizer
+        output = model.generate(**inputs, generation_config=config)
+        return [self._decode(row) for row in output[:, width:].tolist()]
+
+    def _drawing(self) -> dict[str, Any]:
+        if (sample := self._sample) is None:
+            return {} if self._is_bases else {"do_sample": False, "num_beams": 1}
+        # transformers would take the 50 likeliest tokens alone.
+        return {"do_sample": True, "temperature": sample.temperature, "top_p": sample.top_p, "top_k": 0, "num_beams": 1}
+
+    def _decode(self, ids: list[int]) -> str:
+        end = next((n for n, token in enumerate(ids) if token in self._stop_ids), len(ids))
+        return str(self._tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,70 @@ def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
     return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
 
+class TimeLimit:
+    """The time that a job may train, over all of its attempts."""
+
+    def __init__(self, seconds: float | None, elapsed_before: float) -> None:
+        self._seconds = seconds
+        self._elapsed_before = elapsed_before
+        self._started_at = time.monotonic()
+
+    def elapsed_sec(self) -> float:
+        return self._elapsed_before + time.monotonic() - self._started_at
+
+    @property
+    def is_reached(self) -> bool:
+        return self._seconds is not None and self.elapsed_sec() > self._seconds
+
+    def error(self, step: int) -> TimeLimitError:
+        return TimeLimitError(
+            f"time limit of {self._seconds:g} s reached at step {step}",
+            hint="its checkpoint is kept; drop the job again with a higher time_limit_sec",
+        )
+
+
+class _Before:
+    """The values that SFTTrainer, or Unsloth's, changes while it is built."""
+
+    def __init__(self, model: Any, args: SFTConfig) -> None:
+        self._adapters = {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
+        self._arguments = {name: getattr(args, name) for name in _PUT_BACK}
+
+    def put_back(self, trainer: Any) -> list[str]:
+        """Restore arguments. Return what was done."""
+        changed = {
+            name: found for name, value in self._arguments.items() if (found := getattr(trainer.args, name)) != value
+        }
+        for name in changed:
+            setattr(trainer.args, name, self._arguments[name])
+        if changed.keys() & {"bf16_full_eval", "fp16_full_eval"} and not trainer.is_model_parallel:
+            trainer._move_model_to_device(trainer.model, trainer.args.device)  # it was postponed under these flags
+        return [
+            f"the trainer had set {name} to {found}, now {self._arguments[name]}" for name, found in changed.items()
+        ]
+
+    def restore(self, model: Any) -> list[str]:
+        """Restore the values of adapters. Return what was done.
+
+        SFTTrainer casts a quantized model's adapters to bfloat16, whatever is planned; casting back would leave them
+        rounded.
+        """
+        num_cast = 0
+        for name, parameter in model.named_parameters():
+            if name in self._adapters and parameter.dtype != self._adapters[name].dtype:
+                parameter.data = self._adapters[name].to(parameter.device)
+                num_cast += 1
+        return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype: put back"] if num_cast else []
+
+
+def _changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
+    """Yield a warning for each key of the job that the backend changes: its own log mentions them at most."""
+    for name, asked in assignment.spec.training.as_kwargs().items():
+        found = getattr(args, name)
+        if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
+            yield f"training.{name}: the job says {asked}, but {assignment.backend} makes it {found}"
+
+
 class Trainer(SFTTrainer):
     """One attempt's trainer."""
 
@@ -178,18 +243,14 @@ class Trainer(SFTTrainer):
         self._events = events
         self._stop = stop
         self._progress = progress
-        self._elapsed_before = progress.elapsed_sec
-        self._started_at = time.monotonic()
+        self._limit = TimeLimit(assignment.spec.time_limit_sec, progress.elapsed_sec)
         self._saved_step = resumed_step
         self._callback = callback
         self._resumed_path: str | None = None
         self._has_best = False
         self._run_dir: Path | None = None
         patience = assignment.spec.early_stopping_patience
-        adapters = {
-            name: parameter.data for name, parameter in loaded.model.named_parameters() if parameter.requires_grad
-        }
-        given = {name: getattr(args, name) for name in _PUT_BACK}
+        before = _Before(loaded.model, args)
         self._is_compensated = assignment.precision.master_weights == "compensated"
         super().__init__(
             model=loaded.model,
@@ -203,27 +264,9 @@ class Trainer(SFTTrainer):
             optimizer_cls_and_kwargs=optimizer.compensated(args, _name_of(args)) if self._is_compensated else None,
         )
         self.remove_callback(PrinterCallback)  # the events report all of it
-        self.mended = self._put_back(given)
-        self.mended += _restore(self.model, adapters)
-        self._tell_changed()
-
-    def _put_back(self, given: dict[str, Any]) -> list[str]:
-        """Restore arguments that were changed while the trainer was built. Return what was done."""
-        changed = {name: found for name, value in given.items() if (found := getattr(self.args, name)) != value}
-        for name in changed:
-            setattr(self.args, name, given[name])
-        if changed.keys() & {"bf16_full_eval", "fp16_full_eval"} and not self.is_model_parallel:
-            self._move_model_to_device(self.model, self.args.device)  # it was postponed under these flags
-        return [f"the trainer had set {name} to {found}, now {given[name]}" for name, found in changed.items()]
-
-    def _tell_changed(self) -> None:
-        """Warn about keys of the job that the backend changes or ignores: its own log mentions them at most."""
-        for name, asked in self._assignment.spec.training.as_kwargs().items():
-            found = getattr(self.args, name)
-            if name not in _SAID_OTHERWISE and isinstance(asked, bool | int | float | str) and found != asked:
-                self._events.log(
-                    "warning", f"training.{name}: the job says {asked}, but {self._assignment.backend} makes it {found}"
-                )
+        self.mended = [*before.put_back(self), *before.restore(self.model)]
+        for text in _changed(assignment, self.args):
+            events.log("warning", text)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         made = super().create_optimizer(*args, **kwargs)
@@ -241,25 +284,15 @@ class Trainer(SFTTrainer):
             return  # finishing is quicker than resuming
         if self._callback.is_in_step and is_epoch_end(self.state):
             return  # the epoch's end comes next, and is a boundary, too
-        if self._stop.is_set or self._is_out_of_time():
+        if self._stop.is_set or self._limit.is_reached:
             self._end_early()
-
-    def _is_out_of_time(self) -> bool:
-        limit = self._assignment.spec.time_limit_sec
-        return limit is not None and self._elapsed_sec() > limit
-
-    def _elapsed_sec(self) -> float:
-        return self._elapsed_before + time.monotonic() - self._started_at
 
     def _end_early(self) -> None:
         if self._stop.is_set:
             raise InterruptedRunError(
                 f"stopped on request at step {self.state.global_step}", hint="it goes on from its last checkpoint"
             )
-        raise TimeLimitError(
-            f"time limit of {self._assignment.spec.time_limit_sec:g} s reached at step {self.state.global_step}",
-            hint="its checkpoint is kept; drop the job again with a higher time_limit_sec",
-        )
+        raise self._limit.error(self.state.global_step)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         self._go_on()
@@ -281,10 +314,7 @@ class Trainer(SFTTrainer):
         control.should_training_stop = progress.has_ended  # transformers has forgotten it
         control.should_log = control.should_evaluate = control.should_save = False
         if progress.logged_step is not None:
-            self._tr_loss = torch.tensor(progress.running_loss, device=self.args.device)
-            self._globalstep_last_logged = progress.logged_step
-            self._total_train_tokens = progress.num_seen_tokens
-            self._metrics["train"].update({name: list(values) for name, values in progress.running_figures.items()})
+            _restore_figures(self, progress)
         self._load_rng_state(path)  # transformers does it later; a checkpoint that is made here has to have it
         if progress.is_prediction_due:
             self._callback.predict(self.model, self.state)
@@ -394,16 +424,12 @@ class Trainer(SFTTrainer):
 
     def _remember(self) -> None:
         """Keep the state that transformers and TRL leave out of a checkpoint, or lose when they resume from it."""
-        self._progress.elapsed_sec = self._elapsed_sec()
+        self._progress.elapsed_sec = self._limit.elapsed_sec()
         self._progress.has_ended = self.control.should_training_stop
         self._progress.is_epoch_end_due = self._callback.is_in_step and (
             self._progress.has_ended or is_epoch_end(self.state)
         )
-        self._progress.running_loss = float(self._tr_loss)
-        self._progress.logged_step = int(self._globalstep_last_logged)
-        self._progress.num_seen_tokens = int(self._total_train_tokens)
-        figures = self._metrics["train"].items()
-        self._progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
+        _keep_figures(self, self._progress)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the directory for checkpoints: while one is written, the directory beside their place."""
@@ -441,6 +467,22 @@ class Trainer(SFTTrainer):
         self._auditor.model(self.model, "restored")
 
 
+def _keep_figures(trainer: Any, progress: Progress) -> None:
+    """Keep the figures since the last log."""
+    progress.running_loss = float(trainer._tr_loss)
+    progress.logged_step = int(trainer._globalstep_last_logged)
+    progress.num_seen_tokens = int(trainer._total_train_tokens)
+    figures = trainer._metrics["train"].items()
+    progress.running_figures = {name: [float(value) for value in values] for name, values in figures}
+
+
+def _restore_figures(trainer: Any, progress: Progress) -> None:
+    trainer._tr_loss = torch.tensor(progress.running_loss, device=trainer.args.device)
+    trainer._globalstep_last_logged = progress.logged_step
+    trainer._total_train_tokens = progress.num_seen_tokens
+    trainer._metrics["train"].update({name: list(values) for name, values in progress.running_figures.items()})
+
+
 def _name_of(args: SFTConfig) -> str:
     """Return the optimizer's name as in training.optim."""
     return str(getattr(args.optim, "value", args.optim))
@@ -457,17 +499,3 @@ def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfi
         pad_token_id=tokenizer.pad_token_id,
         pad_to_multiple_of=args.pad_to_multiple_of,
     )
-
-
-def _restore(model: Any, adapters: dict[str, Any]) -> list[str]:
-    """Restore the values of adapters. Return what was done.
-
-    SFTTrainer casts a quantized model's adapters to bfloat16, whatever is planned; casting back would leave them
-    rounded.
-    """
-    num_cast = 0
-    for name, parameter in model.named_parameters():
-        if name in adapters and parameter.dtype != adapters[name].dtype:
-            parameter.data = adapters[name].to(parameter.device)
-            num_cast += 1
-    return [f"SFTTrainer had cast {num_cast} adapter weights to another dtype: put back"] if num_cast else []
