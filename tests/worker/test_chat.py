@@ -373,9 +373,9 @@ def test_a_turn_of_weight_0_is_not_trained_and_the_check_knows(template: Templat
 def test_a_row_of_weight_0_alone_is_refused_as_one_row() -> None:
     chat = ChatFormat(tokenizer_of("chatml", "bytelevel"))
     rows = [example(user("a"), assistant("b")), replace(example(user("a"), assistant("b")), untrained=(1,))]
-    good, bad = chat.encode_all(rows)
-    assert len(good) == 1
-    assert ["its weight is 0 in each" in error.message for _, error in bad] == [True]
+    chat.encode(rows[0])
+    with pytest.raises(DatasetError, match="its weight is 0 in each"):
+        chat.encode(rows[1])
 
 
 def test_a_call_of_weight_0_that_the_template_cannot_show_costs_nothing() -> None:
@@ -401,9 +401,11 @@ def test_one_bad_row_is_counted_beside_the_good_ones() -> None:
         example(user("a"), user("b"), assistant("c")),
         example(user("a"), assistant("b")),
     ]
-    good, bad = chat.encode_all(rows)
-    assert len(good) == 2
-    assert [(row, "must alternate" in error.told) for row, error in bad] == [(rows[1], True)]
+    chat.encode(rows[0])
+    with pytest.raises(DatasetError) as caught:
+        chat.encode(rows[1])
+    assert "must alternate" in caught.value.told
+    chat.encode(rows[2])
 
 
 def test_without_a_chat_template_conversations_ask_for_one() -> None:
@@ -411,7 +413,7 @@ def test_without_a_chat_template_conversations_ask_for_one() -> None:
     tokenizer.chat_template = None
     chat = ChatFormat(tokenizer)
     with pytest.raises(DatasetError) as caught:
-        chat.encode_all([example(user("a"), assistant("b"))])
+        chat.encode(example(user("a"), assistant("b")))
     assert "chat_template:" in caught.value.hint
     assert chat.encode(Example("text", text="Just words.")).num_trained
     assert chat.stop_token_ids == [tokenizer.eos_token_id]

@@ -164,19 +164,6 @@ class ChatFormat:
             case "text":
                 return self._encode_plain(example.text, example, 0)
 
-    def encode_all(self, examples: Iterable[Example]) -> tuple[list[Encoded], list[tuple[Example, DatasetError]]]:
-        """Return the rows that can be trained on, in order, and those that cannot, each with its error."""
-        good: list[Encoded] = []
-        bad: list[tuple[Example, DatasetError]] = []
-        for example in examples:
-            if example.kind == "messages":
-                self.renderer.require_template()
-            try:
-                good.append(self.encode(example))
-            except DatasetError as error:
-                bad.append((example, error))
-        return good, bad
-
     def prompt(self, example: Example) -> tuple[str, list[int], str]:
         """Return the prompt of a prediction as text and as token ids, and the ground truth."""
         match example.kind:
