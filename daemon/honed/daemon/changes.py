@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from honed.daemon.arrivals.fetches import Fetches, Waiting
@@ -27,74 +27,64 @@ from honed.system.log import about
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Changes:
     """Applies the verbs that change one job."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        spool: Spool,
-        database: Database,
-        fetches: Fetches,
-        attempts: Attempts,
-        backlog: Backlog,
-        housekeeper: Housekeeper,
-        reading: Reading,
-    ) -> None:
-        self._layout = layout
-        self._spool = spool
-        self._database = database
-        self._fetches = fetches
-        self._attempts = attempts
-        self._backlog = backlog
-        self._housekeeper = housekeeper
-        self._reading = reading
+    layout: Layout
+    spool: Spool
+    database: Database
+    fetches: Fetches
+    attempts: Attempts
+    backlog: Backlog
+    housekeeper: Housekeeper
+    reading: Reading
 
     def job(self, request: Request, asker: Asker) -> Job:
         """Return the job that a request names."""
-        return query.find(self._spool, request.reference, asker)
+        return query.find(self.spool, request.reference, asker)
 
     def job_or_arrival(self, request: Request, asker: Asker) -> Job | Waiting:
         """Return the job that a request names, or the arrival whose model is being fetched."""
-        return self._fetches.arrival(request.reference, asker) or self.job(request, asker)
+        return self.fetches.arrival(request.reference, asker) or self.job(request, asker)
 
     def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> dict[str, Any]:
         """Cancel a job, or refuse an arrival whose model is being fetched."""
         if isinstance(item, Job):
             return self.change(request, asker, item)
-        self._fetches.cancel(item.id)
+        self.fetches.cancel(item.id)
         return {**asdict(item), "state": "rejected"}
 
     def pin(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
         """Exempt a job from retention, or end that."""
         is_pinned = request.verb == "pin"
-        if (running := self._attempts.running.get(job.id)) is not None:
+        if (running := self.attempts.running.get(job.id)) is not None:
             pinned = running.update(is_pinned=is_pinned)
         else:
-            pinned = self._spool.annotate(job, is_pinned=is_pinned)
-        return self._reading.row(query.summary(pinned, {}), asker)
+            pinned = self.spool.annotate(job, is_pinned=is_pinned)
+        return self.reading.row(query.summary(pinned, {}), asker)
 
     def change(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
         """Cancel, hold, release or requeue a job."""
         from_start, more = bool(request.arguments.get("from_start")), {}
         if request.verb == "requeue":
-            more = {"goes_on_from": goes_on_from(self._layout, job, from_start=from_start)}
+            more = {"goes_on_from": goes_on_from(self.layout, job, from_start=from_start)}
         changed = self._change(request.verb, job, from_start=from_start)
-        return self._reading.row({**query.summary(changed, {}), **more}, asker)
+        return self.reading.row({**query.summary(changed, {}), **more}, asker)
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
-        if job.id in self._attempts.running and verb in {"cancel", "hold"}:
-            self._attempts.stop(job.id, Stop(verb))
-            return self._attempts.running[job.id].job
-        changed = change(self._spool, self._layout, verb, job, from_start=from_start)
-        self._backlog.end_delay(changed.id)
+        if job.id in self.attempts.running and verb in {"cancel", "hold"}:
+            self.attempts.stop(job.id, Stop(verb))
+            return self.attempts.running[job.id].job
+        changed = change(self.spool, self.layout, verb, job, from_start=from_start)
+        self.backlog.end_delay(changed.id)
         if verb == "requeue":
-            self._housekeeper.free_checkpoints(job.id)
-            self._backlog.defer_users_of(job)
-        self._database.put_job(changed)
+            self.housekeeper.free_checkpoints(job.id)
+            self.backlog.defer_users_of(job)
+        self.database.put_job(changed)
         if verb == "requeue":  # from here on, its state alone does not show whether its rows are up to date
             with contextlib.suppress(sqlite3.Error):
-                self._database.sync()
+                self.database.sync()
         kind = {State.HELD: message.HELD, State.CANCELLED: message.CANCELLED}.get(changed.state)
         log.info("job %d (%s): %s; now %s", job.id, job.name, verb, changed.state, extra=about(changed, kind))
         return changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from honed.daemon.arrivals.fetches import Fetches
@@ -15,30 +16,28 @@ from honed.system.error import UsageError
 from honed.system.layout import Layout
 
 
+@dataclass(frozen=True)
 class Reading:
     """Answers about jobs. `waits_for` returns why a queued job does not run."""
 
-    def __init__(
-        self, layout: Layout, spool: Spool, fetches: Fetches, waits_for: Callable[[int], dict[str, str] | None]
-    ) -> None:
-        self._layout = layout
-        self._spool = spool
-        self._fetches = fetches
-        self._waits_for = waits_for
+    layout: Layout
+    spool: Spool
+    fetches: Fetches
+    waits_for: Callable[[int], dict[str, str] | None]
 
     def list_jobs(self, request: Request, asker: Asker) -> Rows:
         """Answer `list`."""
         choice = query.Choice.of(request.arguments)
-        return Rows(self.with_reasons(query.rows(self._spool, self._layout, choice, asker), asker))
+        return Rows(self.with_reasons(query.rows(self.spool, self.layout, choice, asker), asker))
 
     def overview(self, request: Request, asker: Asker) -> dict[str, Any]:
         """Answer `overview`."""
-        found = query.overview(self._spool, self._layout, query.Choice.of(request.arguments), asker)
+        found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker)
         return {**found, "jobs": list(self.with_reasons(found["jobs"], asker))}
 
     def show(self, request: Request, asker: Asker) -> dict[str, Any]:
         """Answer `show`. Raises UsageError for an arrival whose model is fetched first."""
-        if (found := self._fetches.arrival(request.reference, asker)) is not None:
+        if (found := self.fetches.arrival(request.reference, asker)) is not None:
             fetched = f"{found.repo_id} at {found.revision}"
             raise UsageError(f"{request.reference!r} is no job yet: {fetched} is fetched first", hint="honectl list")
         return self.row(self.read(request, asker), asker)
@@ -49,17 +48,17 @@ class Reading:
 
     def read(self, request: Request, asker: Asker) -> Any:
         """Answer a verb with what the files and the database hold."""
-        return query.READING_VERBS[request.verb](self._spool, self._layout, request.reference, asker)
+        return query.READING_VERBS[request.verb](self.spool, self.layout, request.reference, asker)
 
     def accepted(self, request: Request, asker: Asker) -> dict[str, Any] | None:
         """Return the job that an arrival became; None if there is none."""
         number, since = _number(request), str(request.arguments.get("since", ""))
-        taken = query.accepted(self._spool, self._layout, request.reference, asker, since, number=number)
+        taken = query.accepted(self.spool, self.layout, request.reference, asker, since, number=number)
         return self.row(taken, asker) if taken is not None else None
 
     def refusal(self, request: Request, asker: Asker) -> dict[str, Any] | None:
         """Return the reason of an arrival's refusal; None if there is none."""
-        return query.refusal(self._spool, request.reference, asker, number=_number(request))
+        return query.refusal(self.spool, request.reference, asker, number=_number(request))
 
     def row(self, row: dict[str, Any], asker: Asker) -> dict[str, Any]:
         """Return one row with the reason why its job waits."""
@@ -68,7 +67,7 @@ class Reading:
     def with_reasons(self, rows: Iterable[dict[str, Any]], asker: Asker) -> Iterator[dict[str, Any]]:
         """Yield the rows, each queued job with the reason why it waits: the files do not have it."""
         for row in rows:
-            if (waits_for := self._waits_for(row["id"])) is not None:
+            if (waits_for := self.waits_for(row["id"])) is not None:
                 is_theirs = asker.reads_all or row["uid"] == asker.uid
                 row["waiting_for"] = waits_for if is_theirs else {**waits_for, "detail": ""}
             elif row["state"] == State.QUEUED:

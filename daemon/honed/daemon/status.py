@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from honed import __version__
@@ -21,30 +22,19 @@ from honed.system.notify import Notifier
 STOP_EXTENSION_SEC = 30.0
 
 
+@dataclass(frozen=True)
 class Status:
     """The status line, and what systemd is told in each turn."""
 
-    def __init__(
-        self,
-        notifier: Notifier,
-        health: Health,
-        configuration: Configuration,
-        shutdown: Shutdown,
-        spool: Spool,
-        intake: Intake,
-        attempts: Attempts,
-        backlog: Backlog,
-        placement: Placement,
-    ) -> None:
-        self._notifier = notifier
-        self._health = health
-        self._configuration = configuration
-        self._shutdown = shutdown
-        self._spool = spool
-        self._intake = intake
-        self._attempts = attempts
-        self._backlog = backlog
-        self._placement = placement
+    notifier: Notifier
+    health: Health
+    configuration: Configuration
+    shutdown: Shutdown
+    spool: Spool
+    intake: Intake
+    attempts: Attempts
+    backlog: Backlog
+    placement: Placement
 
     def answer(self, _request: Request, asker: query.Asker) -> dict[str, Any]:
         """Answer `status`."""
@@ -52,32 +42,32 @@ class Status:
             "status": self.line(asker),
             "pid": os.getpid(),
             "version": __version__,
-            "is_watching": self._intake.is_watching,
-            "is_paused": self._spool.is_paused,
-            "takes_drops": self._configuration.get().policy.arrivals == "spool",
-            "num_arriving": self._intake.acceptance.incoming.num_seen,
-            "arrivals": [each.seen_by(asker) for each in self._intake.acceptance.fetches.rows()],
+            "is_watching": self.intake.is_watching,
+            "is_paused": self.spool.is_paused,
+            "takes_drops": self.configuration.get().policy.arrivals == "spool",
+            "num_arriving": self.intake.acceptance.incoming.num_seen,
+            "arrivals": [each.seen_by(asker) for each in self.intake.acceptance.fetches.rows()],
         }
 
     def pause(self, request: Request, _asker: query.Asker) -> str:
         """Stop starting jobs, or start them again. Returns the status line."""
-        self._spool.pause(request.verb == "pause")
+        self.spool.pause(request.verb == "pause")
         return self.line()
 
     def report(self) -> None:
         """Report to systemd that the loop has made a pass, and in which state honed is."""
-        fault = self._health.fault or self._placement.fault
+        fault = self.health.fault or self.placement.fault
         trouble = f"degraded: {fault}; " if fault else ""
-        trouble += "" if self._health.is_sound else "a step of the loop fails, see the log; "
-        self._notifier.status(trouble + self.public_line())
-        if self._health.is_sound:
-            self._notifier.watchdog()
-        if self._shutdown.is_asked and self._attempts.running:
-            self._notifier.extend_timeout(STOP_EXTENSION_SEC)
+        trouble += "" if self.health.is_sound else "a step of the loop fails, see the log; "
+        self.notifier.status(trouble + self.public_line())
+        if self.health.is_sound:
+            self.notifier.watchdog()
+        if self.shutdown.is_asked and self.attempts.running:
+            self.notifier.extend_timeout(STOP_EXTENSION_SEC)
 
     def public_line(self) -> str:
         """Return the line for the readers of STATUS=: every user of the machine, in `systemctl status`."""
-        reads_all = self._configuration.get().policy.share_results
+        reads_all = self.configuration.get().policy.share_results
         return self.line(query.Asker(query.NOBODY_UID, is_administrator=False, reads_all=reads_all))
 
     def line(self, asker: query.Asker = query.ANYBODY) -> str:
@@ -86,14 +76,14 @@ class Status:
             f"{item.job.name} ({item.job.id}) {item.following.narrator.words()}"
             if asker.may_read(item.job)
             else f"job {item.job.id}"
-            for item in self._attempts.running.values()
+            for item in self.attempts.running.values()
         ]
-        parts = [f"running {', '.join(running)}" if running else "idle", f"{self._backlog.num_queued} queued"]
-        parts += [f"{self._backlog.num_held} held"] if self._backlog.num_held else []
-        parts += [f"{self._backlog.num_short} waiting for disk space"] if self._backlog.num_short else []
-        parts += self._intake.status(is_named=asker.reads_all)
-        parts += ["paused"] if self._spool.is_paused else []
-        parts += ["stopping"] if self._shutdown.is_asked else []
-        fault = self._configuration.fault
+        parts = [f"running {', '.join(running)}" if running else "idle", f"{self.backlog.num_queued} queued"]
+        parts += [f"{self.backlog.num_held} held"] if self.backlog.num_held else []
+        parts += [f"{self.backlog.num_short} waiting for disk space"] if self.backlog.num_short else []
+        parts += self.intake.status(is_named=asker.reads_all)
+        parts += ["paused"] if self.spool.is_paused else []
+        parts += ["stopping"] if self.shutdown.is_asked else []
+        fault = self.configuration.fault
         parts += [f"NOT reloaded, the old configuration is in force: {fault}"] if fault else []
         return "; ".join(parts)

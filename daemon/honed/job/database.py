@@ -201,29 +201,29 @@ class Database:
     def put_job(self, job: Job) -> None:
         """Write a job's row from its entry; its progress is kept. A failed write is only logged."""
         self.moved.add(job.id)
-        try:
+        with self._logging_faults(f"job {job.id}"):
             self._db.execute(PUT_JOB, _job_row(job))
-        except sqlite3.Error as error:
-            if self._db.in_transaction:
-                raise
-            self.is_behind = True
-            self._is_damaged = self._is_damaged or _is_corrupt(error)
-            log.error("%s: job %d: %s", self.path, job.id, error)  # noqa: TRY400
 
     def put_jobs(self, jobs: Iterable[Job]) -> None:
         """Write the rows of all jobs, skipping rows that are up to date. A failed write is only logged."""
-        try:
+        with self._logging_faults("the rows of all jobs"):
             known = {row[0]: row for row in self._db.execute("SELECT id, name, state, outcome, priority FROM jobs")}
             rows = [row for row in map(_job_row, jobs) if known.get(row[0]) != row[:5]]
             self.moved |= {row[0] for row in rows}
             with self._transaction():
                 self._db.executemany(PUT_JOB, rows)
+
+    @contextlib.contextmanager
+    def _logging_faults(self, what: str) -> Iterator[None]:
+        """Log a failed write outside of a transaction: the rows are behind from then on."""
+        try:
+            yield
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 raise
             self.is_behind = True
             self._is_damaged = self._is_damaged or _is_corrupt(error)
-            log.error("%s: the rows of all jobs: %s", self.path, error)  # noqa: TRY400
+            log.error("%s: %s: %s", self.path, what, error)  # noqa: TRY400
 
     def offset(self, job_id: int, attempt: int) -> int:
         """Return how many bytes of an attempt's events have been read."""
