@@ -99,7 +99,7 @@ class Instance:
             job, more = query.find(spool, reference), {}
             if verb == "requeue":
                 more = {"goes_on_from": goes_on_from(self.layout, job, from_start=arguments.get("from_start", False))}
-            return {**query.summary(change(spool, self.layout, verb, job, **arguments), {}), **more}
+            return {**query.summary(change(spool, self.layout, verb, job, **arguments)), **more}
         finally:
             spool.close()
 

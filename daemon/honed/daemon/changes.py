@@ -62,7 +62,7 @@ class Changes:
             pinned = running.update(is_pinned=is_pinned)
         else:
             pinned = self.spool.annotate(job, is_pinned=is_pinned)
-        return self.reading.row(query.summary(pinned, {}), asker)
+        return self.reading.row(query.summary(pinned), asker)
 
     def change(self, request: Request, asker: Asker, job: Job) -> dict[str, Any]:
         """Cancel, hold, release or requeue a job."""
@@ -70,7 +70,7 @@ class Changes:
         if request.verb == "requeue":
             more = {"goes_on_from": goes_on_from(self.layout, job, from_start=from_start)}
         changed = self._change(request.verb, job, from_start=from_start)
-        return self.reading.row({**query.summary(changed, {}), **more}, asker)
+        return self.reading.row({**query.summary(changed), **more}, asker)
 
     def _change(self, verb: str, job: Job, *, from_start: bool) -> Job:
         if job.id in self.attempts.running and verb in {"cancel", "hold"}:

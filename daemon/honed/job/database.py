@@ -18,7 +18,8 @@ import json
 import logging
 import math
 import sqlite3
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -66,7 +67,22 @@ PUT_JOB = (
 )
 #: Keys of a `step` event that become metrics.
 STEP_METRICS = ("loss", "learning_rate", "grad_norm")
-PROGRESS_KEYS = ("step", "num_steps", "epoch", "loss", "eta_sec")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A job's progress as last reported; None where it is not known."""
+
+    step: float | None = None
+    num_steps: float | None = None
+    epoch: float | None = None
+    loss: float | None = None
+    eta_sec: float | None = None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Progress:
+        """Return the progress in a `step` event, or in a job's row."""
+        return cls(*(_number(data.get(each.name)) for each in fields(cls)))
 
 
 def timestamp(seconds: float) -> str:
@@ -284,8 +300,8 @@ class Database:
         match event.kind:
             case "step":
                 self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
-                progress = {key: _number(data.get(key)) for key in PROGRESS_KEYS}
-                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (json.dumps(progress), job.id))
+                progress = json.dumps(asdict(Progress.of(data)))
+                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
             case "evaluation":
                 self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
             case "predictions":
@@ -436,13 +452,11 @@ class Reader:
         if self._db is not None:
             self._db.close()
 
-    def progress(self, job_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the progress of those of these jobs that have any: step, num_steps, epoch, loss, eta_sec. Pass at most
-        a few hundred jobs.
-        """
+    def progress(self, job_ids: Sequence[int]) -> dict[int, Progress]:
+        """Return the progress of those of these jobs that have any. Pass at most a few hundred jobs."""
         some = ", ".join("?" * len(job_ids))
         sql = f"SELECT id, progress FROM jobs WHERE id IN ({some}) AND progress <> '{{}}'"
-        return {number: json.loads(text) for number, text in self._rows(sql, *job_ids)}
+        return {number: Progress.of(json.loads(text)) for number, text in self._rows(sql, *job_ids)}
 
     def overview(self, num_jobs: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return the first `num_jobs` jobs of each group in list order, and the number of jobs in each state."""

@@ -8,14 +8,14 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from honed.job import arrival
 from honed.job.catalog import Catalog
-from honed.job.database import Reader, figures, timestamp
+from honed.job.database import Progress, Reader, figures, timestamp
 from honed.job.event import Event
 from honed.job.job import Attempt, Job, State
 from honed.job.plan_file import PlanFile
@@ -42,6 +42,8 @@ SHOWN_EVENTS = {
     "trial",
     "worse",
 }
+#: The progress of a job that has reported none.
+NO_PROGRESS = Progress()
 #: A uid that no user has.
 NOBODY_UID = -1
 
@@ -139,12 +141,9 @@ def rows(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -
 def _rows(layout: Layout, jobs: Sequence[Job], asker: Asker) -> Iterator[dict[str, Any]]:
     for first in range(0, len(jobs), ROWS_AT_ONCE):
         some = jobs[first : first + ROWS_AT_ONCE]
-        reader = Reader(layout.database_path)
-        try:
+        with contextlib.closing(Reader(layout.database_path)) as reader:
             progress = reader.progress([job.id for job in some])
-        finally:
-            reader.close()
-        yield from (_row(job, progress.get(job.id, {}), asker) for job in some)
+        yield from (_row(job, progress.get(job.id, NO_PROGRESS), asker) for job in some)
 
 
 def overview(spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY) -> dict[str, Any]:
@@ -183,18 +182,17 @@ def accepted(
     return None
 
 
-def _row(job: Job, progress: dict[str, Any], asker: Asker) -> dict[str, Any]:
+def _row(job: Job, progress: Progress, asker: Asker) -> dict[str, Any]:
     """Return a job's row; for another user's job only the facts that people behind it in the queue need."""
     if asker.may_read(job):
         return summary(job, progress)
-    steps = {key: progress.get(key) for key in ("step", "num_steps", "eta_sec")}
-    row = {**summary(job, steps), "name": "", "outcome": None, "remark": "", "source": None}
+    row = summary(job, replace(progress, epoch=None, loss=None))
+    row |= {"name": "", "outcome": None, "remark": "", "source": None}
     return row if row["waiting_for"] is None else {**row, "waiting_for": {**row["waiting_for"], "detail": ""}}
 
 
-def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
+def summary(job: Job, progress: Progress = NO_PROGRESS) -> dict[str, Any]:
     """Return one row of `list --json`."""
-    keys = ("step", "num_steps", "epoch", "loss", "eta_sec")
     return {
         "id": job.id,
         "name": job.name,
@@ -207,7 +205,7 @@ def summary(job: Job, progress: dict[str, Any]) -> dict[str, Any]:
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
-        "progress": {key: progress.get(key) for key in keys},
+        "progress": asdict(progress),
         "needs_bytes": job.needs_bytes or None,
     }
 
@@ -229,12 +227,9 @@ def show(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -
     """Return a job's details."""
     job = _readable(spool, reference, asker)
     files = layout.job(job.id)
-    reader = Reader(layout.database_path)
-    try:
-        progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
+    with contextlib.closing(Reader(layout.database_path)) as reader:
+        progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
         events = [event for event in reader.events(job.id) if event["event"] in SHOWN_EVENTS]
-    finally:
-        reader.close()
     plan = dict(_plan(files).document)
     spec = plan.pop("spec", {})
     result = _read_json(files.attempt(job.attempt.number).result_path, num_names=3) if job.attempts else {}
@@ -293,43 +288,34 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[dict[str, Any]]:
     """Return the predictions for each held-out example, by step."""
     job = _readable(spool, reference, asker)
-    reader = Reader(layout.database_path)
-    try:
+    with contextlib.closing(Reader(layout.database_path)) as reader:
         return reader.predictions(job.id)
-    finally:
-        reader.close()
 
 
 def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[tuple[int, float]]:
     """Return the reported (step, loss) pairs of one job."""
     job = _readable(spool, reference, asker)
-    reader = Reader(layout.database_path)
-    try:
+    with contextlib.closing(Reader(layout.database_path)) as reader:
         return reader.metrics(job.id, "loss")
-    finally:
-        reader.close()
 
 
 def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> dict[str, Any]:
     """Return a short summary for watching a job: its loss curve, its memory, its last predictions."""
     job = _readable(spool, reference, asker)
-    reader = Reader(layout.database_path)
-    try:
-        progress, metrics = reader.progress([job.id]).get(job.id, {}), reader.latest_metrics(job.id)
+    with contextlib.closing(Reader(layout.database_path)) as reader:
+        progress, metrics = reader.progress([job.id]).get(job.id, NO_PROGRESS), reader.latest_metrics(job.id)
         seen = {
             "stage": reader.stage(job.id),
             "course": reader.course(job.id, "loss"),
             "predictions": reader.last_predictions(job.id),
         }
-    finally:
-        reader.close()
-    held = _worker(layout, job) if job.state is State.RUNNING and job.attempts else {}
+    resident_bytes, cpu_sec = _worker(layout, job) if job.state is State.RUNNING and job.attempts else (None, None)
     return {
         **summary(job, progress),
         **seen,
         "eval_loss": metrics.get("eval_loss"),
-        "resident_bytes": held.get("resident_bytes"),
-        "cpu_sec": held.get("cpu_sec"),
+        "resident_bytes": resident_bytes,
+        "cpu_sec": cpu_sec,
         "estimated_bytes": _estimated_bytes(layout, job),
         "device": job.attempt.device if job.attempts else None,
         "error": job.error,
@@ -344,8 +330,8 @@ def _estimated_bytes(layout: Layout, job: Job) -> int | None:
     return None
 
 
-def _worker(layout: Layout, job: Job) -> dict[str, Any]:
-    """Return the resident memory and the CPU time of a running worker; empty if it is gone or /proc does not tell."""
+def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
+    """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not tell."""
     pid = _read_json(layout.job(job.id).attempt(job.attempt.number).dir / "lock", num_names=3).get("worker_pid")
     try:
         directory = Path(f"/proc/{int(pid or 0)}")
@@ -354,8 +340,8 @@ def _worker(layout: Layout, job: Job) -> dict[str, Any]:
         stat = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         ticks = int(stat[11]) + int(stat[12])
     except (OSError, ValueError, TypeError, IndexError):
-        return {}
-    return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "cpu_sec": ticks / os.sysconf("SC_CLK_TCK")}
+        return None, None
+    return pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def refusal(

@@ -17,12 +17,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from honed.job import query
-from honed.job.database import PROGRESS_KEYS, connect_read_only
+from honed.job.database import Progress, connect_read_only
 from honed.job.job import Job, State
 from honed.job.query import Asker
 from honed.job.spool import Spool, read_entry
@@ -286,7 +286,7 @@ class Source:
                 " ORDER BY step DESC, rowid DESC LIMIT 1",
                 job_id,
             )
-        row = query.summary(job, json.loads(progress))
+        row = query.summary(job, Progress.of(json.loads(progress)))
         self._explain(row, asker)
         return {
             **row,
@@ -351,7 +351,7 @@ class Source:
                     job_id,
                 )
                 found[job_id] = {
-                    **{key: progress.get(key) for key in PROGRESS_KEYS},
+                    **asdict(Progress.of(progress)),
                     "num_tokens": tokens,
                     "num_trained": trained,
                 }

@@ -9,7 +9,7 @@ whatever the rows have. Predictions, and any server of the model, then use a pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ def compare_tails(asked: str, text: str, start: int, said: str) -> Mismatch | No
     return compare(asked[asked.rindex(said) + len(said) :], text[at:], start - at)
 
 
-def said_before(messages: Sequence[dict[str, Any]], i: int) -> str:
+def said_before(messages: Sequence[Mapping[str, Any]], i: int) -> str:
     """Return the text of the message before message i; empty where that is no plain text."""
     content = messages[i - 1].get("content") if i else None
     return content.strip() if isinstance(content, str) else ""

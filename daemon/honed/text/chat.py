@@ -158,7 +158,10 @@ class ChatFormat:
                 rendered = self.rendered(example)
                 return self.finish(example, rendered, self.places.expand(rendered.text, example.media))
             case "messages":
-                return self._encode_messages(example)
+                rendered = self.rendered(example)
+                tokens = self.renderers.of(example).tokens
+                encoded = _masked(tokens, rendered.text, rendered.spans, example)
+                return replace(encoded, omitted=rendered.omitted, mismatch=rendered.mismatch)
             case "prompt_completion":
                 return self._encode_plain(example.prompt + example.completion, example, len(example.prompt))
             case "text":
@@ -216,10 +219,10 @@ class ChatFormat:
     # --- conversations -----------------------------------------------------------------------------------------------
 
     def rendered(self, example: Example) -> Rendered:
-        """Render a row with media, before the processor expands it. Raises DatasetError, as `encode` does."""
+        """Render a conversation, before a processor expands its media. Raises DatasetError, as `encode` does."""
         renderer = self.renderers.of(example)
         conversation = Conversation(renderer, example)
-        places = self.places.check(conversation.text, example.media, example)
+        places = self.places.check(conversation.text, example.media, example) if example.media else ()
         omitted, spans = _omitted(renderer, conversation, example), conversation.spans()
         mismatch = self.renderers.mismatch(conversation, spans, example)
         return Rendered(conversation.text, tuple(spans), places, omitted, mismatch)
@@ -262,14 +265,6 @@ class ChatFormat:
         media = example.media[: len(self.places.of(text))]
         self.places.check(text, media, example)
         return text, media, truth
-
-    def _encode_messages(self, example: Example) -> Encoded:
-        renderer = self.renderers.of(example)
-        conversation = Conversation(renderer, example)
-        omitted = _omitted(renderer, conversation, example)
-        spans = conversation.spans()
-        mismatch = self.renderers.mismatch(conversation, spans, example)
-        return replace(_masked(renderer.tokens, conversation.text, spans, example), omitted=omitted, mismatch=mismatch)
 
     def _encode_plain(self, text: str, example: Example, start: int) -> Encoded:
         """Encode a text that is trained from `start` on, with bos as the tokenizer adds it, and eos."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 from honed.daemon.arrivals.checks import MAX_TOGETHER, Pending
 from honed.daemon.arrivals.rejection import Rejection
@@ -204,13 +203,11 @@ class Naming:
     def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Job]) -> Job:
         """Return the job, depending on the makers of its inputs. Raises SpecError if one makes no such output."""
         for key, name in answer.references.items():
-            _check_product(key, named[name], self._spec_of(named[name]))
+            plan = PlanFile.read(self._spool.job_layout(named[name].id).plan_path)
+            _check_product(key, named[name], plan)
         makers = {name: named[name].id for name in answer.references.values()}
         dependencies = [str(named[name].id) for name in named_jobs(answer)]  # numbers: a later job may take the name
         return replace(job, depends_on=tuple(dict.fromkeys(dependencies)), inputs=makers, is_deferred=bool(makers))
-
-    def _spec_of(self, job: Job) -> dict[str, Any]:
-        return PlanFile.read(self._spool.job_layout(job.id).plan_path).spec
 
 
 def is_seen_by(other: Job, job: Job, config: Config) -> bool:
@@ -233,8 +230,9 @@ def _key_of(name: str, answer: Passed) -> str:
     return next((key for key, maker in answer.references.items() if maker == name), "depends_on")
 
 
-def _check_product(key: str, maker: Job, spec: dict[str, Any]) -> None:
+def _check_product(key: str, maker: Job, plan: PlanFile) -> None:
     """Check that a job makes what another job's key asks for. Raises SpecError if not."""
+    spec = plan.spec
     makes_adapter = spec["kind"] == "sft" and bool(spec.get("lora") or spec.get("adapter"))
     who = f"{key}: job {maker.id} ({maker.name})"
     if key == "adapter" and not makes_adapter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 from pathlib import Path
-from typing import Any
 
 from honed.daemon.arrivals.incoming import Incoming
 from honed.job.arrival import held_name
@@ -20,7 +19,7 @@ from honed.system.message import of_error
 log = logging.getLogger(__name__)
 
 
-def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Asker) -> dict[str, Any]:
+def submit(incoming_dir: Path, incoming: Incoming, request: Request, _asker: Asker) -> dict[str, int | str]:
     """Take a job file from any user who may write in incoming/. Raises NotPermittedError for the others."""
     who = Person(request.uid, request.gids, access.user_name(request.uid))
     if not access.may(incoming_dir, who, WRITE | ENTER):

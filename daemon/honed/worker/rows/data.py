@@ -294,7 +294,7 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     )
 
 
-def lengths(numbers: Iterable[int]) -> dict[str, Any]:
+def lengths(numbers: Iterable[int]) -> dict[str, int | list[int]]:
     """Return a histogram of row lengths: `counts` of bins that are `width` wide, the first of which begins at 0."""
     found = list(numbers)
     width = max(1, -(-(max(found) + 1) // NUM_BINS))

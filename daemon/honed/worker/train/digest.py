@@ -21,9 +21,11 @@ MAX_THREADS = 8
 _READ_BYTES = 1024 * 1024
 
 Beat = Callable[[], None]
+#: A file's hash, or the hashes of its pieces.
+Hash = str | list[str]
 
 
-def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict[str, Any]]:
+def take(directory: Path, names: Iterable[str], *, beat: Beat) -> dict[str, dict[str, int | Hash]]:
     """Make files durable, and return their sizes and hashes. `beat` is called meanwhile."""
     names = list(names)
     with ThreadPoolExecutor(_num_threads()) as pool:
@@ -58,7 +60,7 @@ def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Be
     return None
 
 
-def _hash(pool: ThreadPoolExecutor, directory: Path, sizes: Mapping[str, int], beat: Beat) -> dict[str, Any]:
+def _hash(pool: ThreadPoolExecutor, directory: Path, sizes: Mapping[str, int], beat: Beat) -> dict[str, Hash]:
     pieces: dict[str, list[Future[str]]] = {
         name: [pool.submit(_hash_piece, directory / name, start) for start in range(0, max(size, 1), PIECE_BYTES)]
         for name, size in sizes.items()
