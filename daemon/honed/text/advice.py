@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from honed.inputs.row import Example
@@ -36,18 +36,18 @@ _ADVICE: dict[Kind, str] = {
 }
 
 
+@dataclass(frozen=True)
 class Advice:
     """Advice on rows under the templates of one job."""
 
-    def __init__(self, renderers: Renderers) -> None:
-        self._renderers = renderers
+    renderers: Renderers
 
     def notes(self, examples: Iterable[Example] = ()) -> list[tuple[str, str]]:
         """Return notable facts about the template, or about its effect on these rows, each after its level.
 
         The level is warning, or info where nothing is wrong.
         """
-        renderer = self._renderers.own
+        renderer = self.renderers.own
         probe, eos = renderer.probe, renderer.tokenizer.eos_token
         found = []
         if not probe.ends:
@@ -101,10 +101,10 @@ class Advice:
         """Return advice on prompts that differ from training; settings are tried where possible."""
         if (example := found.example) is None:
             return ""
-        template = self._renderers.own.template
+        template = self.renderers.own.template
         for name in _switches(str(template)):
             for value in (True, False):
-                if _asks_well(self._renderers.with_argument(name, value), example):
+                if _asks_well(self.renderers.with_argument(name, value), example):
                     return (
                         f"`chat_template_kwargs: {{{name}: {str(value).lower()}}}` has the prompt ask as the rows "
                         "are trained"
@@ -112,15 +112,15 @@ class Advice:
         path = variants.find(template)
         if (
             path
-            and self._renderers.asking is None
-            and _asks_well(self._renderers.training(path.read_text(encoding="utf-8")), example)
+            and self.renderers.asking is None
+            and _asks_well(self.renderers.training(path.read_text(encoding="utf-8")), example)
         ):
             return "`training_chat_template: trl` has the rows trained as the prompt asks"
         return asking.ADVICE
 
     def _tried_reasoning(self, example: Example) -> str:
         """Return a change that makes the template, or its training variant, show the row's reasoning; else ""."""
-        renderer, template = self._renderers.of(example), str(self._renderers.own.template)
+        renderer, template = self.renderers.of(example), str(self.renderers.own.template)
         for name in _switches(template):
             for value in (True, False):
                 if renderer.variant(kwargs={name: value}).shows("reasoning", example):
@@ -138,7 +138,7 @@ class Advice:
         return ""
 
     def _tried_system(self, example: Example) -> str:
-        if self._renderers.of(example).shows("system", replace(example, messages=_by_the_system(example.messages))):
+        if self.renderers.of(example).shows("system", replace(example, messages=_by_the_system(example.messages))):
             return "the template knows no developer: give those messages the role `system`"
         return ""
 

@@ -58,7 +58,7 @@ class Examiner:
         if (spec := job.spec.guard) is not None:
             chosen = prediction.choose(examples, chat, num_samples=spec.num_samples, seed=job.seed)
             questions = [question for question in chosen if question.ground_truth.strip()]
-            self.guard = Guard(spec, questions, predictor, self._scorer, progress=progress, events=events, log=log)
+            self.guard = Guard(spec, questions, predictor, self._scorer, progress, events, log)
         if job.spec.predictions.sample_frequency == "off":
             pass
         elif job.spec.predictions.prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from honed.inputs import score
@@ -30,50 +31,48 @@ class Scorer:
         return found.figures
 
 
+@dataclass
 class Guard:
-    """The guard's questions and measurements. State that outlives this attempt is in `progress`."""
+    """The guard's questions and measurements. State that outlives this attempt is in `progress`.
 
-    def __init__(
-        self,
-        spec: GuardSpec,
-        questions: list[Question],
-        predictor: Predictor,
-        scorer: Scorer,
-        *,
-        progress: Progress,
-        events: EventWriter,
-        log: Callable[[str, str], None],
-    ) -> None:
-        """Set up the guard. Raises DatasetError if it has nothing to compare answers with."""
-        if not questions:
+    Raises DatasetError if it has nothing to compare answers with.
+    """
+
+    spec: GuardSpec
+    questions: list[Question]
+    predictor: Predictor
+    scorer: Scorer
+    progress: Progress
+    events: EventWriter
+    log: Callable[[str, str], None]
+    _unmeasured: HonedError | None = None  #: why the last measurement has no result
+
+    def __post_init__(self) -> None:
+        if not self.questions:
             raise DatasetError("guard: no held-out row has an answer to compare with", hint="leave the guard out")
-        self._spec, self._predictor, self._scorer, self._progress = spec, predictor, scorer, progress
-        self._events, self._log = events, log
-        self.questions = questions
         # Of all attempts up to the checkpoint, by step.
-        self._measured = {int(step): value for step, value in progress.guarded.items()}
-        self._unmeasured: HonedError | None = None  #: why the last measurement has no result
+        self._measured = {int(step): value for step, value in self.progress.guarded.items()}
 
     def begin(self, model: Any) -> None:
         """Measure before the first step. Raises the error that keeps it from measuring: the run would fail."""
-        self._progress.guard_before = self._measure(model, 0, 0.0)
+        self.progress.guard_before = self._measure(model, 0, 0.0)
         if self._unmeasured is not None:
             raise self._unmeasured
 
     def watch(self, model: Any, state: Any) -> bool:
         """Measure at an evaluation, and tell whether the guard ends the training."""
-        guard, before = self._spec, self._progress.guard_before
+        guard, before = self.spec, self.progress.guard_before
         if guard.patience is None or before is None or state.global_step == 0:
             return False
         value = self._measure(model, state.global_step, state.epoch or 0.0)
         if value is None:
             return False  # this evaluation neither counts nor ends a series
-        self._progress.num_below = self._progress.num_below + 1 if before - value > guard.max_drop else 0
-        if self._progress.num_below < guard.patience:
+        self.progress.num_below = self.progress.num_below + 1 if before - value > guard.max_drop else 0
+        if self.progress.num_below < guard.patience:
             return False
-        self._log(
+        self.log(
             "warning",
-            f"{guard.metric} was below {before - guard.max_drop:.3f} at {self._progress.num_below} evaluations in a"
+            f"{guard.metric} was below {before - guard.max_drop:.3f} at {self.progress.num_below} evaluations in a"
             f" row: training ends at step {state.global_step}",
         )
         return True
@@ -81,14 +80,14 @@ class Guard:
     def end(self, model: Any, step: int, epoch: float) -> dict[str, float]:
         """Measure after the last step, with the model as it was at `step`; return the figures of before and after."""
         after = self._measured[step] if step in self._measured else self._measure(model, step, epoch)
-        figures = {"guard_after": after, "guard_before": self._progress.guard_before}
+        figures = {"guard_after": after, "guard_before": self.progress.guard_before}
         return {name: value for name, value in figures.items() if value is not None}
 
     def regression(self, figures: dict[str, float]) -> HonedError | None:
         """Return the guard's error for the final metrics, or the error that kept it from measuring; else None."""
-        guard, before = self._spec, self._progress.guard_before
+        guard, before = self.spec, self.progress.guard_before
         if before is None:
-            self._log("warning", "the guard has no figure from before training to compare with")
+            self.log("warning", "the guard has no figure from before training to compare with")
             return None
         if (after := figures.get("guard_after")) is None:
             return self._unmeasured
@@ -101,12 +100,12 @@ class Guard:
 
     def _measure(self, model: Any, step: int, epoch: float) -> float | None:
         """Return the guard's metric; None where too many answers failed, with the reason in `_unmeasured`."""
-        guard = self._spec
-        answers = self._predictor.ask(model, self.questions)
-        scores = self._scorer.score(answers.texts, self.questions, [score.find(guard.metric)])
-        before = self._progress.guard_before
+        guard = self.spec
+        answers = self.predictor.ask(model, self.questions)
+        scores = self.scorer.score(answers.texts, self.questions, [score.find(guard.metric)])
+        before = self.progress.guard_before
         line = None if before is None else before - guard.max_drop
-        self._events.emit(
+        self.events.emit(
             "guard",
             step=step,
             epoch=float(epoch),
@@ -117,17 +116,17 @@ class Guard:
         )
         num_asked, num_failed = len(answers.texts), answers.num_failed
         if guard.metric not in scores:
-            self._log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")
+            self.log("warning", f"step {step}: the guard cannot tell: {num_failed} of its {num_asked} answers failed")
             self._unmeasured = self._why(answers, step)
             return None
         self._unmeasured = None
         if num_failed:
-            self._log(
+            self.log(
                 "warning",
                 f"step {step}: {num_failed} of the guard's {num_asked} answers failed: its {guard.metric} is that of "
                 f"the other {num_asked - num_failed}",
             )
-        self._measured[step] = self._progress.guarded[str(step)] = scores[guard.metric]
+        self._measured[step] = self.progress.guarded[str(step)] = scores[guard.metric]
         return scores[guard.metric]
 
     def _why(self, answers: Answers, step: int) -> HonedError:
@@ -137,7 +136,7 @@ class Guard:
             "; the output lies beside its place, as *.regressed; honectl requeue measures it once more" if step else ""
         )
         return BY_CODE[fault.code](
-            f"guard: {self._spec.metric} cannot be told {'after' if step else 'before'} training: "
+            f"guard: {self.spec.metric} cannot be told {'after' if step else 'before'} training: "
             f"{answers.num_failed} of {len(answers.texts)} answers failed; the first: {fault.said}",
             hint=f"{fault.hint or 'mend what failed'}, or leave the guard out{end}",
         )

@@ -12,7 +12,7 @@ import random
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from honed.inputs.media import Media
@@ -118,30 +118,23 @@ class Computing:
         return torch.autocast(model.device.type, dtype=dtype if is_mixed else None, enabled=is_mixed)
 
 
+@dataclass
 class Batches:
     """Questions as batches for the model, padded on the left. A prompt that is cut is reported once."""
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        dtype: str,
-        max_new_tokens: int,
-        processor: Processor | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._tokenizer = chat.tokenizer
-        self._dtype = dtype
-        self._max_new_tokens = max_new_tokens
-        self._processor = processor
-        self._warn = warn
-        self._has_told_cut = False
+    tokenizer: Any
+    dtype: str
+    max_new_tokens: int
+    processor: Processor | None
+    warn: Callable[[str], None]
+    _has_told_cut: bool = False
 
     def of(self, model: Any, questions: Sequence[Question]) -> dict[str, Any]:
         """Return the questions as one batch, padded on the left, on the model's device."""
         import torch
 
-        room = _room(model, self._max_new_tokens)
-        pad_id = self._tokenizer.pad_token_id
+        room = _room(model, self.max_new_tokens)
+        pad_id = self.tokenizer.pad_token_id
         if any(question.media for question in questions):
             return self._media_inputs(model, questions, room)
         self._tell_cut(questions, room)
@@ -156,20 +149,20 @@ class Batches:
 
         from honed.worker.rows.collator import merge
 
-        assert self._processor is not None
+        assert self.processor is not None
         self._tell_cut([question for question in questions if not question.media], room)
         rows = [
-            self._processor.process(question.text, question.media).tensors
+            self.processor.process(question.text, question.media).tensors
             if question.media
             else {"input_ids": torch.tensor([question.input_ids[-room:]])}
             for question in questions
         ]
         batch = merge(
             rows,
-            self._processor.names_by_token,
+            self.processor.names_by_token,
             side="left",
-            dtype=self._dtype,
-            pad_token_id=self._tokenizer.pad_token_id,
+            dtype=self.dtype,
+            pad_token_id=self.tokenizer.pad_token_id,
         )
         return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
@@ -177,9 +170,9 @@ class Batches:
         longest = max((len(question.input_ids) for question in questions), default=0)
         if longest > room and not self._has_told_cut:
             self._has_told_cut = True
-            self._warn(
+            self.warn(
                 f"a prompt of {longest} tokens is asked without its beginning: beside an answer of "
-                f"{self._max_new_tokens} tokens the model has positions for {room}"
+                f"{self.max_new_tokens} tokens the model has positions for {room}"
             )
 
 
@@ -189,15 +182,15 @@ def _room(model: Any, max_new_tokens: int) -> int:
     return max(int(limit) - max_new_tokens, 1)
 
 
+@dataclass
 class Faults:
     """Failures of predictions: the first of all is reported, the first of each round is kept."""
 
-    def __init__(self, warn: Callable[[str], None], *, may_match: bool) -> None:
-        self._warn = warn
-        self._may_match = may_match
-        self._has_warned = False
-        self._input_dtypes: dict[str, str] = {}  # of the last batch, by name
-        self.first: HonedError | None = None  #: of this round
+    warn: Callable[[str], None]
+    may_match: bool  #: training has an autocast that predictions do not use
+    first: HonedError | None = None  #: of this round
+    _has_warned: bool = False
+    _input_dtypes: dict[str, str] = field(default_factory=dict)  # of the last batch, by name
 
     def begin(self) -> None:
         """Begin a round."""
@@ -218,7 +211,7 @@ class Faults:
         inputs = ", ".join(f"{name} {dtype}" for name, dtype in self._input_dtypes.items()) or "no inputs yet"
         with contextlib.suppress(OSError):  # worker.log may lie on a disk that is full
             traceback.print_exception(error)
-        self._warn(
+        self.warn(
             f"a prediction failed: {type(error).__name__}: {said(error)} (model {', '.join(dtypes)} on {model.device}; "
             f"{inputs}; autocast {'on' if autocast else 'off'}): {self._remedy(error)}"
         )
@@ -239,7 +232,7 @@ class Faults:
             return error.hint
         if is_out_of_memory(error):
             return "a smaller predictions.batch_size or predictions.max_new_tokens needs less memory"
-        if _DTYPES.search(str(error)) and self._may_match:
+        if _DTYPES.search(str(error)) and self.may_match:
             return "`predictions: {autocast: match}` gives predictions the autocast that training has"
         return "its traceback is in worker.log (honectl logs --raw)"
 
@@ -273,8 +266,8 @@ class Predictor:
         self._has_ladder = has_ladder
         self._sample = sample
         self._computing = Computing(precision, matches_autocast=matches_autocast)
-        self._batches = Batches(chat, self._computing.dtype, max_new_tokens, processor, warn)
-        self._faults = Faults(warn, may_match=self._computing.may_match)
+        self._batches = Batches(chat.tokenizer, self._computing.dtype, max_new_tokens, processor, warn)
+        self._faults = Faults(warn, self._computing.may_match)
         #: The trainer's optimizer, which may keep a part of the weights; None before there is one.
         self.optimizer: Callable[[], Any] = lambda: None
         self._tokenizer = chat.tokenizer
