@@ -23,6 +23,7 @@ import stat
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
@@ -221,17 +222,9 @@ class Arrivals:
         """Count one user's files from the control socket that are neither jobs nor rejected yet."""
         return sum(submitter == uid for _, submitter, _ in self._places())
 
-    def copy(
-        self, claim: Claim, *, max_bytes: int, is_shared: bool = False, admin_group: str = "", drops: bool = True
-    ) -> Copy:
-        """Copy a claimed file into jobs/<id>/, reading it once. Raises SpecError if it is not a regular file or is too
-        large, and for a dropped file if `drops` is false.
-
-        The person who dropped it may still hold it open: later writes to it change nothing.
-        """
-        (copied,) = self.copy_all(
-            [claim], max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group, drops=drops
-        )
+    def copy(self, claim: Claim, **rules: Any) -> Copy:
+        """Copy a claimed file into jobs/<id>/ by the rules of `copy_all`. Raises the exception of one that failed."""
+        (copied,) = self.copy_all([claim], **rules)
         if isinstance(copied, Exception):
             raise copied
         return copied
@@ -245,7 +238,11 @@ class Arrivals:
         admin_group: str = "",
         drops: bool = True,
     ) -> list[Copy | Exception]:
-        """Copy many claimed files at once; a file that failed is represented by its exception."""
+        """Copy many claimed files into jobs/<id>/, reading each once; one that failed is represented by its exception.
+
+        That is a SpecError if it is not a regular file or is too large, and for a dropped file if `drops` is false. The
+        person who dropped a file may still hold it open: later writes to it change nothing.
+        """
         return durable.finish_all(
             [
                 self._copying(claim, max_bytes=max_bytes, is_shared=is_shared, admin_group=admin_group, drops=drops)

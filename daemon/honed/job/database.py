@@ -297,16 +297,19 @@ class Database:
     def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
         data, when = event.data, timestamp(event.time)
         step, epoch = place(event)
+        rows = [(job.id, attempt, step, epoch, name, value, when) for name, value in figures(event).items()]
+        self._db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         match event.kind:
             case "step":
-                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 progress = json.dumps(asdict(Progress.of(data)))
                 self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
             case "evaluation":
-                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
+                pass
             case "predictions":
-                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
-                self._add_predictions(job, step, epoch, answers(event), when)
+                self._db.executemany(
+                    "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in answers(event)],
+                )
             case _:
                 if event.kind in {"resumed", "started_over"}:
                     # Predictions after this step are written again; those that do not come again are not part of this
@@ -315,36 +318,10 @@ class Database:
                         "DELETE FROM training_predictions WHERE job_id = ? AND step > ?",
                         (job.id, step if event.kind == "resumed" else -1),
                     )
-                self._add_metrics(job.id, attempt, step, epoch, figures(event), when)
                 self._db.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
                     (job.id, attempt, event.kind, json.dumps(data, ensure_ascii=False), when),
                 )
-
-    def _add_metrics(
-        self, job_id: int, attempt: int, step: int, epoch: float | None, metrics: dict[str, float], when: str
-    ) -> None:
-        rows = [(job_id, attempt, step, epoch, name, value, when) for name, value in metrics.items()]
-        self._db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-
-    def _add_predictions(self, job: Job, step: int, epoch: float | None, rows: Iterable[Any], when: str) -> None:
-        self._db.executemany(
-            "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                (
-                    job.id,
-                    str(job.uid),
-                    epoch,
-                    step,
-                    row["sample_index"],
-                    row["prompt"],
-                    row["ground_truth"],
-                    row["prediction"],
-                    when,
-                )
-                for row in rows
-            ],
-        )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -556,7 +533,7 @@ def figures(event: Event) -> dict[str, float]:
 
 
 def answers(event: Event) -> list[dict[str, Any]]:
-    """Return the predictions in an event, with the keys sample_index, prompt, ground_truth, prediction."""
+    """Return the predictions in an event: sample_index, prompt, ground_truth, prediction, in this order."""
     rows = event.data.get("rows") if event.kind == "predictions" else None
     return [
         {
