@@ -92,6 +92,7 @@ def test_a_dropped_file_is_refused_with_the_remedy_and_kept(instance: Instance) 
     assert "takes no files from incoming/ (policy.arrivals)" in reason
     assert "What to do: honectl submit FILE" in reason
     kept = instance.layout.spool_dir / "rejected" / "dropped.json"
+    wait_for(kept.exists, what="moved")  # after its reason was written
     assert kept.read_text() == text
     done = honectl(instance, "submit", "--wait", str(job_file(instance, "succeed")))
     assert done.returncode == 0, done.stderr
