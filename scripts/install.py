@@ -216,7 +216,8 @@ class Installer:
     def _content(self) -> str:
         """Return a hash of everything that determines an environment's content."""
         digest = hashlib.sha256()
-        paths = [*sorted(CHECKOUT.glob("daemon/honed/**/*.py")), CHECKOUT / "pyproject.toml"]
+        package = [path for path in CHECKOUT.glob("daemon/honed/**/*.*") if path.suffix != ".pyc"]
+        paths = [*sorted(package), CHECKOUT / "pyproject.toml"]
         for path in [*paths, CHECKOUT / "constraints.txt", CHECKOUT / "scripts/setup"]:
             digest.update(f"{path.relative_to(CHECKOUT)}\0".encode() + path.read_bytes() + b"\0")
         digest.update(str(self._options.environment or "").encode())

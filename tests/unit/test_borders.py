@@ -24,6 +24,14 @@ def test_the_daemon_and_honectl_load_no_training_library() -> None:
     assert {name.split(".")[0] for name in loaded}.isdisjoint({"torch", "transformers", "trl", "numpy"})
 
 
+def test_the_daemon_and_honectl_load_no_web_server_and_no_templates() -> None:
+    web = {"jinja2", "markupsafe", "starlette", "fastapi", "uvicorn", "prometheus_client"}
+    assert modules_of("import honed.daemon.loop, honed.send.sender").isdisjoint(web)
+    assert modules_of(
+        f"from honed.cli import honectl\nfor place in {sorted(places())!r}: honectl.find(place)"
+    ).isdisjoint(web)
+
+
 def test_every_verb_of_honectl_is_where_its_line_says() -> None:
     assert all(callable(honectl.find(place)) for place in places())
 

@@ -44,7 +44,7 @@ from honed.job.query import Asker
 from honed.page import api, metrics, report
 from honed.page.api import ENDPOINTS, Endpoint
 from honed.page.job_page import Pages
-from honed.page.page import STYLE_SOURCE, document
+from honed.page.page import NONCE, STYLE_SOURCE, source
 from honed.page.source import NoSuchJobError, Page, Source
 from honed.spec.config import PolicyConfig
 from honed.system import access
@@ -63,8 +63,6 @@ MAX_READERS = 4
 INDEX_ROWS, MAX_INDEX_ROWS = 200, 2000
 #: Bytes of one piece of a page that is being sent.
 PIECE_BYTES = 64 * 1024
-#: The place of the body in a page; no title contains it, since `<` is escaped there.
-_MARK = "<!-- the page -->"
 #: A number that no job has: it is too long for a file name, and Python refuses thousands of digits.
 _ENDLESS = re.compile(r"[0-9]{19}")
 #: The uid of a client over loopback without a token: no user of this machine has it.
@@ -80,43 +78,6 @@ _POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src {style}; img-src data:; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
-#: Makes a page live: updates its top line with each event, and reloads the whole page from the server when there is
-#: more to show. Content of events is only ever set as text.
-SCRIPT = """\
-"use strict";
-(() => {
-  const MIN_MSEC = 3000;
-  const address = document.currentScript.dataset.events;
-  let refreshedAt = Date.now(), timer = 0, isOver = false;
-  const source = new EventSource(address);
-  const refresh = async () => {
-    timer = 0;
-    const selection = getSelection();
-    if (selection && !selection.isCollapsed && !isOver) { later(); return; }
-    refreshedAt = Date.now();
-    try {
-      const answer = await fetch(location.href, {cache: "no-store"});
-      if (!answer.ok) { later(); return; }
-      const made = new DOMParser().parseFromString(await answer.text(), "text/html");
-      const places = [...document.querySelectorAll(".said,pre.block")].map(one => one.scrollTop);
-      document.title = made.title;
-      document.body.replaceChildren(...made.body.childNodes);
-      [...document.querySelectorAll(".said,pre.block")].forEach((one, n) => { one.scrollTop = places[n] || 0; });
-    } catch { later(); }
-  };
-  const later = () => {
-    if (!timer) timer = setTimeout(refresh, Math.max(0, refreshedAt + MIN_MSEC - Date.now()));
-  };
-  source.addEventListener("progress", event => {
-    const told = JSON.parse(event.data);
-    const line = document.querySelector(".outcome");
-    if (line && told.line) line.textContent = told.line;
-    later();
-  });
-  source.addEventListener("changed", later);
-  source.addEventListener("ended", () => { isOver = true; source.close(); later(); });
-})();
-"""
 
 
 @dataclass(frozen=True)
@@ -151,6 +112,7 @@ class Web:
         self.pages = Pages(self.source.layout)
         self._readers = anyio.CapacityLimiter(MAX_READERS)
         self._openapi = _encode(api.openapi())
+        self._script = source("live.js")
 
     @property
     def app(self) -> ASGIApp:
@@ -163,7 +125,7 @@ class Web:
             Route(
                 "/jobs/{job_id:int}/report.html", lambda request: RedirectResponse(request.url.path.rpartition("/")[0])
             ),
-            Route("/live.js", lambda _: Response(SCRIPT, media_type="text/javascript")),
+            Route("/live.js", lambda _: Response(self._script, media_type="text/javascript")),
             Route("/api/events", self._all_events),
             Route("/api/jobs/{job_id:int}/events", self._job_events),
             Route("/openapi.json", lambda _: Response(self._openapi, media_type="application/json")),
@@ -205,28 +167,25 @@ class Web:
         before = request.query_params.get("before", "")
         if before and not re.fullmatch(r"[0-9]{1,18}", before):
             raise UsageError(f"before: not a job's number: {before[:40]!r}", hint="follow the link to older jobs")
-        title, body = await self.read(self._index_body, _asker(request), int(before or 0))
-        if request.state.may_log_in:
-            body.append('<p><a href="/login">Log in with the token</a>, to see names and results.</p>')
-        return _html(title, body, events="/api/events")
+        return _html(await self.read(self._index_page, request.state.asker, int(before or 0), request.state.may_log_in))
 
-    def _index_body(self, asker: Asker, before: int) -> tuple[str, list[str]]:
+    def _index_page(self, asker: Asker, before: int, may_log_in: bool) -> bytes:
         rows = self.source.rows(asker)
         over = {state.value for state in State if state.is_final}
         waiting = [row for row in rows if row["state"] not in over][:MAX_INDEX_ROWS] if not before else []
         done = [row for row in rows if row["state"] in over and (not before or row["id"] < before)]
-        body = report.index_body([*waiting, *done[:INDEX_ROWS]], lambda job_id: f"/jobs/{job_id}", now=time.time())
-        if len(done) > INDEX_ROWS:
-            body.append(f'<p><a href="/?before={done[INDEX_ROWS - 1]["id"]}">older jobs</a></p>')
-        body.append('<p class="dim small"><a href="/api/jobs">as JSON</a> <a href="/openapi.json">the API</a></p>')
-        return "honed: all jobs", body
+        return report.index(
+            [*waiting, *done[:INDEX_ROWS]],
+            lambda job_id: f"/jobs/{job_id}",
+            now=time.time(),
+            is_served=True,
+            may_log_in=may_log_in,
+            older_than=done[INDEX_ROWS - 1]["id"] if len(done) > INDEX_ROWS else None,
+        )
 
     async def _job_page(self, request: Request) -> Response:
         job = await self.read(self.source.job, request.path_params["job_id"], _asker(request))
-        made = await self.pages.page(job)
-        more = f'<p class="dim small"><a href="/api/jobs/{job.id}">as JSON</a></p>'
-        events = "" if job.state.is_final else f"/api/jobs/{job.id}/events"
-        return _html(made.title, [more], events=events, made=made.body)
+        return _html((await self.pages.page(job)).page)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -440,24 +399,20 @@ def _parameters(endpoint: Endpoint, request: Request) -> Any:
         raise UsageError(f"{name[:80]}: {first['msg']}", hint=f"parameters: {known}; see /openapi.json") from None
 
 
-def _html(title: str, body: list[str], *, events: str, made: bytes = b"") -> Response:
-    """Return a page: `made`, sent in pieces since many pages may be under way, and `body` after it."""
+def _html(page: bytes) -> Response:
+    """Return a page with a nonce of its own, sent in pieces since many pages may be under way."""
     nonce = secrets.token_urlsafe(16)
-    live = f'<script nonce="{nonce}" src="/live.js" data-events="{events}" defer></script>' if events else ""
-    # For browsers without scripts.
-    live += '<noscript><meta http-equiv="refresh" content="30"></noscript>' if events else ""
-    first, mark, rest = document(title, [_MARK, *body], head=live, is_served=True).partition(_MARK.encode())
-    assert mark
+    at = page.find(NONCE)
 
     async def pieces() -> AsyncIterator[bytes]:
-        yield first
-        for start in range(0, len(made), PIECE_BYTES):
-            yield made[start : start + PIECE_BYTES]
-        yield rest
+        if at >= 0:
+            yield page[:at] + nonce.encode()
+        for start in range(at + len(NONCE) if at >= 0 else 0, len(page), PIECE_BYTES):
+            yield page[start : start + PIECE_BYTES]
 
     headers = {
         "Content-Security-Policy": _POLICY.format(nonce=nonce, style=STYLE_SOURCE),
-        "Content-Length": str(len(first) + len(made) + len(rest)),
+        "Content-Length": str(len(page) + (len(nonce) - len(NONCE) if at >= 0 else 0)),
     }
     return StreamingResponse(pieces(), headers=headers, media_type="text/html")
 

@@ -1,7 +1,7 @@
 """A job's page for honed-web, made by a short-lived process, so that a page of many megabytes costs honed-web no memory
 afterwards, and a slow one delays nobody else. Each page is kept for a while and shared by all who ask for it.
 
-    python -m honed.page.job_page --root DIR ID     prints {"title": text, "body": html}
+    python -m honed.page.job_page --root DIR ID     prints the page
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import time
@@ -42,8 +41,7 @@ _SECRETS = ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID"
 class Made:
     """A finished page, with the revision of the job that it shows."""
 
-    title: str
-    body: bytes
+    page: bytes
     revision: int
     made_at: float
 
@@ -112,18 +110,17 @@ class Pages:
             )
         return bytes(data)
 
-    def _keep(self, job: Job, data: bytes) -> Made:
-        told = json.loads(data)
-        made = Made(told["title"], told["body"].encode(errors="replace"), job.revision, time.monotonic())
+    def _keep(self, job: Job, page: bytes) -> Made:
+        made = Made(page, job.revision, time.monotonic())
         self._kept.pop(job.id, None)
         self._kept[job.id] = made
-        while self._kept and sum(len(each.body) for each in self._kept.values()) > MAX_KEPT_BYTES:
+        while self._kept and sum(len(each.page) for each in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
         return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="honed.page.job_page", description="Print the page of a job, as JSON.")
+    parser = argparse.ArgumentParser(prog="honed.page.job_page", description="Print the page of a job.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("id", type=int)
     options = parser.parse_args(arguments)
@@ -134,9 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spool = Spool(layout, lock=False)
     if (job := spool.job(options.id)) is None:
         return 1
-    title, body = report.parts(report.gather(spool, layout, job), now=time.time())
-    made = json.dumps({"title": title, "body": "\n".join(body)}, ensure_ascii=False)
-    sys.stdout.buffer.write(made.encode(errors="replace"))
+    sys.stdout.buffer.write(report.render(report.gather(spool, layout, job), now=time.time(), is_served=True))
     return 0
 
 

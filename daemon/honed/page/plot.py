@@ -10,7 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from honed.page.page import text
+from markupsafe import Markup, escape
+
+from honed.page.page import plain, text
 
 #: Pixels. The width of a phone, so that the labels keep their size there.
 WIDTH, HEIGHT = 360, 210
@@ -30,11 +32,11 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_zero: bool = False) -> str:
+def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_zero: bool = False) -> Markup:
     """Return a figure with up to four series on common axes; empty if no series has a point."""
     series = [Series(each.name, thinned(each.points)) for each in series if each.points]
     if not series:
-        return ""
+        return Markup()
     xs = [x for each in series for x, _ in each.points]
     ys = [y for each in series for _, y in each.points]
     x_ticks = ticks(min(xs), max(xs), 5, is_whole=True)
@@ -45,10 +47,10 @@ def lines(title: str, series: Sequence[Series], *, x_label: str = "step", from_z
     return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(drawn), series)
 
 
-def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) -> str:
+def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) -> Markup:
     """Return a figure of the counts (y) per bin of that width (x); the first bin begins at 0."""
     if not any(counts):
-        return ""
+        return Markup()
     x_ticks = ticks(0, len(counts) * width, 5, is_whole=True)
     y_ticks = ticks(0, max(counts), 4, is_whole=True)
     x_scale = _Scale(0, max(x_ticks[-1], len(counts) * width), _LEFT, WIDTH - _RIGHT)
@@ -156,7 +158,7 @@ def _series(number: int, series: Series, x_scale: _Scale, y_scale: _Scale) -> st
     return drawn
 
 
-def _figure(title: str, drawn: str, series: Sequence[Series]) -> str:
+def _figure(title: str, drawn: str, series: Sequence[Series]) -> Markup:
     ends = [f"{each.name} from {each.points[0][1]:.4g} to {each.points[-1][1]:.4g}" for each in series]
     keys = "".join(
         '<span class="short"><svg class="key" viewBox="0 0 22 8" aria-hidden="true">'
@@ -164,8 +166,8 @@ def _figure(title: str, drawn: str, series: Sequence[Series]) -> str:
         for number, each in enumerate(series)
         if len(series) > 1
     )
-    alternative = text("; ".join([title, *ends]))
-    return (
+    alternative = escape(plain("; ".join([title, *ends])))
+    return Markup(
         f'<figure><figcaption><b>{text(title)}</b> {keys}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{alternative}">{drawn}</svg></figure>'
     )

@@ -23,14 +23,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from honed import __version__
 from honed.job import query
-from honed.job.database import Reader, timestamp
+from honed.job.database import Reader
 from honed.job.job import Job
 from honed.job.progress import duration, figure, progress_text
 from honed.job.spool import Spool
 from honed.page import plot
-from honed.page.page import document, facts, said, section, table, text
+from honed.page.page import document, text
 from honed.page.plot import Series
 from honed.system import access, durable, niceness
 from honed.system import layout as layouts
@@ -110,38 +112,44 @@ def _read(path: Path) -> str:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def render(story: Story, *, now: float) -> bytes:
-    """Return the whole page."""
-    return document(*parts(story, now=now))
-
-
-def parts(story: Story, *, now: float) -> tuple[str, list[str]]:
-    """Return the page's title, which is text, and its body, which is HTML."""
+def render(story: Story, *, now: float, is_served: bool = False) -> bytes:
+    """Return the page as a file, or as honed-web sends it."""
     job = story.job
     name = job.name or f"job {job.id}"
     kind, line = outcome(story)
-    more = f" (the rest: honectl predictions {job.id})"
-    body = [
-        f'<header><h1><bdi>{text(name)}</bdi> <span class="dim">job {job.id}</span></h1>',
-        f'<p class="outcome {kind}" dir="auto">{text(line)}</p>',
-        f'<p class="dim small">honed {text(__version__)}; as of {text(timestamp(now)[:19])} UTC.'
-        f"{'' if job.state.is_final else ' This page is made anew while the job goes on.'} "
-        '<a href="../../index.html">All jobs</a></p></header>',
-        facts(_overview(story, now=now)),
-        *_warnings(story),
-        *section("Figures", _plots(story)),
-        *section("Predictions", _predictions(story, more)),
-        *section("Precision", _precision(story)),
-        *section("Memory", _memory(story)),
-        *section("Data", _data(story)),
-        *section("An example, as it is trained on", _example(story)),
-        *section("What happened", _events(story)),
-        *section("Attempts", [_attempts(story)]),
-        *section("The spec, as it was dropped", [_block(story.spec_text)]),
-        *section("Versions", [_versions(story)]),
-        *section("How to load it", _loading(story)),
-    ]
-    return f"{name}: {line}", body
+    samples, num_samples = _samples(story)
+    drawn, mixture = _data(story)
+    events = [event for event in story.events if event["event"] not in _ELSEWHERE]
+    return document(
+        "report.html",
+        title=f"{name}: {line}",
+        is_served=is_served,
+        live="" if job.state.is_final else f"/api/jobs/{job.id}/events",
+        job=job,
+        name=name,
+        kind=kind,
+        line=line,
+        now=now,
+        overview=_overview(story, now=now),
+        warnings=_warnings(story),
+        plots=_plots(story),
+        samples=samples,
+        num_samples=num_samples,
+        more=f" (the rest: honectl predictions {job.id})",
+        max_text=MAX_TEXT,
+        choices=_choices(story),
+        **_audit(story),
+        memory=_memory(story),
+        numbers=_numbers(story.last("data")),
+        lengths=drawn,
+        mixture=mixture,
+        segments=_dicts(story.last("example").get("segments")),
+        events=[(event, _event_words(event)) for event in events[-MAX_EVENTS:]],
+        num_earlier=len(events) - MAX_EVENTS,
+        spec_text=story.spec_text,
+        versions={"honed": __version__, **_dict(story.last("started").get("versions"))},
+        **_loading(story),
+    )
 
 
 def outcome(story: Story) -> tuple[str, str]:
@@ -180,43 +188,36 @@ def _ends(story: Story) -> str:
     return f": {', '.join(parts)}" if parts else ""
 
 
-def _overview(story: Story, *, now: float) -> Iterable[tuple[str, str]]:
+def _overview(story: Story, *, now: float) -> Iterable[tuple[str, Any]]:
     job, plan, spec = story.job, story.shown["plan"], story.shown["spec"]
     seconds = sum(each.spent_sec if each.ended_at else now - each.started_at for each in job.attempts)
     progress, metrics = story.shown["progress"], story.shown["metrics"]
-    num_steps = progress.get("num_steps")
-    yield "state", text(job.state)
-    yield "step", text(f"{progress.get('step')}{f' of {num_steps}' if num_steps else ''}" if num_steps else "")
+    yield "state", job.state
+    if num_steps := progress.get("num_steps"):
+        yield "step", f"{progress.get('step')} of {num_steps}"
     for name, words in (("train_loss", "training loss"), ("eval_loss", "evaluation loss")):
-        yield words, text(figure(metrics[name])) if isinstance(metrics.get(name), int | float) else ""
+        yield words, figure(metrics[name]) if isinstance(metrics.get(name), int | float) else None
     for name, value in metrics.items():
         if name.startswith("predictions/"):
-            yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", text(figure(value))
-    yield "time", text(duration(seconds)) if job.attempts else ""
-    yield "base model", text(spec.get("base_model"))
-    yield "backend", text(job.attempt.backend if job.attempts else (plan.get("backend") or {}).get("name"))
-    yield "device", text((plan.get("device") or {}).get("name"))
+            yield f"{name.removeprefix('predictions/').replace('_', ' ')} of predictions", figure(value)
+    yield "time", duration(seconds) if job.attempts else None
+    yield "base model", spec.get("base_model")
+    yield "backend", job.attempt.backend if job.attempts else (plan.get("backend") or {}).get("name")
+    yield "device", (plan.get("device") or {}).get("name")
     counted = plan.get("checkpoint") or {}
     if counted.get("num_parameters") and counted.get("num_trained"):
-        yield "trained parameters", text(f"{counted['num_trained']:,} of {counted['num_parameters']:,}")
+        yield "trained parameters", f"{counted['num_trained']:,} of {counted['num_parameters']:,}"
 
 
 def _warnings(story: Story) -> list[str]:
     hint = (story.shown["error"] or {}).get("hint")
-    told = dict.fromkeys(
-        [
-            *map(str, story.shown["plan"].get("warnings") or ()),
-            *(
-                str(each.get("evidence") or each.get("message"))
-                for each in story.events
-                if each["event"] == "log" and each.get("level") in ("warning", "error")
-            ),
-        ]
-    )
-    items = [*([f"What to do: {hint}"] if hint else []), *told]
-    lines = [f'<li dir="auto">{text(each, limit=2000)}</li>' for each in items[:30]]
-    lines += [f'<li class="dim">and {len(items) - 30} more: honectl logs {story.job.id}</li>'] if items[30:] else []
-    return section("Worth knowing", [f"<ul>{''.join(lines)}</ul>"]) if lines else []
+    logged = [
+        str(each.get("evidence") or each.get("message"))
+        for each in story.events
+        if each["event"] == "log" and each.get("level") in ("warning", "error")
+    ]
+    planned = map(str, story.shown["plan"].get("warnings") or ())
+    return [*([f"What to do: {hint}"] if hint else []), *dict.fromkeys([*planned, *logged])]
 
 
 # -- plots ------------------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def _points(story: Story, name: str) -> list[tuple[int, float]]:
     return [(step, value) for found, step, value, _ in story.figures if found == name]
 
 
-def _plots(story: Story) -> list[str]:
+def _plots(story: Story) -> list[Markup]:
     def series(*names: tuple[str, str]) -> list[Series]:
         return [Series(words, _points(story, name)) for name, words in names]
 
@@ -248,8 +249,7 @@ def _plots(story: Story) -> list[str]:
     for name in names:
         if name not in scores and not _NO_PLOT.search(name):
             drawn.append(plot.lines(name.replace("_", " "), series((name, name))))
-    drawn = [each for each in drawn if each]
-    return [f'<div class="plots">{"".join(drawn)}</div>'] if drawn else []
+    return [each for each in drawn if each]
 
 
 def _speed(story: Story) -> list[tuple[float, float]]:
@@ -266,39 +266,29 @@ def _speed(story: Story) -> list[tuple[float, float]]:
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-def _predictions(story: Story, more: str) -> list[str]:
+def _samples(story: Story) -> tuple[list[dict[str, Any]], int]:
+    """Return the first held-out examples, each with its predictions, and the number of all."""
     by_sample: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in story.predictions:
         by_sample[row["sample_index"]].append(row)
     thumbnails = {
         str(row.get("sample_index")): row.get("thumbnails") for row in _dicts(story.last("samples").get("rows"))
     }
-    parts = []
-    if len(by_sample) > MAX_SAMPLES:
-        parts.append(f'<p class="dim">The first {MAX_SAMPLES} of {len(by_sample)} examples{text(more)}</p>')
+    samples = []
     for index in sorted(by_sample)[:MAX_SAMPLES]:
-        parts.append(_sample(index, by_sample[index], _images(thumbnails.get(str(index))), more))
-    return parts
-
-
-def _sample(index: int, rows: list[dict[str, Any]], images: str, more: str) -> str:
-    truth = rows[-1]["ground_truth"] or ""
-    shown = _some(rows)
-    left_out = f'<p class="dim small">{len(rows) - len(shown)} steps are left out.</p>' if rows[len(shown) :] else ""
-    lines = [
-        [
-            f'<span class="short">step {row["step"]}</span> {_verdict(row["prediction"], truth)}',
-            _compared(row["prediction"], truth, more),
-        ]
-        for row in shown
-    ]
-    asked = f"<p>{images}</p>" if images else ""
-    given = f'<p class="dim small">truth</p>{said(truth, limit=MAX_TEXT, more=more)}' if truth else ""
-    return (
-        f'<div class="sample"><p class="dim small">example {index}</p>{asked}'
-        f"{said(rows[-1]['prompt'], limit=MAX_TEXT, more=more)}{given}"
-        f"{table(('', 'prediction'), lines, stack=True)}{left_out}</div>"
-    )
+        rows = by_sample[index]
+        prompt, truth, shown = rows[-1]["prompt"], rows[-1]["ground_truth"] or "", _some(rows)
+        samples.append(
+            {
+                "index": index,
+                "images": _images(thumbnails.get(str(index))),
+                "prompt": prompt,
+                "truth": truth,
+                "rounds": [(row["step"], *_compared(row["prediction"] or "", truth)) for row in shown],
+                "num_left_out": len(rows) - len(shown),
+            }
+        )
+    return samples, len(by_sample)
 
 
 def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -308,63 +298,49 @@ def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[round(n * (len(rows) - 1) / (MAX_ROUNDS - 1))] for n in range(MAX_ROUNDS)]
 
 
-def _verdict(prediction: str | None, truth: str) -> str:
-    if not truth:
-        return ""
-    is_right = (prediction or "").strip() == truth.strip()
-    return '<span class="good word">right</span>' if is_right else '<span class="warn word">differs</span>'
-
-
-def _compared(prediction: str | None, truth: str, more: str) -> str:
-    """Return a prediction with its differences from the reference marked, if both are short enough to be compared."""
-    written = prediction or ""
-    if not truth or written.strip() == truth.strip() or max(len(written), len(truth)) > MAX_COMPARED:
-        return said(written, limit=MAX_TEXT, more=more)
+def _compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:
+    """Return whether a prediction is right, as a word, and its parts, each with whether it differs from the
+    reference."""
+    is_right = written.strip() == truth.strip()
+    verdict = ("right" if is_right else "differs") if truth else ""
+    if not truth or is_right or max(len(written), len(truth)) > MAX_COMPARED:
+        return verdict, [(False, written)]
     words, wanted = re.findall(r"\w+|\W", written), re.findall(r"\w+|\W", truth)
-    matcher = difflib.SequenceMatcher(None, wanted, words, autojunk=False)
-    pieces = []
-    for kind, _, _, start, end in matcher.get_opcodes():
-        if chunk := text("".join(words[start:end])):
-            pieces.append(chunk if kind == "equal" else f"<ins>{chunk}</ins>")
-    return f'<div class="said" dir="auto">{"".join(pieces)}</div>'
+    codes = difflib.SequenceMatcher(None, wanted, words, autojunk=False).get_opcodes()
+    return verdict, [(kind != "equal", "".join(words[start:end])) for kind, _, _, start, end in codes if end > start]
 
 
-def _images(thumbnails: Any) -> str:
+def _images(thumbnails: Any) -> list[str]:
     """Return the thumbnails that the worker made, as JPEGs; anything but plain base64 is left out."""
-    return "".join(
-        f'<img class="thumb" alt="what the model sees" src="data:image/jpeg;base64,{each}">'
+    return [
+        each
         for each in (thumbnails if isinstance(thumbnails, list) else [])
         if isinstance(each, str) and len(each) <= MAX_THUMBNAIL and _BASE64.fullmatch(each)
-    )
+    ]
 
 
 # -- what was planned, and what was ------------------------------------------------------------------------------------
 
 
-def _precision(story: Story) -> list[str]:
+def _choices(story: Story) -> list[tuple[Any, ...]]:
     plan = story.shown["plan"]
     choices, backend = dict(plan.get("precision") or {}), plan.get("backend") or {}
     reasons = choices.pop("reasons", None) or {}
-    rows = [[text("backend"), text(backend.get("name")), text("; ".join(map(str, backend.get("reasons") or ())))]]
     if choices.get("optim") is None and "optim" in reasons:  # the plan keeps the job's own
         choices["optim"] = ((story.shown.get("spec") or {}).get("training") or {}).get("optim", "default")
-    rows += [[text(key), text(_word(value)), text(reasons.get(key))] for key, value in choices.items()]
-    parts = [table(("choice", "value", "why"), rows, stack=True)] if choices else []
+    first = ("backend", backend.get("name"), "; ".join(map(str, backend.get("reasons") or ())))
+    return [first, *((key, _word(value), reasons.get(key)) for key, value in choices.items())] if choices else []
+
+
+def _audit(story: Story) -> dict[str, Any]:
+    audits = [event for event in story.events if event["event"] == "audit"]
     # The dtypes during training: the last audit of a full fine-tuning is of the saved weights.
-    looks = [event for event in story.events if event["event"] == "audit" and event.get("when") != "saved"]
-    audit = looks[-1] if looks else {}
-    counted = [
-        [text(each.get("role")), text(each.get("dtype")), text(each.get("device")), text(_count(each))]
-        for each in _dicts(audit.get("counts"))
+    audit: Mapping[str, Any] = next((event for event in reversed(audits) if event.get("when") != "saved"), {})
+    counts = [
+        (each.get("role"), each.get("dtype"), each.get("device"), _count(each)) for each in _dicts(audit.get("counts"))
     ]
-    if counted:
-        parts += [
-            f"<h3>Loaded model ({text(audit.get('when'))})</h3>",
-            table(("role", "dtype", "device", "parameters"), counted, numbers=frozenset({3})),
-        ]
-    told = [event.get("mended") for event in story.events if event["event"] == "audit"]
-    mended = [f"<li>{text(each)}</li>" for some in told if isinstance(some, list) for each in some]
-    return [*parts, *([f"<p>Mended:</p><ul>{''.join(dict.fromkeys(mended))}</ul>"] if mended else [])]
+    mended = [str(each) for event in audits if isinstance(event.get("mended"), list) for each in event["mended"]]
+    return {"audited_when": audit.get("when"), "counts": counts, "mended": list(dict.fromkeys(mended))}
 
 
 def _word(value: Any) -> str:
@@ -382,14 +358,13 @@ def _count(row: Mapping[str, Any]) -> str:
     return f"{number:,}" if isinstance(number, int) else ""
 
 
-def _memory(story: Story) -> list[str]:
+def _memory(story: Story) -> list[tuple[str, str, str]]:
     estimated, used = (story.shown["memory"].get(key) or {} for key in ("estimated", "used"))
-    rows = [
-        [text(words), text(_size(estimated.get(key))), text(_size(used.get(key)))]
+    return [
+        (words, _size(estimated.get(key)), _size(used.get(key)))
         for words, key in _PARTS
         if estimated.get(key) or used.get(key)
     ]
-    return [table(("part", "estimated", "used"), rows, numbers=frozenset({1, 2}))]
 
 
 def _size(value: Any) -> str:
@@ -401,67 +376,37 @@ def _size(value: Any) -> str:
     return f"{value / 2**10:.0f} KiB"
 
 
-def _data(story: Story) -> list[str]:
-    counts = story.last("data")
-    rows = [
-        [text(key.removeprefix("num_").replace("_", " ")), text(f"{value:,}")]
+def _numbers(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (key.removeprefix("num_").replace("_", " "), f"{value:,}")
         for key, value in counts.items()
         if key.startswith("num_") and isinstance(value, int)
     ]
-    parts = [table(("rows and tokens", "number"), rows, numbers=frozenset({1}))]
-    lengths = counts.get("lengths")
-    if isinstance(lengths, dict):
-        bins, width = lengths.get("counts"), lengths.get("width")
-        if isinstance(bins, list) and all(isinstance(each, int) for each in bins) and isinstance(width, int | float):
-            drawn = plot.histogram("Tokens of a row, as trained on", bins, width, x_label="tokens")
-            parts.append(f'<div class="plots">{drawn}</div>' if drawn else "")
-    spec = story.shown["spec"]
-    mixture = [
-        [
-            f'<span class="path">{text(each.get("path"))}</span>',
-            "held out" if key == "eval_datasets" else text(each.get("fraction")),
-            *(text(found.get(f"num_{name}")) for name in _ROWS),
-        ]
+
+
+def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
+    """Return the histogram of the rows' lengths, and a row for each data set."""
+    counts = story.last("data")
+    lengths = _dict(counts.get("lengths"))
+    bins, width = lengths.get("counts"), lengths.get("width")
+    drawn = Markup()
+    if isinstance(bins, list) and all(isinstance(each, int) for each in bins) and isinstance(width, int | float):
+        drawn = plot.histogram("Tokens of a row, as trained on", bins, width, x_label="tokens")
+    return drawn, [
+        (
+            each.get("path"),
+            "held out" if key == "eval_datasets" else each.get("fraction"),
+            *(found.get(name) for name in ("num_rows", "num_taken", "num_bad")),
+        )
         for key in ("datasets", "eval_datasets")
-        for each, found in zip(_dicts(spec.get(key) or []), _dicts(counts.get(key)), strict=False)
+        for each, found in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
     ]
-    parts.append(table(("data set", "fraction", *_ROWS), mixture, numbers=frozenset({1, 2, 3, 4})) if mixture else "")
-    return [each for each in parts if each]
 
 
-_ROWS = ("rows", "taken", "bad")
-
-
-def _example(story: Story) -> list[str]:
-    segments = _dicts(story.last("example").get("segments"))
-    if not segments:
-        return []
-    pieces = [
-        f'<span class="{kind}">{text(each.get("text"), limit=MAX_TEXT)}</span>'
-        for each in segments
-        for kind in ("trained" if each.get("trained") else "masked",)
-    ]
-    key = '<p class="small"><span class="trained">trained on</span> <span class="masked">masked</span></p>'
-    return [key, f'<pre class="block" dir="auto">{"".join(pieces)}</pre>']
-
-
-def _events(story: Story) -> list[str]:
-    told = [event for event in story.events if event["event"] not in _ELSEWHERE]
-    rows = [
-        [
-            f'<span class="dim short">{text(str(event["created_at"])[:19].replace("T", " "))}</span>',
-            f"<b>{text(event['event'])}</b> <bdi>{_event_words(event)}</bdi>",
-        ]
-        for event in told[-MAX_EVENTS:]
-    ]
-    earlier = f'<p class="dim">{len(told) - MAX_EVENTS} earlier ones: honectl logs {story.job.id}</p>'
-    return [*([earlier] if told[MAX_EVENTS:] else []), table(("time (UTC)", "event"), rows, stack=True)]
-
-
-def _event_words(event: Mapping[str, Any]) -> str:
+def _event_words(event: Mapping[str, Any]) -> Markup:
     match event["event"]:
         case "log":
-            return text(f"{event.get('level')}: {event.get('evidence') or event.get('message')}", limit=2000)
+            return text(f"{event.get('level')}: {event.get('evidence') or event.get('message')}", 2000)
         case "stage":
             return text(event.get("stage"))
         case "started":
@@ -472,76 +417,27 @@ def _event_words(event: Mapping[str, Any]) -> str:
                 f"{key} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
                 for key, value in rest.items()
             )
-            return text(words, limit=500)
+            return text(words, 500)
 
 
-def _attempts(story: Story) -> str:
-    rows = [
-        [
-            text(each.number),
-            text(each.backend),
-            text(timestamp(each.started_at)[:19].replace("T", " ")),
-            text(duration(each.spent_sec) if each.ended_at else "goes on"),
-            text(each.step),
-            text(each.outcome),
-        ]
-        for each in story.job.attempts
-    ]
-    steps = [[text(each.attempt), text(each.text)] for each in story.job.adjustments]
-    ladder = table(("out of memory in attempt", "the next ones go on with"), steps, stack=True) if steps else ""
-    fallen = [[text(each.number), text(each.fallback.reason)] for each in story.job.attempts if each.fallback]
-    without = table(("attempt", "fell back to transformers, since"), fallen, stack=True) if fallen else ""
-    return (
-        table(("attempt", "backend", "started (UTC)", "time", "step", "outcome"), rows, stack=True) + without + ladder
-    )
-
-
-def _versions(story: Story) -> str:
-    versions = story.last("started").get("versions")
-    found = {"honed": __version__, **(versions if isinstance(versions, dict) else {})}
-    return facts([(name, text(version)) for name, version in found.items()])
-
-
-def _block(content: str, *, is_copied: bool = False) -> str:
-    return f'<pre class="block{" copy" if is_copied else ""}">{text(content)}</pre>' if content else ""
-
-
-def _loading(story: Story) -> list[str]:
-    """Return code that loads the job's output, if the job has made one."""
+def _loading(story: Story) -> dict[str, Any]:
+    """Return the values in the code that loads the job's output; `outputs` is empty if it has made none."""
     made, plan, spec = story.shown["artifacts"], story.shown["plan"], story.shown["spec"]
-    if not any(event["event"] == "artifact" for event in story.events) and story.job.state != "succeeded":
-        return []
+    is_made = any(event["event"] == "artifact" for event in story.events) or story.job.state == "succeeded"
     is_adapter = spec.get("kind") != "merge" and bool(spec.get("lora") or spec.get("adapter"))
-    sees = bool((plan.get("checkpoint") or {}).get("has_vision"))
-    output, base = str(made["output_dir"]), str(plan.get("base_model_path") or spec.get("base_model"))
     dtype = (plan.get("precision") or {}).get("load_dtype") or "auto"
-    parts = [_block(code(output, base, dtype=dtype, is_adapter=is_adapter, sees=sees), is_copied=True)]
+    outputs = [(str(made["output_dir"]), dtype, is_adapter)]
     if made.get("merged"):
-        merged = code(str(made["merged"]), base, dtype="auto", is_adapter=False, sees=sees)
-        parts += ["<p>The merged checkpoint, which needs no peft:</p>", _block(merged, is_copied=True)]
-    return parts
+        outputs.append((str(made["merged"]), "auto", False))
+    return {
+        "outputs": outputs if is_made else [],
+        "base": str(plan.get("base_model_path") or spec.get("base_model")),
+        "sees": bool((plan.get("checkpoint") or {}).get("has_vision")),
+    }
 
 
-def code(output: str, base: str, *, dtype: str, is_adapter: bool, sees: bool) -> str:
-    """Return Python code that loads a job's output; paths are quoted as Python quotes them."""
-    auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
-    reader, reads = ("AutoProcessor", "processor") if sees else ("AutoTokenizer", "tokenizer")
-    lines = [f"from transformers import {auto}, {reader}"]
-    if is_adapter:
-        lines.insert(0, "from peft import PeftModel")
-        lines += [
-            "",
-            f'base = {auto}.from_pretrained({base!r}, dtype="{dtype}")',
-            f"model = PeftModel.from_pretrained(base, {output!r})",
-            f"{reads} = {reader}.from_pretrained({(base if sees else output)!r})",
-        ]
-    else:
-        lines += [
-            "",
-            f'model = {auto}.from_pretrained({output!r}, dtype="{dtype}")',
-            f"{reads} = {reader}.from_pretrained({output!r})",
-        ]
-    return "\n".join(lines) + "\n"
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
@@ -560,45 +456,35 @@ def render_index(
     def address(job_id: int) -> str | None:
         return f"jobs/{job_id}/report.html" if os.path.lexists(layout.job(job_id).report_path) else None
 
-    return document("honed: all jobs", index_body(rows, address, now=now, counts=counts))
+    return index(rows, address, now=now, counts=counts)
 
 
-def index_body(
+def index(
     rows: Sequence[Mapping[str, Any]],
     address: Callable[[int], str | None],
     *,
     now: float,
     counts: Mapping[str, int] | None = None,
-) -> list[str]:
-    """Return the index as HTML. `address` returns where a job's page is, or None."""
-    lines = []
-    for row in rows:
-        name = text(row["name"] or f"job {row['id']}")
-        if (href := address(row["id"])) is not None:
-            name = f'<a href="{href}"><bdi>{name}</bdi></a>'
-        kind = {"succeeded": "good", "failed": "bad", "held": "warn", "cancelled": "warn"}.get(row["state"], "")
-        state = row["outcome"] if row["state"] == "failed" and row["outcome"] else row["state"]
-        progress = row["progress"]
-        how_far = progress_text(progress) if progress.get("step") is not None else ""
-        lines.append(
-            [
-                text(row["id"]),
-                name,
-                f'<span class="word {kind}">{text(state)}</span>',
-                text(how_far),
-                f'<span class="dim">{text(row["submitted_at"][:19].replace("T", " "))}</span>',
-            ]
-        )
-    body = [
-        "<h1>honed: all jobs</h1>",
-        f'<p class="dim small">honed {text(__version__)}; as of {text(timestamp(now)[:19])} UTC.</p>',
-        table(("job", "name", "state", "how far", "dropped (UTC)"), lines, numbers=frozenset({0}), stack=True)
-        or "<p>There is no job yet.</p>",
-    ]
-    if (num_more := sum((counts or {}).values()) - len(rows)) > 0:
-        told = ", ".join(f"{number:,} {state}" for state, number in (counts or {}).items() if number)
-        body.append(f'<p class="dim">And {num_more:,} more, of these in all: {text(told)}. See honectl list --all.</p>')
-    return body
+    is_served: bool = False,
+    may_log_in: bool = False,
+    older_than: int | None = None,
+) -> bytes:
+    """Return the index. `address` returns where a job's page is, or None. `older_than`: the page has no finished jobs
+    before this one, and the server has."""
+    counts = counts or {}
+    return document(
+        "index.html",
+        title="honed: all jobs",
+        is_served=is_served,
+        live="/api/events",
+        now=now,
+        rows=rows,
+        address=address,
+        counts=counts,
+        num_more=sum(counts.values()) - len(rows),
+        may_log_in=may_log_in,
+        older_than=older_than,
+    )
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
