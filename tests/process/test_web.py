@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -395,6 +396,19 @@ def test_hostile_text_is_text_on_its_pages(asked: Web) -> None:
     assert ("a", {"href": "/jobs/1"}) in Page(web.ask("/")[2].decode()).elements
     assert web.ask("/jobs/1/report.html")[1]["location"] == "/jobs/1"
     assert web.ask("/jobs/1")[1]["content-security-policy"] != headers["content-security-policy"]  # each its nonce
+
+
+def test_a_page_that_hangs_does_not_delay_the_end_and_its_process_ends_too(told: Instance) -> None:
+    with serving(told) as web:
+        connection = web.open(request_head("/jobs/1"))
+        tasks = Path(f"/proc/{web.process.pid}/task")
+        (pid,) = wait_for(lambda: [int(word) for one in tasks.glob("*/children") for word in one.read_text().split()])
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert web.end() == 0
+        assert time.monotonic() - began < 30
+        assert not Path(f"/proc/{pid}").exists()
+        connection.close()
 
 
 def test_events_tell_of_a_job_from_the_queue_to_its_end(instance: Instance) -> None:

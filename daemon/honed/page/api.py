@@ -12,8 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from honed import __version__
 from honed.job.job import State
-from honed.job.query import Asker
-from honed.page.source import Page, Source
+from honed.page.source import Source
 
 #: Rows of one page, at most and by default.
 MAX_ROWS, ROWS = 500, 100
@@ -238,61 +237,33 @@ class Health(_Answer):
 
 # -- addresses --------------------------------------------------------------------------------------------------------
 
-#: Reads an answer: from a source, the asker, the job of the address (0 without one), and the parameters.
-Read = Callable[[Source, Asker, int, Any], Any]
-
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One endpoint. `rows`: the key of the answer that has a page's rows, if the endpoint is paged."""
+    """One endpoint. `read`: takes a source, the job of the address if there is one, the asker, and the parameters by
+    name. `rows`: the key of the answer that has a page's rows, if the endpoint is paged."""
 
     path: str
     summary: str
     parameters: type[BaseModel]
     answer: type[BaseModel]
-    read: Read
+    read: Callable[..., Any]
     rows: str | None = None
 
 
-def _jobs(source: Source, asker: Asker, _job_id: int, asked: JobPaging) -> Page:
-    return source.jobs(asker, state=asked.state, limit=asked.limit, cursor=asked.cursor)
-
-
-def _metrics(source: Source, asker: Asker, job_id: int, asked: MetricPaging) -> Page:
-    return source.metrics(job_id, asker, name=asked.name, limit=asked.limit, cursor=asked.cursor)
-
-
-def _predictions(source: Source, asker: Asker, job_id: int, asked: PredictionPaging) -> Page:
-    return source.predictions(
-        job_id, asker, step=asked.step, sample_index=asked.sample_index, limit=asked.limit, cursor=asked.cursor
-    )
-
-
 ENDPOINTS = (
-    Endpoint("/api/jobs", "All jobs, newest first", JobPaging, JobList, _jobs, "jobs"),
-    Endpoint(
-        "/api/jobs/{job_id}",
-        "One job",
-        NoParameters,
-        JobShown,
-        lambda source, asker, job_id, _asked: source.show(job_id, asker),
-    ),
-    Endpoint("/api/jobs/{job_id}/metrics", "Metrics of one job", MetricPaging, MetricList, _metrics, "metrics"),
+    Endpoint("/api/jobs", "All jobs, newest first", JobPaging, JobList, Source.jobs, "jobs"),
+    Endpoint("/api/jobs/{job_id}", "One job", NoParameters, JobShown, Source.show),
+    Endpoint("/api/jobs/{job_id}/metrics", "Metrics of one job", MetricPaging, MetricList, Source.metrics, "metrics"),
     Endpoint(
         "/api/jobs/{job_id}/predictions",
         "Predictions of one job",
         PredictionPaging,
         PredictionList,
-        _predictions,
+        Source.predictions,
         "predictions",
     ),
-    Endpoint(
-        "/healthz",
-        "Health of the daemon and its database",
-        NoParameters,
-        Health,
-        lambda source, _asker, _job_id, _asked: source.health(),
-    ),
+    Endpoint("/healthz", "Health of the daemon and its database", NoParameters, Health, lambda one, _: one.health()),
 )
 #: Endpoints without JSON: address, summary, media type.
 _OTHERS = (

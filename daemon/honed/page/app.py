@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -24,7 +23,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -111,8 +110,11 @@ class Web:
     def __post_init__(self) -> None:
         self.pages = Pages(self.source.layout)
         self._readers = anyio.CapacityLimiter(MAX_READERS)
-        self._openapi = _encode(api.openapi())
         self._script = source("live.js")
+
+    @cached_property
+    def _openapi(self) -> bytes:
+        return _encode(api.openapi())
 
     @property
     def app(self) -> ASGIApp:
@@ -142,10 +144,8 @@ class Web:
     # -- the API ------------------------------------------------------------------------------------------------------
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
-        asked = _parameters(endpoint, request)
-        found = await self.read(
-            endpoint.read, self.source, _asker(request), request.path_params.get("job_id", 0), asked
-        )
+        jobs, asked = request.path_params.values(), _parameters(endpoint, request)
+        found = await self.read(partial(endpoint.read, self.source, *jobs, _asker(request), **asked))
         headers = {}
         if isinstance(found, Page):
             assert endpoint.rows is not None
@@ -388,10 +388,9 @@ def _token_wanted() -> Response:
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def _parameters(endpoint: Endpoint, request: Request) -> Any:
-    asked = request.query_params
+def _parameters(endpoint: Endpoint, request: Request) -> dict[str, Any]:
     try:
-        return endpoint.parameters.model_validate(dict(asked))
+        return dict(endpoint.parameters.model_validate(dict(request.query_params)))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
@@ -419,23 +418,12 @@ def _html(page: bytes) -> Response:
 
 def _encode(value: Any) -> bytes:
     """Return JSON for every parser: NaN becomes null, and invalid text (surrogates, as in file names) valid UTF-8."""
+    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
-        made = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        made = dumps(value)
     except ValueError:
-        made = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        made = dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
     return made.encode(errors="replace")
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case dict():
-            return {key: _finite(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_finite(each) for each in value]
-        case _:
-            return value
 
 
 def _said(status: int, error: HonedError, headers: Mapping[str, str] | None = None) -> Response:

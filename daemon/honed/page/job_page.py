@@ -1,38 +1,32 @@
 """A job's page for honed-web, made by a short-lived process, so that a page of many megabytes costs honed-web no memory
 afterwards, and a slow one delays nobody else. Each page is kept for a while and shared by all who ask for it.
 
-    python -m honed.page.job_page --root DIR ID     prints the page
+    python -m honed.page.report --root DIR --print ID
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
+import logging
 import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from honed.job.job import Job
-from honed.job.spool import Spool
-from honed.page import report
-from honed.system import layout as layouts
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
-from honed.system.log import guard_tracebacks
+
+log = logging.getLogger("honed.page.server")
 
 #: Seconds for which a kept page is served, of an unfinished job and of a finished one.
 RUNNING_SEC, FINAL_SEC = 3.0, 300.0
 #: Seconds that making one page may take.
 TIMEOUT_SEC = 60.0
-#: Pages that wait to be made; bytes of all kept pages; bytes of one page.
+#: Pages that wait to be made; bytes of all kept pages.
 MAX_WAITING = 16
 MAX_KEPT_BYTES = 8 * 1024 * 1024
-MAX_BYTES = 64 * 1024 * 1024
 #: Variables of our environment that the process does not need.
 _SECRETS = ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
@@ -76,39 +70,32 @@ class Pages:
 
     async def _make(self, job: Job) -> bytes:
         # -P: modules in the current directory are not ours.
-        command = [sys.executable, "-P", "-m", "honed.page.job_page", "--root", str(self._layout.root), str(job.id)]
+        program = [sys.executable, "-P", "-m", "honed.page.report"]
+        options = ["--root", str(self._layout.root), "--print", str(job.id)]
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *program,
+            *options,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
             start_new_session=True,
-            limit=1024 * 1024,
         )
-        assert process.stdout is not None
-        data = bytearray()
         try:
             async with asyncio.timeout(TIMEOUT_SEC):
-                while chunk := await process.stdout.read(1024 * 1024):
-                    data += chunk
-                    if len(data) > MAX_BYTES:
-                        break
-                else:
-                    await process.wait()
+                page, _ = await process.communicate()
         except TimeoutError:
-            pass
+            log.error("the page of job %d was not made within %.0f s", job.id, TIMEOUT_SEC)  # noqa: TRY400
         finally:
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                process.kill()
                 await process.wait()
-        if process.returncode != 0:
-            raise EnvironmentInvalidError(
-                f"the page of job {job.id} could not be made",
-                hint="the log of honed-web says why; the API has what is on it",
-            )
-        return bytes(data)
+        if process.returncode == 0:
+            return page
+        raise EnvironmentInvalidError(
+            f"the page of job {job.id} could not be made",
+            hint="the log of honed-web says why; the API has what is on it",
+        )
 
     def _keep(self, job: Job, page: bytes) -> Made:
         made = Made(page, job.revision, time.monotonic())
@@ -117,23 +104,3 @@ class Pages:
         while self._kept and sum(len(each.page) for each in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
         return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="honed.page.job_page", description="Print the page of a job.")
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("id", type=int)
-    options = parser.parse_args(arguments)
-    guard_tracebacks()
-    with contextlib.suppress(OSError):  # the unit has no system call for it
-        os.nice(10)
-    layout = layouts.of(options.root)
-    spool = Spool(layout, lock=False)
-    if (job := spool.job(options.id)) is None:
-        return 1
-    sys.stdout.buffer.write(report.render(report.gather(spool, layout, job), now=time.time(), is_served=True))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

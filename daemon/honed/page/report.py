@@ -47,11 +47,14 @@ MAX_COMPARED = 600
 MAX_SPEC_BYTES = 1024 * 1024
 #: Bytes of a thumbnail, encoded.
 MAX_THUMBNAIL = 64 * 1024
+#: Bytes of a page for honed-web, which has it in memory while it sends it.
+MAX_PRINTED_BYTES = 64 * 1024 * 1024
 #: Metrics of transformers' evaluation about its own speed; throughput has its own plot.
 _NO_PLOT = re.compile(r"_(runtime|per_second|num_tokens)$")
 #: Events that are shown in other parts of the page.
 _ELSEWHERE = {"worse", "example", "samples", "data", "memory", "audit"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+_WORDS = {"None": "none", "True": "yes", "False": "no"}
 _PARTS = (
     ("base model", "weights_bytes"),
     ("adapter", "adapter_bytes"),
@@ -329,7 +332,11 @@ def _choices(story: Story) -> list[tuple[Any, ...]]:
     if choices.get("optim") is None and "optim" in reasons:  # the plan keeps the job's own
         choices["optim"] = ((story.shown.get("spec") or {}).get("training") or {}).get("optim", "default")
     first = ("backend", backend.get("name"), "; ".join(map(str, backend.get("reasons") or ())))
-    return [first, *((key, _word(value), reasons.get(key)) for key, value in choices.items())] if choices else []
+    return (
+        [first, *((key, _WORDS.get(str(value), value), reasons.get(key)) for key, value in choices.items())]
+        if choices
+        else []
+    )
 
 
 def _audit(story: Story) -> dict[str, Any]:
@@ -341,16 +348,6 @@ def _audit(story: Story) -> dict[str, Any]:
     ]
     mended = [str(each) for event in audits if isinstance(event.get("mended"), list) for each in event["mended"]]
     return {"audited_when": audit.get("when"), "counts": counts, "mended": list(dict.fromkeys(mended))}
-
-
-def _word(value: Any) -> str:
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return "yes" if value else "no"
-        case _:
-            return str(value)
 
 
 def _count(row: Mapping[str, Any]) -> str:
@@ -524,16 +521,32 @@ def write(layout: Layout, job_ids: Sequence[int], *, is_shared: bool, admin_grou
     return num_failed
 
 
+def print_page(layout: Layout, job_id: int) -> int:
+    """Print the page of a job as honed-web sends it. Returns 1 if there is no such job, or the page is too long."""
+    spool = Spool(layout, lock=False)
+    if (job := spool.job(job_id)) is None:
+        return 1
+    page = render(gather(spool, layout, job), now=time.time(), is_served=True)
+    if len(page) > MAX_PRINTED_BYTES:
+        print(f"job {job_id}: its page has {len(page):,} bytes, too many for honed-web", file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(page)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="honed.page.report", description="Write the reports of jobs, and the index.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--shared", action="store_true", help="let everybody read every job")
     parser.add_argument("--admin-group", default="")
+    parser.add_argument("--print", action="store_true", help="print the page of one job for honed-web; write nothing")
     parser.add_argument("ids", nargs="*", type=int)
     options = parser.parse_args(arguments)
     guard_tracebacks()
     niceness.step_back()
     layout = layouts.of(options.root)
+    if options.print:
+        return print_page(layout, *options.ids)
     return min(write(layout, options.ids, is_shared=options.shared, admin_group=options.admin_group), 1)
 
 

@@ -68,12 +68,12 @@ class Connection(H11Protocol):
 
     patience_sec = PATIENCE_SEC
     _uid: int | None = None
-    #: Timers that end the connection of a client that does not complete a request, and of one that does not read its
-    #: answer: two, since answers may wait while the next request is already there.
-    _head_timer: asyncio.TimerHandle | None = None
-    _reader_timer: asyncio.TimerHandle | None = None
+    #: Timers that end the connection of a client that does not complete a request (head), and of one that does not
+    #: read its answer (reader): two, since answers may wait while the next request is already there.
+    _timers: dict[str, asyncio.TimerHandle]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._timers = {}
         peer = transport.get_extra_info("socket")
         if peer.family == socket.AF_UNIX:
             uid, gids = credentials(peer)
@@ -81,7 +81,7 @@ class Connection(H11Protocol):
             self.app_state = {**self.app_state, "peer": Peer(uid, gids)}
         theirs = sum(getattr(each, "_uid", None) == self._uid for each in self.connections) if self._uid else 0
         super().connection_made(transport)
-        self._await_head(self.patience_sec)
+        self._await("head", self.patience_sec)
         if len(self.connections) > MAX_CONNECTIONS or theirs >= MAX_CONNECTIONS_PER_USER:
             transport.write(_FULL)
             transport.close()
@@ -92,37 +92,33 @@ class Connection(H11Protocol):
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._await_head(None)  # the head is complete: from now on the server is the one to act
+            self._await("head", None)  # the head is complete: from now on the server is the one to act
 
     def on_response_complete(self) -> None:
-        self._await_head(self.patience_sec + KEEP_ALIVE_SEC)
+        self._await("head", self.patience_sec + KEEP_ALIVE_SEC)
         before = self.cycle
         super().on_response_complete()
         if self.cycle is not before:  # the next request was already there
-            self._await_head(None)
+            self._await("head", None)
 
     def pause_writing(self) -> None:
-        self._await_reader(2 * self.patience_sec)
+        self._await("reader", 2 * self.patience_sec)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._await_reader(None)
+        self._await("reader", None)
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._await_head(None)
-        self._await_reader(None)
+        self._await("head", None)
+        self._await("reader", None)
         super().connection_lost(exc)
 
-    def _await_head(self, seconds: float | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
-
-    def _await_reader(self, seconds: float | None) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-        self._reader_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+    def _await(self, what: str, seconds: float | None) -> None:
+        if timer := self._timers.pop(what, None):
+            timer.cancel()
+        if seconds is not None:
+            self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 
 
 class Server(uvicorn.Server):

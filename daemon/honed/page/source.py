@@ -16,10 +16,11 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from honed.job import query
 from honed.job.database import Progress, connect_read_only
@@ -29,6 +30,8 @@ from honed.job.spool import Spool, read_entry
 from honed.system.control import Client
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 from honed.system.layout import Layout
+
+T = TypeVar("T")
 
 #: Bytes of text on one page of predictions; a larger row is a page of its own.
 MAX_PAGE_BYTES = 1024 * 1024
@@ -56,17 +59,11 @@ class Entries(Spool):
             )
         super().__init__(layout, lock=False)
         self._known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
-        self._listed: dict[int, Job] = {}
-        self._list_until = 0.0
-        self._listing = threading.Lock()
+        self._listed = _Kept(self._list)
 
     def all_jobs(self) -> dict[int, Job]:
         """Return all jobs, as Spool does, up to a moment old."""
-        with self._listing:
-            if (began := time.monotonic()) >= self._list_until:
-                self._listed = self._list()
-                self._list_until = _good_until(began)
-            return self._listed
+        return self._listed.get()
 
     def _list(self) -> dict[int, Job]:
         known: dict[Path, tuple[tuple[int, int, int], Job | None]] = {}
@@ -85,9 +82,21 @@ class Entries(Spool):
         return dict(sorted(found.items()))
 
 
-def _good_until(began: float) -> float:
-    now = time.monotonic()
-    return now + max(LIST_SEC, REST * (now - began))
+class _Kept(Generic[T]):
+    """A value that all threads share, made anew by the first that asks after LIST_SEC or longer."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._until = 0.0
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        with self._lock:
+            if (began := time.monotonic()) >= self._until:
+                self._value = self._make()
+                now = time.monotonic()
+                self._until = now + max(LIST_SEC, REST * (now - began))
+            return self._value
 
 
 def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
@@ -119,11 +128,9 @@ class Source:
         self.layout = layout
         self._entries: Entries | None = None
         self._opening = threading.Lock()
-        self._lists: dict[Asker, tuple[float, list[dict[str, Any]]]] = {}
+        self._lists: dict[Asker, _Kept[list[dict[str, Any]]]] = {}
         self._listing = threading.Lock()
-        self._reasons: dict[int, dict[str, str]] | None = None
-        self._reasons_until = 0.0
-        self._asking = threading.Lock()
+        self._reasons = _Kept(self._ask)
 
     @property
     def entries(self) -> Entries:
@@ -142,15 +149,15 @@ class Source:
         The list is up to a moment old and must not be changed: all askers share it.
         """
         with self._listing:
-            good_until, rows = self._lists.get(asker, (0.0, []))
-            if (began := time.monotonic()) >= good_until:
-                rows = query.list_jobs(self.entries, self.layout, "", asker)
-                for row in rows:
-                    self._explain(row, asker)
-                while len(self._lists) >= MAX_LISTS:
-                    del self._lists[next(iter(self._lists))]
-                self._lists[asker] = _good_until(began), rows
-            return rows
+            while asker not in self._lists and len(self._lists) >= MAX_LISTS:
+                del self._lists[next(iter(self._lists))]
+            return self._lists.setdefault(asker, _Kept(partial(self._list, asker))).get()
+
+    def _list(self, asker: Asker) -> list[dict[str, Any]]:
+        rows = query.list_jobs(self.entries, self.layout, "", asker)
+        for row in rows:
+            self._explain(row, asker)
+        return rows
 
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of jobs, newest first."""
@@ -168,30 +175,26 @@ class Source:
 
     def _explain(self, row: dict[str, Any], asker: Asker) -> None:
         """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
-        if row["state"] != State.QUEUED or (reasons := self._why()) is None:
+        if row["state"] != State.QUEUED or (reasons := self._reasons.get()) is None:
             return
         why = reasons.get(row["id"])
         is_theirs = asker.reads_all or row["uid"] == asker.uid
         row["waiting_for"] = why if why is None or is_theirs else {**why, "detail": ""}
 
-    def _why(self) -> dict[int, dict[str, str]] | None:
-        """Return the reasons of the queue's first jobs, up to a moment old; None if honed does not answer."""
-        with self._asking:
-            if (began := time.monotonic()) >= self._reasons_until:
-                try:
-                    rows = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
-                        "list", states=[State.QUEUED.value], limit=MAX_REASONS
-                    )
-                    told = {row["id"]: row["waiting_for"] for row in rows if row["waiting_for"] is not None}
-                    # The detail of a retry counts seconds: each change would be an event for all watchers.
-                    self._reasons = {
-                        job_id: {**why, "detail": ""} if why["reason"] == "retry" else why
-                        for job_id, why in told.items()
-                    }
-                except (HonedError, ValueError, TypeError, KeyError):
-                    self._reasons = None
-                self._reasons_until = _good_until(began)
-            return self._reasons
+    def _ask(self) -> dict[int, dict[str, str]] | None:
+        """Return the reasons of the queue's first jobs; None if honed does not answer."""
+        try:
+            rows = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
+                "list", states=[State.QUEUED.value], limit=MAX_REASONS
+            )
+            # The detail of a retry counts seconds: each change would be an event for all watchers.
+            return {
+                row["id"]: {**why, "detail": ""} if why["reason"] == "retry" else why
+                for row in rows
+                if (why := row["waiting_for"]) is not None
+            }
+        except (HonedError, ValueError, TypeError, KeyError):
+            return None
 
     def job(self, job_id: int, asker: Asker) -> Job:
         """Return a job. Raises UsageError if there is none, and NotPermittedError for another user's."""
@@ -275,23 +278,15 @@ class Source:
         predictions."""
         job = self.job(job_id, asker)
         with self.database() as db:
-            progress = _one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"
-            stage = _one(
-                db, "SELECT data FROM events WHERE job_id = ? AND kind = 'stage' ORDER BY rowid DESC LIMIT 1", job_id
-            )
+            progress, stage = _progress(db, job_id), _last_event(db, job_id, "stage")
             predicted = _one(db, "SELECT max(step) FROM training_predictions WHERE job_id = ?", job_id)
-            eval_loss = _one(
-                db,
-                "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_loss'"
-                " ORDER BY step DESC, rowid DESC LIMIT 1",
-                job_id,
-            )
-        row = query.summary(job, Progress.of(json.loads(progress)))
+            eval_loss = _last_metric(db, job_id, "eval_loss")
+        row = query.summary(job, progress)
         self._explain(row, asker)
         return {
             **row,
             "attempt": job.attempt.number if job.attempts else None,
-            "stage": json.loads(stage).get("stage") if stage else None,
+            "stage": stage.get("stage"),
             "eval_loss": eval_loss,
             "predicted_step": predicted,
         }
@@ -340,20 +335,10 @@ class Source:
         found: dict[int, dict[str, Any]] = {}
         with self.database() as db:
             for job_id in job_ids if db else ():
-                progress = json.loads(_one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}")
-                sql = "SELECT data FROM events WHERE job_id = ? AND kind = 'data' ORDER BY rowid DESC LIMIT 1"
-                data = _one(db, sql, job_id)
-                tokens = json.loads(data).get("num_tokens") if data else None
-                trained = _one(
-                    db,
-                    "SELECT value FROM metrics WHERE job_id = ? AND name = 'eval_num_tokens'"
-                    " ORDER BY step DESC, rowid DESC LIMIT 1",
-                    job_id,
-                )
                 found[job_id] = {
-                    **asdict(Progress.of(progress)),
-                    "num_tokens": tokens,
-                    "num_trained": trained,
+                    **asdict(_progress(db, job_id)),
+                    "num_tokens": _last_event(db, job_id, "data").get("num_tokens"),
+                    "num_trained": _last_metric(db, job_id, "eval_num_tokens"),
                 }
         return found
 
@@ -361,6 +346,22 @@ class Source:
 def _one(db: sqlite3.Connection | None, sql: str, *arguments: Any) -> Any:
     row = db.execute(sql, arguments).fetchone() if db else None
     return row[0] if row else None
+
+
+def _progress(db: sqlite3.Connection | None, job_id: int) -> Progress:
+    return Progress.of(json.loads(_one(db, "SELECT progress FROM jobs WHERE id = ?", job_id) or "{}"))
+
+
+def _last_event(db: sqlite3.Connection | None, job_id: int, kind: str) -> dict[str, Any]:
+    sql = "SELECT data FROM events WHERE job_id = ? AND kind = ? ORDER BY rowid DESC LIMIT 1"
+    found: dict[str, Any] = json.loads(_one(db, sql, job_id, kind) or "{}")
+    return found
+
+
+def _last_metric(db: sqlite3.Connection | None, job_id: int, name: str) -> float | None:
+    sql = "SELECT value FROM metrics WHERE job_id = ? AND name = ? ORDER BY step DESC, rowid DESC LIMIT 1"
+    value: float | None = _one(db, sql, job_id, name)
+    return value
 
 
 def _cursor(*place: str | int) -> str:
