@@ -59,11 +59,9 @@ def check(
     ModelError for a template or a tokenizer with which no row can be."""
     if model is None or job_spec.kind != "sft" or job_spec.trust_remote_code:
         return []
-    try:
-        from honed.text.chat import ChatFormat  # noqa: PLC0415  (jinja2 belongs to the worker's packages)
-        from honed.text.tokenfile import read  # noqa: PLC0415
-    except ImportError:
-        return []
+    from honed.text.chat import ChatFormat  # noqa: PLC0415  (most checks end before they need jinja2)
+    from honed.text.tokenfile import read  # noqa: PLC0415
+
     tokenizer = read(model.path, templatecheck.source(job_spec, model))
     if tokenizer is None:
         return []

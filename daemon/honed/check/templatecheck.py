@@ -106,11 +106,7 @@ def _read(path: Path, key: str = "chat_template") -> str:
 
 
 def _compile(text: str, where: str, kind: type[HonedError]) -> None:
-    """Raise `kind` for a template that does not compile. Without jinja2 nothing is checked: packagecheck reports it."""
-    try:
-        import jinja2  # noqa: F401, PLC0415  (it belongs to the worker's packages)
-    except ImportError:
-        return
+    """Raise `kind` for a template that does not compile."""
     look = _fault if len(text) <= MAX_REMEMBERED else _fault.__wrapped__
     if fault := look(text):
         raise kind(f"{where}{fault}", hint="correct it, or name another as chat_template:")

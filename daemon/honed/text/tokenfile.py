@@ -121,7 +121,7 @@ class FileTokenizer:
 @functools.lru_cache(maxsize=16)
 def compiled(source: str) -> Any:
     """Compile a chat template in a sandbox like transformers' own. Needs jinja2, and raises its TemplateError."""
-    import jinja2  # noqa: PLC0415  (it belongs to the worker's packages)
+    import jinja2  # noqa: PLC0415  (only a template needs it)
     import jinja2.ext  # noqa: PLC0415
     import jinja2.nodes  # noqa: PLC0415
     import jinja2.sandbox  # noqa: PLC0415

@@ -1025,7 +1025,6 @@ def test_the_stages_are_told_in_their_order(desk: Desk) -> None:
 
 
 def test_a_template_without_an_end_costs_its_own_job_and_is_told(desk: Desk, daemon: Daemon) -> None:
-    pytest.importorskip("jinja2")
     endless = desk.path / "endless.jinja"
     loops = "".join(f"{{% for a{n} in range(99999) %}}" for n in range(4))
     endless.write_text(f"{loops}{'{% endfor %}' * 4}{{{{ messages[0].content }}}}")

@@ -21,7 +21,6 @@ from honed.system.layout import Layout
 from told import refused
 from zoo import plain
 
-pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
 CPU = Device("cpu", "a processor", total_bytes=24 * 2**30, free_bytes=20 * 2**30)
