@@ -256,6 +256,23 @@ def test_the_index_is_for_the_administrators_where_jobs_are_not_shared(instance:
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_a_page_is_printed_for_honed_web_unless_it_is_too_long(
+    instance: Instance, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance.drop("succeed")
+    assert instance.drain() == 0
+    assert report.print_page(instance.layout, 1) == 0
+    page = Page(capsysbinary.readouterr().out.decode())
+    assert "as JSON" in page.shown
+    assert not [keys for tag, keys in page.elements if "http-equiv" in keys], "the policy is a header there"
+    assert report.print_page(instance.layout, 2) == 1
+    monkeypatch.setattr(report, "MAX_PRINTED_BYTES", 1000)
+    assert report.print_page(instance.layout, 1) == 1
+    out, err = capsysbinary.readouterr()
+    assert out == b""
+    assert b"too many for honed-web" in err
+
+
 def test_a_link_in_the_place_of_the_spec_is_not_followed(instance: Instance) -> None:
     instance.drop("succeed")
     assert instance.drain() == 0

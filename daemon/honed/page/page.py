@@ -1,8 +1,9 @@
-"""HTML for people: one self-contained file, light and dark, for phones and for paper; honed-web's has one script.
+"""HTML for people: each page is one self-contained file, light and dark, for phones and for paper. A file has no
+script; a live page of honed-web has one, live.js.
 
-Texts from a model or a data set are hostile: the templates, which are files of this package, pass every value through
-`text`, and the page's own policy allows no script, no form and no address but `data:` images, should anything get past
-it.
+Texts from a model or a data set are hostile. The templates are files of this package, and every value in them goes
+through `text`; the page's own policy allows no other script, no form and no address but `data:` images, should anything
+get past it.
 """
 
 from __future__ import annotations
