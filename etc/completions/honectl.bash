@@ -1,6 +1,6 @@
 # Made by `python -m honed.cli.reference --write docs`.
 _honectl_jobs() {
-    honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'
+    honectl --job-numbers 2>/dev/null
 }
 _honectl() {
     local word words verb= current=${COMP_WORDS[COMP_CWORD]}

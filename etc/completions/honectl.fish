@@ -1,6 +1,6 @@
 # Made by `python -m honed.cli.reference --write docs`.
 function __honectl_jobs
-    honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'
+    honectl --job-numbers 2>/dev/null
 end
 complete -c honectl -n __fish_use_subcommand -f -a submit -d 'check and submit job files; relative paths become absolute'
 complete -c honectl -n '__fish_seen_subcommand_from submit' -l json

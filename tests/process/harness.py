@@ -20,7 +20,7 @@ import warm
 from honed.job import query
 from honed.job.job import Job, State
 from honed.job.spool import Spool
-from honed.system.control import Client
+from honed.system.client import Client
 from honed.system.layout import Layout
 from zoo import plain
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from harness import Instance, wait_for
 
+import warm
 from honed.job.job import State
 from zoo import plain
 
@@ -278,3 +279,17 @@ def test_doctor_says_what_this_machine_has(instance: Instance) -> None:
     found = json.loads(instance.honectl("doctor", "--json").stdout)
     assert all(set(item) >= {"check", "status", "detail", "hint"} for item in found)
     assert {item["status"] for item in found} <= {"ok", "warning", "error"}
+
+
+def test_a_shell_completes_the_numbers_of_jobs_with_honed_up_and_down(instance: Instance) -> None:
+    def numbers() -> list[str]:
+        command = [sys.executable, "-m", "honed.cli.honectl", "--job-numbers"]
+        return warm.run(command, env=os.environ | {"HONED_ROOT": str(instance.root)}, check=True).stdout.split()
+
+    instance.start()
+    assert numbers() == []
+    instance.honectl("submit", "--hold", str(job_file(instance, "later")), check=True)
+    instance.honectl("submit", "--wait", str(job_file(instance, "succeed")), check=True)
+    assert numbers() == ["1", "2"], "held jobs before finished ones, as in the list"
+    instance.stop()
+    assert numbers() == ["1", "2"]

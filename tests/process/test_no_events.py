@@ -20,7 +20,7 @@ from watchdog.events import FileSystemEventHandler as Handler
 from watchdog.observers import Observer
 
 from honed.job.job import State
-from honed.system.control import Client
+from honed.system.client import Client
 from honed.system.layout import Layout
 from zoo import plain
 

@@ -303,7 +303,7 @@ def test_a_user_of_no_group_is_not_let_in_by_the_verb(instance: Instance, users:
     instance.start()
     open_incoming(instance)
     ask = (
-        "import sys; from pathlib import Path; from honed.system.control import Client\n"
+        "import sys; from pathlib import Path; from honed.system.client import Client\n"
         "print(Client(Path(sys.argv[1])).ask('submit', name='a.json', data='e30=', uid=0))"
     )
     done = subprocess.run(

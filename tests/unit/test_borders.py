@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import selectors
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
-from honed.cli import honectl
+import pytest
+
+from honed.cli import command_line
+from honed.system.control import Request, Server
+from honed.system.layout import Layout
 
 
 def modules_of(code: str) -> set[str]:
@@ -18,8 +26,8 @@ def modules_of(code: str) -> set[str]:
 
 def test_the_daemon_and_honectl_load_no_training_library() -> None:
     loaded = modules_of(
-        "import honed.daemon.loop, honed.cli.doctor, honed.check.preflight\nfrom honed.cli import honectl\n"
-        f"for place in {sorted(places())!r}: honectl.find(place)"
+        "import honed.daemon.loop, honed.cli.doctor, honed.check.preflight\nfrom honed.cli import command_line\n"
+        f"for place in {sorted(places())!r}: command_line.find(place)"
     )
     assert {name.split(".")[0] for name in loaded}.isdisjoint({"torch", "transformers", "trl", "numpy"})
 
@@ -33,13 +41,13 @@ def test_the_daemon_and_honectl_load_no_web_server_and_no_templates() -> None:
 
 
 def test_every_verb_of_honectl_is_where_its_line_says() -> None:
-    assert all(callable(honectl.find(place)) for place in places())
+    assert all(callable(command_line.find(place)) for place in places())
 
 
 def places() -> set[str]:
     verbs = next(
         action.choices.values()
-        for action in honectl.parser()._actions
+        for action in command_line.parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
     return {verb.get_default("run") for verb in verbs}
@@ -54,6 +62,63 @@ def test_the_daemon_knows_no_model_and_no_data() -> None:
     assert loaded.isdisjoint({"honed.spec.spec", "honed.spec.training"})
 
 
-def test_a_tab_of_honectl_loads_only_its_command_line() -> None:
-    loaded = modules_of("from honed.cli import honectl\nhonectl.parser()")
-    assert loaded.isdisjoint({"pydantic", "rich", "yaml", "honed.cli.instance", "honed.spec.config"})
+#: The modules of honed that a command of honectl imports, and the heavier ones of Python and of others.
+VERSION = {"honed", "honed.cli", "honed.cli.honectl"}
+COMPLETION = VERSION | {
+    *("honed.cli.job_numbers", "honed.system", "honed.system.client", "honed.system.error", "honed.system.layout"),
+    *("honed.system.printable", "honed.system.quote"),
+}
+LIST = COMPLETION - {"honed.cli.job_numbers"} | {
+    *("honed.cli.command_line", "honed.cli.instance", "honed.cli.listing", "honed.cli.terminal"),
+    *("honed.job", "honed.job.job", "honed.job.progress", "honed.system.clock"),
+    *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
+}
+HEAVY = {
+    *("argparse", "asyncio", "concurrent", "ctypes", "dataclasses", "decimal", "email", "http", "importlib.metadata"),
+    *("inspect", "logging", "multiprocessing", "shutil", "sqlite3", "ssl", "subprocess", "tempfile", "tomllib", "xml"),
+}
+
+
+def modules_of_honectl(root: Path, *words: str) -> set[str]:
+    """Return what a command of honectl imports: modules of honed, heavy ones, and packages of others."""
+    run = f"from honed.cli import honectl\nassert honectl.main({list(words)!r}) == 0"
+    loaded = modules_of(f"import os\nos.environ['HONED_ROOT'] = {str(root)!r}\n{run}") - modules_of("")
+    packages = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"honed", "__mp_main__"}
+    return {name for name in loaded if name.startswith("honed")} | loaded & HEAVY | packages
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Provide the root of an instance whose daemon answers, with no jobs."""
+    answers = {"numbers": [], "overview": {"jobs": [], "counts": {}}, "status": {"arrivals": []}}
+    layout = Layout(tmp_path)
+    layout.runtime_dir.mkdir(parents=True)
+    with selectors.DefaultSelector() as selector:
+        asked: list[Request] = []
+        server = Server(layout.control_path, selector, lambda request: asked.append(request) or answers[request.verb])
+        is_over = threading.Event()
+
+        def serve() -> None:
+            while not is_over.is_set():
+                for key, events in selector.select(0.02):
+                    key.data(events)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield tmp_path
+        is_over.set()
+        thread.join()
+        server.close()
+        assert len(asked) <= 2
+
+
+def test_the_version_of_honectl_loads_no_other_module(root: Path) -> None:
+    assert modules_of_honectl(root, "--version") <= VERSION
+
+
+def test_a_tab_of_honectl_loads_little(root: Path) -> None:
+    assert modules_of_honectl(root, "--job-numbers") <= COMPLETION
+
+
+def test_the_list_of_honectl_loads_no_job_files_and_no_database(root: Path) -> None:
+    assert modules_of_honectl(root, "list") <= LIST

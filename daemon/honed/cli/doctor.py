@@ -5,6 +5,7 @@ Checks that need torch run in child processes with a deadline, since a broken in
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from honed.check.policy import nearest_existing
-from honed.cli import sandbox
+from honed.cli import sandbox, terminal
+from honed.cli.instance import Instance
 from honed.job.progress import gib
 from honed.send import notification, outbox
 from honed.spec import config as configs
@@ -76,6 +78,18 @@ class Finding:
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
+
+
+def doctor(instance: Instance, options: argparse.Namespace) -> int:
+    found = [finding.as_dict() for finding in examine(instance.layout)]
+    if options.json:
+        terminal.console.print_json(json.dumps(found))
+    else:
+        terminal.table(
+            ["check", "status", "detail", "hint"],
+            [[item["check"], item["status"], item["detail"], item["hint"]] for item in found],
+        )
+    return int(any(item["status"] == "error" for item in found))
 
 
 def examine(layout: Layout, config: Config | None = None) -> list[Finding]:

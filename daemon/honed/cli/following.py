@@ -28,7 +28,10 @@ def until_final(instance: Instance, reference: str, *, quiet: bool = False) -> i
     """Show a job's progress until it is over. Returns 0 if it succeeded, else 1."""
     if quiet or not terminal.console.is_terminal:
         return _follow_lines(instance, reference, quiet=quiet)
-    with terminal.progress_bar() as bar:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[figures]}")]
+    with Progress(columns[0], BarColumn(bar_width=None), columns[1], console=terminal.console) as bar:
         task = bar.add_task("", total=None, figures="")
         for job in states(instance, reference):
             step, loss, eta = terminal.progress_cells(job)

@@ -7,13 +7,14 @@ import base64
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from honed.job import query
-from honed.job.spool import Spool
-from honed.system.control import Client
+from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError
 from honed.system.layout import Layout
+
+if TYPE_CHECKING:
+    from honed.job.spool import Spool
 
 
 class Instance:
@@ -32,24 +33,32 @@ class Instance:
             raise EnvironmentInvalidError(
                 f"{self.layout.spool_dir}: there is no spool", hint="start honed once, or give its --root DIR"
             )
+        from honed.job.spool import Spool
+
         return Spool(self.layout, lock=lock)
 
     def read(self, verb: str, reference: str = "") -> Any:
         """Ask the daemon, or read the files if it is down."""
         if self.is_up:
             return self._client.ask(verb, id=reference)
+        from honed.job import query
+
         return query.READING_VERBS[verb](self._spool(), self.layout, reference, query.ANYBODY)
 
     def jobs(self, **choice: Any) -> list[dict[str, Any]]:
         """Return the chosen jobs; see query.Choice."""
         if self.is_up:
             return list(self._client.ask("list", **choice))
+        from honed.job import query
+
         return [*query.rows(self._spool(), self.layout, query.Choice.of(choice))]
 
     def overview(self, **choice: Any) -> dict[str, Any]:
         """Return the first jobs of each kind, and their counts."""
         if self.is_up:
             return dict(self._client.ask("overview", **choice))
+        from honed.job import query
+
         return query.overview(self._spool(), self.layout, query.Choice.of(choice))
 
     @property
@@ -72,27 +81,28 @@ class Instance:
 
     def accepted(self, source: str, *, since: str, number: int | None = None) -> dict[str, Any] | None:
         """Return the job made of a file since then, or of the arrival of that number; None if there is none."""
-        found = (
-            self._client.ask("accepted", id=source, since=since, number=number)
-            if self.is_up
-            else query.accepted(self._spool(), self.layout, source, query.ANYBODY, since, number=number)
-        )
-        return dict(found) if found is not None else None
+        if self.is_up:
+            found: dict[str, Any] | None = self._client.ask("accepted", id=source, since=since, number=number)
+            return found
+        from honed.job import query
+
+        return query.accepted(self._spool(), self.layout, source, query.ANYBODY, since, number=number)
 
     def refusal(self, source: str, *, number: int | None = None) -> dict[str, Any] | None:
         """Return the reason why a file was refused; None if it was not."""
-        found = (
-            self._client.ask("refusal", id=source, number=number)
-            if self.is_up
-            else query.refusal(self._spool(), source, number=number)
-        )
-        return dict(found) if found is not None else None
+        if self.is_up:
+            found: dict[str, Any] | None = self._client.ask("refusal", id=source, number=number)
+            return found
+        from honed.job import query
+
+        return query.refusal(self._spool(), source, number=number)
 
     def change(self, verb: str, reference: str, **arguments: Any) -> Any:
         """Change a job, through the daemon or, if it is down, in the spool itself."""
         if self.is_up:
             return self._client.ask(verb, id=reference, **arguments)
         from honed.daemon.changes import change, goes_on_from
+        from honed.job import query
 
         spool = self._spool(lock=True)
         try:

@@ -10,8 +10,7 @@ from typing import Any
 
 from honed.cli import terminal
 from honed.cli.instance import Instance
-from honed.job import comparison, event
-from honed.job.trial import MAX_PRIORITY
+from honed.job.job import MAX_PRIORITY
 from honed.system.error import EnvironmentInvalidError, NotPermittedError
 
 #: Characters of an outcome and its remark in a line of the list.
@@ -219,6 +218,8 @@ def _memory_rows(estimated: dict[str, Any], used: dict[str, Any]) -> list[list[s
 
 def _say_audit(audits: list[dict[str, Any]]) -> None:
     """Print the audit: the model's dtypes when it was last checked, and the fixes before that."""
+    from honed.job import event
+
     last = audits[-1]
     keys = ["role", "dtype", "device", "num_parameters"]
     terminal.say()
@@ -235,24 +236,6 @@ def _say_audit(audits: list[dict[str, Any]]) -> None:
     for item in audits:
         for text in event.items(item, "mended"):
             terminal.say(f"mended ({item.get('when')}): {text}", style="yellow")
-
-
-def predictions(instance: Instance, options: argparse.Namespace) -> int:
-    everything = instance.read("predictions", options.id)
-    rows = comparison.chosen(everything, sample=options.sample, step=options.step)
-    if options.json:
-        terminal.console.print_json(json.dumps(rows))
-    elif options.jsonl:
-        comparison.write_jsonl(rows, terminal.stream())
-    elif options.csv:
-        comparison.write_csv(rows, terminal.stream())
-    elif not rows:
-        terminal.say("no predictions" + (" of that example or step" if everything else " yet"))
-    else:
-        steps = sorted({row["step"] for row in (rows if options.step is not None else everything)})
-        for index, mine in comparison.by_sample(rows):
-            terminal.predictions(index, mine, steps=steps)
-    return 0
 
 
 def report(instance: Instance, options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from honed import __version__
-from honed.cli import honectl
+from honed.cli import command_line
 from honed.daemon import loop
 from honed.page import server
 from honed.spec.field import describe, kinds
@@ -194,7 +194,7 @@ def _honed_web() -> str:
 
 
 def _honectl() -> str:
-    parser = honectl.parser()
+    parser = command_line.parser()
     parts = [
         _head("honectl", 1, str(parser.description).rstrip(".").lower()),
         ".SH SYNOPSIS\n.B honectl\n[OPTION]... VERB [ARGUMENT]...",
@@ -294,7 +294,7 @@ def _argument(action: argparse.Action) -> str:
 
 def verbs() -> list[tuple[str, str, argparse.ArgumentParser]]:
     """Return each verb of honectl with its help text and its own parser."""
-    action = next(found for found in honectl.parser()._actions if isinstance(found, argparse._SubParsersAction))
+    action = next(found for found in command_line.parser()._actions if isinstance(found, argparse._SubParsersAction))
     words = {choice.dest: str(choice.help) for choice in action._choices_actions}
     return [(name, words[name], parser) for name, parser in action.choices.items()]
 
@@ -316,7 +316,7 @@ def _takes_job(parser: argparse.ArgumentParser) -> bool:
 
 
 #: Prints the numbers of the jobs, one per line. Names may hold any character, and are not offered to a shell.
-JOBS = r"""honectl list --json 2>/dev/null | sed -n 's/^ *"id": \([0-9]*\),*$/\1/p'"""
+JOBS = "honectl --job-numbers 2>/dev/null"
 
 
 def _bash() -> str:
@@ -338,7 +338,7 @@ def _bash() -> str:
                 f"        case $word in {'|'.join(names)}) verb=$word; break ;; esac",
                 "    done",
                 "    case $verb in",
-                f'        "") words="{" ".join([*names, *_long(honectl.parser())])}" ;;',
+                f'        "") words="{" ".join([*names, *_long(command_line.parser())])}" ;;',
                 *arms,
                 "    esac",
                 '    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")',
@@ -354,7 +354,7 @@ def _zsh() -> str:
     described = [f"        {_quoted(f'{name}:{words}')}" for name, words, _ in verbs()]
     arms = [
         f"        {name}) _arguments {' '.join(_quoted(word) for word in _long(parser))} "
-        + ("'*:job:($(" + JOBS.replace("'", '"') + "))'" if _takes_job(parser) else "'*:file:_files'")
+        + (f"'*:job:($({JOBS}))'" if _takes_job(parser) else "'*:file:_files'")
         + " ;;"
         for name, _, parser in verbs()
     ]

@@ -12,11 +12,15 @@ another directory, or a link, in its place: they could open any directory to eve
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from honed.cli import terminal
+from honed.cli.instance import Instance
+from honed.spec import config as configs
 from honed.spec.config import Config
 from honed.system import access, durable
 from honed.system.error import EnvironmentInvalidError, UsageError
@@ -27,6 +31,26 @@ _HEAD = """\
 # Made by `honectl sandbox` from policy.allowed_paths in honed.toml; run it again after a change there.
 [Service]
 """
+
+
+def sandbox(instance: Instance, options: argparse.Namespace) -> int:
+    config = configs.load(instance.layout)
+    if options.dry_run:
+        for unit, text in dropins(config).items():
+            terminal.say(f"{unit}: {'nothing to open' if not text else ''}")
+            print(text, end="")
+        return 0
+    if instance.layout.root != Path("/"):
+        raise UsageError("only the instance at / runs in a sandbox", hint="leave --root and --user out")
+    changed = open_up(config)
+    for path in changed:
+        terminal.say(str(path))
+    if not changed:
+        terminal.say("the sandbox is as policy.allowed_paths says")
+    else:
+        restart()
+        terminal.say("honed runs in its new sandbox, and so does every job that starts from now on")
+    return 0
 
 
 def dropins(config: Config) -> dict[str, str]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 from honed.cli import draft, following, terminal
 from honed.cli.instance import Instance
 from honed.job import arrival, trial
@@ -211,5 +214,23 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     elif told is None:
         following.say_end(job)
     else:
-        terminal.trial(trial.Findings.from_dict(told))
+        _say_findings(trial.Findings.from_dict(told))
     return int(told is None or told["verdict"] == "does_not_learn")
+
+
+_VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
+
+
+def _say_findings(found: trial.Findings) -> None:
+    """Print the findings of a trial in plain words, and its first row with masked and trained text."""
+    drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for title, text in trial.words(found):
+        style = _VERDICT_STYLES[found.verdict] if title == trial.ASKED else ""
+        drawn.add_row(title, Text(terminal.plain(text), style=style))
+    terminal.console.print(drawn)
+    if found.segments:
+        terminal.say()
+        terminal.say("The first row, and what of it is trained on:", style="bold")
+        terminal.say_drawn(terminal.segments(found.segments))

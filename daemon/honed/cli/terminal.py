@@ -9,15 +9,12 @@ from typing import Any, TextIO, cast
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from honed.job.comparison import Kind, Piece, compare
 from honed.job.progress import duration
-from honed.job.trial import ASKED, Findings, words
 from honed.system import quote
-from honed.system.error import HonedError
+from honed.system.error import HonedError, NotPermittedError, UsageError
 from honed.system.printable import printable
 
 #: Columns for output into a pipe: nothing is cut there.
@@ -109,6 +106,16 @@ def complain(error: HonedError, *, prefix: str) -> None:
         print(plain(line).replace("\n", "\n  "), file=sys.stderr)
 
 
+def status_of(error: HonedError) -> int:
+    """Return the exit status for an error: 1 for a refused job file, 2 for wrong usage, 77 without permission, else
+    69."""
+    if isinstance(error, UsageError):
+        return 2
+    if error.code == NotPermittedError.code:
+        return NotPermittedError.exit_status
+    return 1 if error.is_refusal or error.exit_status in {65, 66, 73, 78, 80, 82} else 69  # EX_UNAVAILABLE
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
     """Print a table; a cell that is a known state gets its colour."""
     rows = list(rows)
@@ -168,82 +175,6 @@ def segments(parts: Iterable[dict[str, Any]]) -> Text:
         else:
             drawn.append(text, style="dim")
     return drawn
-
-
-#: Styles of a comparison's pieces, and wdiff's marks for output without colours.
-_MARKS = {Kind.SAME: ("", "", ""), Kind.WRONG: ("{+", "+}", "bold red"), Kind.MISSING: ("[-", "-]", "cyan strike")}
-
-
-def compared(pieces: Iterable[Piece], *, of: Sequence[Kind] = tuple(Kind)) -> Text:
-    """Return a prediction compared with the reference; `of` selects the kinds of pieces, for two columns."""
-    drawn = Text()
-    for piece in pieces:
-        if piece.kind in of:
-            before, after, style = _MARKS[piece.kind]
-            text = plain(piece.text)
-            is_marked = not console.is_terminal or console.no_color
-            drawn.append(f"{before}{text}{after}" if is_marked else text, style=style)
-    return drawn
-
-
-_VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
-#: Columns from which on the reference is printed beside the prediction, and not above it.
-SIDE_BY_SIDE_WIDTH = 100
-
-
-def predictions(index: int, rows: Sequence[Mapping[str, Any]], *, steps: Sequence[int]) -> None:
-    """Print one example's predictions at these `steps`, with differences from the reference marked.
-
-    A step without a row is reported as failed.
-    """
-    truth, written = rows[0]["ground_truth"] or "", {row["step"]: row["prediction"] or "" for row in rows}
-    compared_at = {step: compare(truth.strip(), text.strip()) for step, text in written.items()}
-    say_drawn(Text.assemble((f"#{index} ", "bold"), (plain(rows[0]["prompt"]), "dim")))
-    is_wide = console.is_terminal and console.width >= SIDE_BY_SIDE_WIDTH and bool(truth)
-    drawn = Table(box=None, pad_edge=False, show_header=is_wide, header_style="bold", padding=(0, 2, 0, 0))
-    drawn.add_column("step", justify="right", no_wrap=True)
-    for column in ("truth", "written") if is_wide else ("written",):
-        drawn.add_column(column, ratio=1, overflow="fold")
-    if truth and not is_wide:
-        drawn.add_row("truth", Text(plain(truth), style="cyan"))
-    for step in steps:
-        pieces = compared_at.get(step)
-        if pieces is None:
-            drawn.add_row(str(step), *([""] if is_wide else []), Text("no answer: it failed", style="yellow"))
-        elif not truth:
-            drawn.add_row(str(step), Text(plain(written[step])))
-        elif is_wide:
-            sides = [[Kind.SAME, Kind.MISSING], [Kind.SAME, Kind.WRONG]]
-            drawn.add_row(str(step), *(compared(pieces, of=side) for side in sides))
-        else:
-            drawn.add_row(str(step), compared(pieces))
-    console.print(drawn)
-
-
-def trial(found: Findings) -> None:
-    """Print the findings of a trial in plain words, and its first row with masked and trained text."""
-    drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    drawn.add_column(style="bold", no_wrap=True)
-    drawn.add_column(overflow="fold")
-    for title, text in words(found):
-        drawn.add_row(title, Text(plain(text), style=_VERDICT_STYLES[found.verdict] if title == ASKED else ""))
-    console.print(drawn)
-    if found.segments:
-        say()
-        say("The first row, and what of it is trained on:", style="bold")
-        say_drawn(segments(found.segments))
-
-
-class _Figures(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get("figures", "")))
-
-
-def progress_bar() -> Progress:
-    """Return a bar per job, followed by step, loss and ETA."""
-    return Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), _Figures(), console=console
-    )
 
 
 def bar(progress: dict[str, Any], *, width: int = 20) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from honed.cli import terminal
+from honed.cli.predictions import compared
 from honed.job.comparison import compare
 from honed.system import device
 from honed.system.device import Load
@@ -154,7 +155,7 @@ def _told(glance: dict[str, Any], told: dict[int, int]) -> Iterator[str]:
         return
     told[glance["id"]] = rows[0]["step"]
     for row in rows:
-        said = terminal.compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
+        said = compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
         yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(said)}")
 
 
@@ -205,7 +206,7 @@ def _details(glance: dict[str, Any], meter: Meter) -> Iterator[RenderableType]:
         yield Text(f"  what it writes at step {rows[0]['step']}:", style="dim")
         for row in rows:
             truth, written = (_cut(_flat((row[key] or "").strip())) for key in ("ground_truth", "prediction"))
-            yield Text.assemble(f"    #{row['sample_index']} ", terminal.compared(compare(truth, written)))
+            yield Text.assemble(f"    #{row['sample_index']} ", compared(compare(truth, written)))
 
 
 def _gib(num_bytes: int) -> str:

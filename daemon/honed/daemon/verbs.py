@@ -69,6 +69,7 @@ def table(
     changing = partial(Verb, Right.OWNER, find=changes.job)
     return {
         "list": Verb(Right.ANYBODY, reading.list_jobs),
+        "numbers": Verb(Right.ANYBODY, reading.numbers),
         "overview": Verb(Right.ANYBODY, reading.overview),
         "show": Verb(Right.ANYBODY, reading.show),
         "glance": Verb(Right.ANYBODY, reading.glance),

@@ -42,6 +42,10 @@ MOVES: dict[State, frozenset[State]] = {
 }
 
 
+#: Puts a trial at the head of the queue.
+MAX_PRIORITY = 1_000_000
+
+
 class Stop(StrEnum):
     """The reason why a running job was asked to stop; it decides the next state."""
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from honed.job.comparison import is_right
 from honed.job.event import Event
+from honed.job.job import MAX_PRIORITY
 from honed.job.plan_file import PlanFile
 from honed.job.progress import duration, figure
 
@@ -32,8 +33,6 @@ NUM_STEPS, NUM_EPOCHS = 30, 10
 LEARNED, LEARNING = 0.2, 0.8
 #: Cost of a forward pass relative to a whole step, whose backward pass costs twice the forward pass.
 FORWARD_SHARE = 1 / 3
-#: Puts a trial at the head of the queue.
-MAX_PRIORITY = 1_000_000
 #: Predictions in one batch; see worker/train/prediction.py.
 PREDICTION_BATCH = 16
 #: The first steps, which are slower than the rest.

@@ -27,7 +27,7 @@ from honed.job.database import Progress, connect_read_only
 from honed.job.job import Job, State
 from honed.job.query import Asker
 from honed.job.spool import Spool, read_entry
-from honed.system.control import Client
+from honed.system.client import Client
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
 from honed.system.layout import Layout
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from honed.system import quote
-from honed.system.error import EnvironmentInvalidError, HonedError, InternalError, NotPermittedError, UsageError, said
+from honed.system.client import address_of
+from honed.system.error import HonedError, InternalError, UsageError, said
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ MAX_CONNECTIONS_PER_USER = 16
 #: From Linux' asm-generic/socket.h; Python 3.11 does not define it.
 SO_PEERGROUPS = 59
 MAX_GROUPS = 256  # socket.getsockopt returns 1024 bytes at most
-#: Seconds that honectl waits for a reply.
-TIMEOUT_SEC = 30.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Server:
         self._connections: dict[int, _Connection] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         path.unlink(missing_ok=True)
-        with _short(path) as address:
+        with address_of(path) as address:
             self._socket.bind(address)
         path.chmod(0o666)
         self._socket.listen(MAX_CONNECTIONS)
@@ -245,82 +244,3 @@ def credentials(peer: socket.socket) -> tuple[int, frozenset[int]]:
     except OSError:  # more groups than that, or a kernel before 4.13: the primary group has to do
         groups = b""
     return uid, frozenset({gid, *(number for (number,) in struct.iter_unpack("I", groups))})
-
-
-class Client:
-    """honectl's side. Raises EnvironmentInvalidError if no daemon answers, and the daemon's own errors."""
-
-    def __init__(self, path: Path, *, timeout_sec: float = TIMEOUT_SEC) -> None:
-        self._path = path
-        self._timeout_sec = timeout_sec
-
-    @property
-    def is_up(self) -> bool:
-        with contextlib.suppress(OSError), self._connect():
-            return True
-        return False
-
-    def _connect(self) -> socket.socket:
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(self._timeout_sec)
-        try:
-            with _short(self._path) as address:
-                peer.connect(address)
-        except OSError:
-            peer.close()
-            raise
-        return peer
-
-    def ask(self, verb: str, **arguments: Any) -> Any:
-        try:
-            with self._connect() as peer, peer.makefile("rwb") as stream:
-                stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
-                stream.flush()
-                line = stream.readline()
-        except (TimeoutError, BlockingIOError) as error:  # the second if the daemon's backlog is full
-            raise EnvironmentInvalidError(
-                f"honed is there, and has not answered at {self._path} within {self._timeout_sec:g} s",
-                hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
-            ) from error
-        except OSError as error:
-            raise EnvironmentInvalidError(
-                f"honed does not answer at {self._path}: {error.strerror or error}",
-                hint="start it: systemctl start honed, or honed --root DIR",
-            ) from error
-        if not line:
-            raise EnvironmentInvalidError("honed closed the connection", hint="see its log")
-        if not line.endswith(b"\n"):
-            raise EnvironmentInvalidError(
-                f"honed broke off its answer to {verb!r} after {len(line)} bytes",
-                hint="ask again; if it happens again, see honed's log",
-            )
-        try:
-            answer = json.loads(line)
-        except ValueError as error:
-            raise EnvironmentInvalidError(f"honed's answer at {self._path} is none", hint="see its log") from error
-        if answer.get("ok"):
-            return answer["result"]
-        raise _remote(answer.get("error") or {})
-
-
-def _remote(data: dict[str, Any]) -> HonedError:
-    evidence = data.get("evidence", "")
-    for kind in (UsageError, NotPermittedError):
-        if data.get("code") == kind.code:
-            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
-    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
-    error.code = data.get("code", "error")  # type: ignore[misc]
-    return error
-
-
-@contextlib.contextmanager
-def _short(path: Path) -> Any:
-    """Provide an address for a socket whose path may be longer than the kernel's limit of 107 bytes."""
-    if len(os.fsencode(path)) <= 107:  # sun_path
-        yield str(path)
-        return
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{path.name}"
-    finally:
-        os.close(fd)

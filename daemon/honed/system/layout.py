@@ -15,12 +15,11 @@ var/cache/honed/                               the model cache (HF_HOME)
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The paths of one instance."""
 
     root: Path
@@ -87,8 +86,7 @@ class Layout:
         return JobLayout(self.jobs_dir / str(job_id))
 
 
-@dataclass(frozen=True)
-class FetchLayout:
+class FetchLayout(NamedTuple):
     """One fetch from the hub, by its number: that of the first arrival that waits for it.
 
     <n>.json             the request                                  (written by the daemon)
@@ -117,7 +115,6 @@ class FetchLayout:
         return self.dir / f"{self.number}.lock"
 
 
-@dataclass(frozen=True)
 class UserLayout(Layout):
     """A user's own instance (`--user`), in the places of the XDG base directory specification. State and spool (spool/)
     are below `root`, which is $XDG_STATE_HOME/honed.
@@ -171,8 +168,7 @@ def _xdg(variable: str, default: str) -> Path:
     return Path(value) if value.startswith("/") else Path.home() / default
 
 
-@dataclass(frozen=True)
-class JobLayout:
+class JobLayout(NamedTuple):
     """One job's directory; it never moves.
 
     spec.<suffix>              the job file as submitted                     (written by the daemon)
@@ -240,8 +236,7 @@ class JobLayout:
         return AttemptLayout(self.attempts_dir / str(number))
 
 
-@dataclass(frozen=True)
-class AttemptLayout:
+class AttemptLayout(NamedTuple):
     """One attempt's directory: one worker start, or two with a fallback (then events continue in the same file)."""
 
     dir: Path

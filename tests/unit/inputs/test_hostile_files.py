@@ -25,7 +25,8 @@ from honed.spec import config, spec
 from honed.spec.config import Config
 from honed.spec.media import MediaLimits
 from honed.spec.spec import DatasetSpec
-from honed.system.control import Client, Server, _Connection
+from honed.system.client import Client
+from honed.system.control import Server, _Connection
 from honed.system.device import cpu
 from honed.system.error import HonedError
 from honed.system.layout import Layout

@@ -17,7 +17,8 @@ import pytest
 from honed.job import query
 from honed.job.job import Job, State
 from honed.job.spool import Spool
-from honed.system.control import MAX_REQUEST_BYTES, Client, Request, Server, with_file
+from honed.system.client import Client
+from honed.system.control import MAX_REQUEST_BYTES, Request, Server, with_file
 from honed.system.error import NotPermittedError
 from honed.system.layout import Layout
 

@@ -1,0 +1,51 @@
+"""Verbs that change jobs and the queue."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from honed.cli import terminal
+from honed.cli.instance import Instance
+from honed.job.job import State
+from honed.system.error import HonedError
+
+
+def change(instance: Instance, options: argparse.Namespace) -> int:
+    arguments = {"from_start": options.from_start} if options.verb == "requeue" else {}
+    changed: list[dict[str, Any]] = []
+    status = 0
+    for reference in options.ids:
+        try:
+            job = instance.change(options.verb, reference, **arguments)
+        except HonedError as error:
+            if len(options.ids) == 1:
+                raise
+            # A job that refuses the change does not stop the others, and the answer covers each of them.
+            status = status or terminal.status_of(error)
+            changed.append({"id": reference, "error": error.as_dict()})
+            if not options.json:
+                terminal.complain(error, prefix="honectl: ")
+        else:
+            changed.append(job)
+            if not options.json:
+                terminal.say(f"job {job['id']} ({job['name']}): {_became(options.verb, job)}")
+    if options.json:
+        terminal.console.print_json(json.dumps(changed))
+    return status
+
+
+def _became(verb: str, job: dict[str, Any]) -> str:
+    if verb in {"pin", "unpin"}:
+        return "pinned: neither prune nor retention removes it" if job["is_pinned"] else "not pinned"
+    more = f", from {where}" if (where := job.get("goes_on_from")) else ""
+    return "asked to stop" if job["state"] == State.RUNNING else job["state"] + more
+
+
+def pause(instance: Instance, options: argparse.Namespace) -> int:
+    instance.pause(options.verb == "pause")
+    terminal.say(
+        "no more jobs are started; running ones go on" if options.verb == "pause" else "jobs are started again"
+    )
+    return 0

@@ -1,0 +1,212 @@
+"""The command line of honectl: its verbs, their options, and the function that runs each.
+
+A new verb is a function of an Instance and the options, and a line in its group below. The module of a verb is imported
+only when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from honed import __version__
+from honed.job.job import State
+from honed.system import layout as layouts
+
+if TYPE_CHECKING:
+    from honed.cli.instance import Instance
+
+#: A verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
+Run = Callable[["Instance", argparse.Namespace], int]
+Place = str
+
+
+def find(place: Place) -> Any:
+    """Import and return the function at `module:function`, a module of honed.cli."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"honed.cli.{module}"), name)
+
+
+def later(place: Place) -> Callable[[str], Any]:
+    """Return the conversion of an option at `module:function`, which is imported when the option is given."""
+
+    def convert(text: str) -> Any:
+        return find(place)(text)
+
+    return convert
+
+
+class Add(Protocol):
+    """Adds a verb with the common options."""
+
+    def __call__(self, name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; the man page and the completions are generated from it."""
+    made = argparse.ArgumentParser(
+        prog="honectl",
+        description="Submit and monitor training jobs.",
+        epilog="ID is a job's number, or its name if unambiguous: unfinished jobs take precedence over finished ones. "
+        "Exit status: 0 success, 1 a check or a job failed, 2 wrong usage, sysexits codes for other errors.",
+    )
+    root = layouts.default_root()
+    made.add_argument(
+        "--root", type=Path, default=root, help="root directory of the instance (default: $HONED_ROOT or /)"
+    )
+    own = layouts.user_root()
+    made.add_argument("--user", action="store_const", dest="root", const=own, help="your per-user instance")
+    made.add_argument("--version", action="version", version=f"honectl {__version__}")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
+        verb = verbs.add_parser(name, help=words, description=words)
+        verb.set_defaults(run=run)
+        verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        verb.add_argument(
+            "--user", action="store_const", dest="root", const=own, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+        if as_json:
+            verb.add_argument("--json", action="store_true", help="print JSON")
+        return verb
+
+    for group in (_add_files, _add_jobs, _add_changes, _add_results, _add_machine):
+        group(add)
+    return made
+
+
+def _add_files(add: Add) -> None:
+    """Add the verbs for job files."""
+    verb = add(
+        "submit",
+        "submission:submit",
+        "check and submit job files; relative paths become absolute",
+    )
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    verb.add_argument("--hold", action="store_true", help="hold the jobs until `honectl release`")
+    verb.add_argument(
+        "--stage",
+        action="store_true",
+        help="copy models and data that the worker cannot read to a directory that it can",
+    )
+    verb.add_argument(
+        "--wait", action="store_true", help="show progress until the jobs end; exit with 1 unless all succeeded"
+    )
+    verb = add("check", "draft:check", "check job files as honed does before it accepts them")
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    add("plan", "draft:plan", "show what a job would do and why; no model is loaded").add_argument(
+        "file", type=Path, metavar="FILE"
+    )
+    verb = add(
+        "preview", "draft:preview", "show rows exactly as they will be trained on, with masked and trained text marked"
+    )
+    verb.add_argument("file", type=Path, metavar="FILE")
+    verb.add_argument("--rows", type=int, default=3, help="number of rows (default: %(default)s)")
+    verb = add(
+        "trial",
+        "submission:try_out",
+        "run a job on eight rows, ahead of the queue, and report learning, duration and memory",
+    )
+    verb.add_argument("file", type=Path, metavar="FILE")
+
+
+def _add_jobs(add: Add) -> None:
+    """Add the verbs that show jobs."""
+    verb = add("list", "listing:list_jobs", "list jobs and their progress: the first of each kind, or with --json all")
+    verb.add_argument("ids", metavar="ID", nargs="*", help="list only these jobs")
+    verb.add_argument(
+        "--state",
+        action="append",
+        choices=[state.value for state in State],
+        help="list only jobs in this state; may be repeated",
+    )
+    verb.add_argument("--all", action="store_true", help="list all jobs")
+    verb.add_argument("--limit", type=int, metavar="N", help="list at most N of all jobs")
+    verb.add_argument("--after", type=int, metavar="ID", help="list only jobs after this one in the list of all jobs")
+    add("show", "listing:show", "show a job's details").add_argument("id", metavar="ID")
+    verb = add("logs", "joblog:logs", "show the log of a job's attempts; with --json one line of JSON per event")
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
+    verb.add_argument("--raw", action="store_true", help="print the worker's own output, including its libraries'")
+    verb.add_argument("-x", "--explain", action="store_true", help="add the journal's explanations of messages")
+    verb = add(
+        "watch", "following:watch", "show live progress of all jobs, or of one; with --json one line of JSON per change"
+    )
+    verb.add_argument("id", metavar="ID", nargs="?")
+
+
+def _add_changes(add: Add) -> None:
+    """Add the verbs that change jobs and the queue."""
+    for name, words in (
+        ("cancel", "cancel queued, held or running jobs"),
+        ("hold", "keep a queued job from starting, or stop a running one at a checkpoint"),
+        ("release", "queue a held job again"),
+        ("requeue", "queue a finished job again; unless it succeeded, it resumes from its last checkpoint, if any"),
+    ):
+        verb = add(name, "changes:change", words)
+        verb.add_argument("ids", nargs="+", metavar="ID")
+        if name == "requeue":
+            verb.add_argument("--from-start", action="store_true", help="discard its checkpoints and start over")
+    for name, words in (
+        ("pin", "protect a job from removal by prune and retention"),
+        ("unpin", "allow prune and retention to remove a job again"),
+    ):
+        add(name, "changes:change", words).add_argument("ids", nargs="+", metavar="ID")
+    verb = add("prune", "pruning:prune", "remove finished jobs, their checkpoints, or rejected files, and list them")
+    verb.add_argument("ids", nargs="*", metavar="ID", help="jobs to remove; without ID, all jobs beyond a limit")
+    verb.add_argument(
+        "--older-than",
+        type=later("pruning:span"),
+        metavar="AGE",
+        help="remove jobs that finished more than AGE ago: 30d, 12h, 2w",
+    )
+    verb.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N")
+    verb.add_argument(
+        "--max-size",
+        type=later("pruning:size"),
+        metavar="SIZE",
+        help="remove the oldest until the rest takes at most SIZE: 200G, 500M",
+    )
+    verb.add_argument(
+        "--state",
+        action="append",
+        choices=[state.value for state in State if state.is_final],
+        help="remove only jobs that ended in this state; may be repeated",
+    )
+    verb.add_argument(
+        "--checkpoints",
+        action="store_true",
+        help="remove only checkpoints; without ID or --state, those of succeeded jobs",
+    )
+    verb.add_argument("--rejected", action="store_true", help="remove rejected files instead of jobs")
+    verb.add_argument("--dry-run", action="store_true", help="show what would be removed; remove nothing")
+    add("pause", "changes:pause", "stop starting jobs; running jobs continue", as_json=False)
+    add("resume", "changes:pause", "start queued jobs again", as_json=False)
+
+
+def _add_results(add: Add) -> None:
+    """Add the verbs for a job's results."""
+    verb = add(
+        "predictions",
+        "predictions:predictions",
+        "show predictions for held-out examples, step by step, next to the reference",
+    )
+    verb.add_argument("id", metavar="ID")
+    verb.add_argument("--sample", type=int, metavar="N", help="show only this example")
+    verb.add_argument("--step", type=int, metavar="N", help="show only this step; -1 is the last")
+    forms = verb.add_mutually_exclusive_group()
+    forms.add_argument("--jsonl", action="store_true", help="print one line of JSON per row")
+    forms.add_argument("--csv", action="store_true", help="print CSV with a header")
+    verb = add("report", "listing:report", "print the path of a job's report, or of the index of all jobs")
+    verb.add_argument("id", metavar="ID", nargs="?")
+    verb.add_argument("--open", action="store_true", help="also open it in a browser")
+
+
+def _add_machine(add: Add) -> None:
+    """Add the verbs for the machine."""
+    verb = add("sandbox", "sandbox:sandbox", "give the units access to policy.allowed_paths (as root)", as_json=False)
+    verb.add_argument("--dry-run", action="store_true", help="print the drop-ins; write nothing")
+    add("doctor", "doctor:doctor", "check this machine: versions, GPU, disk, permissions")

@@ -1,0 +1,20 @@
+"""The numbers of all jobs, for the completion of a shell: at each TAB, so it imports and asks as little as possible."""
+
+from __future__ import annotations
+
+from honed.system import layout as layouts
+from honed.system.client import Client
+from honed.system.error import HonedError
+
+#: Seconds that a TAB may take.
+TIMEOUT_SEC = 2.0
+
+
+def job_numbers() -> list[str]:
+    """Return the numbers of all jobs, in the order of `honectl list`; while honed is down, of those in its spool."""
+    layout = layouts.of(layouts.default_root())
+    try:
+        return [str(number) for number in Client(layout.control_path, timeout_sec=TIMEOUT_SEC).ask("numbers")]
+    except HonedError:
+        states = ("queued", "held", "running", "succeeded", "failed", "cancelled")
+        return [path.stem for state in states for path in layout.spool_dir.glob(f"{state}/*.json")]

@@ -1,0 +1,98 @@
+"""honectl's side of the control socket; control.py has the protocol and the daemon's side.
+
+A shell imports it at each TAB, so it imports little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError, UsageError
+
+#: Seconds that honectl waits for a reply.
+TIMEOUT_SEC = 30.0
+
+
+class Client:
+    """honectl's side. Raises EnvironmentInvalidError if no daemon answers, and the daemon's own errors."""
+
+    def __init__(self, path: Path, *, timeout_sec: float = TIMEOUT_SEC) -> None:
+        self._path = path
+        self._timeout_sec = timeout_sec
+
+    @property
+    def is_up(self) -> bool:
+        with contextlib.suppress(OSError), self._connect():
+            return True
+        return False
+
+    def _connect(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(self._timeout_sec)
+        try:
+            with address_of(self._path) as address:
+                peer.connect(address)
+        except OSError:
+            peer.close()
+            raise
+        return peer
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        try:
+            with self._connect() as peer, peer.makefile("rwb") as stream:
+                stream.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+                stream.flush()
+                line = stream.readline()
+        except (TimeoutError, BlockingIOError) as error:  # the second if the daemon's backlog is full
+            raise EnvironmentInvalidError(
+                f"honed is there, and has not answered at {self._path} within {self._timeout_sec:g} s",
+                hint="it is busy, or hangs: journalctl -u honed tells; what was asked may still be done",
+            ) from error
+        except OSError as error:
+            raise EnvironmentInvalidError(
+                f"honed does not answer at {self._path}: {error.strerror or error}",
+                hint="start it: systemctl start honed, or honed --root DIR",
+            ) from error
+        if not line:
+            raise EnvironmentInvalidError("honed closed the connection", hint="see its log")
+        if not line.endswith(b"\n"):
+            raise EnvironmentInvalidError(
+                f"honed broke off its answer to {verb!r} after {len(line)} bytes",
+                hint="ask again; if it happens again, see honed's log",
+            )
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise EnvironmentInvalidError(f"honed's answer at {self._path} is none", hint="see its log") from error
+        if answer.get("ok"):
+            return answer["result"]
+        raise _remote(answer.get("error") or {})
+
+
+def _remote(data: dict[str, Any]) -> HonedError:
+    evidence = data.get("evidence", "")
+    for kind in (UsageError, NotPermittedError):
+        if data.get("code") == kind.code:
+            return kind(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
+    error = HonedError(data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=evidence)
+    error.code = data.get("code", "error")  # type: ignore[misc]
+    return error
+
+
+@contextlib.contextmanager
+def address_of(path: Path) -> Iterator[str]:
+    """Provide an address for a socket whose path may be longer than the kernel's limit of 107 bytes."""
+    if len(os.fsencode(path)) <= 107:  # sun_path
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
