@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from honed.cli import command_line
+from honed.system import device
 from honed.system.control import Request, Server
 from honed.system.layout import Layout
 
@@ -60,6 +61,29 @@ def test_the_daemon_knows_no_model_and_no_data() -> None:
         name for name in loaded if name.startswith(("honed.inputs", "honed.text", "honed.plan", "honed.check"))
     } == set()
     assert loaded.isdisjoint({"honed.spec.spec", "honed.spec.training"})
+
+
+#: Packages of others that the idle daemon imports, and modules of Python that it does not.
+DAEMON = {
+    *("annotated_types", "jeepney", "pydantic", "pydantic_core", "sdnotify", "typing_extensions", "typing_inspection"),
+    "watchdog",
+}
+NOT_OF_THE_DAEMON = {
+    *("asyncio", "csv", "difflib", "email", "html", "http", "importlib.metadata", "multiprocessing", "smtplib", "ssl"),
+    *("unittest", "urllib.request", "xml", "zipfile"),
+}
+
+
+def test_the_idle_daemon_stays_small(tmp_path: Path) -> None:
+    """Each of these modules takes the memory of an idle daemon, day and night."""
+    loaded = modules_of(
+        f"from honed.daemon import loop\nassert loop.main(['--root', {str(tmp_path)!r}, '--drain']) == 0"
+    ) - modules_of("")
+    if sys.platform == "linux" and not device.cuda_devices():
+        assert "pynvml" not in loaded
+    names = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
+    assert names - sys.stdlib_module_names - {"honed", "pynvml"} <= DAEMON
+    assert loaded.isdisjoint(NOT_OF_THE_DAEMON)
 
 
 #: The modules of honed that a command of honectl imports, and the heavier ones of Python and of others.

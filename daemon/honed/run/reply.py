@@ -166,7 +166,9 @@ class _RefusedLine(TypedDict):
     error: _Error
 
 
-_LINE: TypeAdapter[Any] = TypeAdapter(Annotated[_PassedLine | _RefusedLine, Field(discriminator="ok")])
+_LINE: TypeAdapter[Any] = TypeAdapter(
+    Annotated[_PassedLine | _RefusedLine, Field(discriminator="ok")], config=ConfigDict(defer_build=True)
+)
 
 
 def read(line: bytes, request_id: int) -> Answer | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,6 +50,8 @@ def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type
 
 def _hint(path: KeyPath, model: type[BaseModel]) -> str:
     """Return a hint with the name that was probably meant; empty if none is similar."""
+    import difflib  # noqa: PLC0415 - the daemon, which stays small, mostly has a valid configuration
+
     key = str(path[-1])[:64].replace("-", "_").lower()
     section, known = str(path[0]) if len(path) > 1 else "", dict(_sections(model))
     if len(path) == 1 and (near := difflib.get_close_matches(key, known, n=1)):

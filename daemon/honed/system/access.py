@@ -29,9 +29,9 @@ _NOBODY = 0xFFFFFFFF
 READ, WRITE, ENTER = 4, 2, 1
 #: The users and the group of the system's own instance; without them, honed serves a single user.
 DAEMON_USER, WORKERS_USER, DROPPERS_GROUP = "honed", "honed-job", "honed-submit"
-#: The first uid of people (login.defs' UID_MIN), and later uids that belong to nobody or to a service (systemd's
-#: dynamic users, the kernel's overflow user).
-FIRST_PERSON, NO_PERSONS = 1000, frozenset([*range(61184, 65520), 65534, 65535])
+#: The first uid of people (login.defs' UID_MIN), and later uids that belong to a service (systemd's dynamic users) or
+#: to nobody (the kernel's overflow user).
+FIRST_PERSON, SERVICES, NOBODY = 1000, range(61184, 65520), (65534, 65535)
 #: Hidden from the services (ProtectHome=), whatever their modes.
 HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
 MAX_LINKS = 40
@@ -177,7 +177,7 @@ def worker_of(root: Path, uid: int, jobs_dir: Path) -> Person | None:
 
 def is_person(uid: int) -> bool:
     """Tell whether jobs may run as this user: root and system accounts have permissions that no job should have."""
-    return uid >= FIRST_PERSON and uid not in NO_PERSONS
+    return uid >= FIRST_PERSON and uid not in SERVICES and uid not in NOBODY
 
 
 def is_known(uid: int) -> bool:

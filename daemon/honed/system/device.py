@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -109,14 +110,19 @@ def driver_version() -> str:
 
 def _nvml() -> Any:
     """Return NVML, initialised; the caller shuts it down."""
+    hint = "is the NVIDIA driver installed and loaded?"
     try:
-        import pynvml  # noqa: PLC0415  (only where there may be a GPU)
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as error:  # asked first: without the library, its module would only take memory
+        raise EnvironmentInvalidError("NVML: NVML Shared Library Not Found", hint=hint) from error
+    try:
+        import pynvml  # noqa: PLC0415
     except ImportError as error:
         raise EnvironmentInvalidError("no nvidia-ml-py", hint="pip install nvidia-ml-py") from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise EnvironmentInvalidError(f"NVML: {error}", hint="is the NVIDIA driver installed and loaded?") from error
+        raise EnvironmentInvalidError(f"NVML: {error}", hint=hint) from error
     return pynvml
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import _pydantic_core
 
 from honed.cli import doctor
 from honed.cli.doctor import Finding
@@ -33,7 +34,7 @@ def pretend(site: Path, name: str, version: str, code: str | None = None) -> Non
 
 def ask_with(site: Path, code: str) -> str:
     """Return the output of a fresh process that finds those packages first."""
-    environment = os.environ | {"PYTHONPATH": f"{site}:{SOURCE}"}
+    environment = os.environ | {"PYTHONPATH": f"{site}:{SOURCE}", "LD_LIBRARY_PATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", f"from honed.cli.doctor import *\nfrom honed.cli import doctor\n{code}"],
         env=environment,
@@ -142,6 +143,7 @@ def test_a_child_that_hangs_or_crashes_is_not_waited_for() -> None:
 
 
 def test_a_gpu_that_the_configuration_names_and_that_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").symlink_to(_pydantic_core.__file__)  # any library: the module is the fake
     (tmp_path / "pynvml.py").write_text(
         "class NVMLError(Exception): pass\nclass NVMLError_NotSupported(NVMLError): pass\n"
         "class M: total = free = 80 * 2**30\n"

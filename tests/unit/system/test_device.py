@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic_core import _pydantic_core
 
 from honed.system import device
 from honed.system.device import Device
@@ -41,7 +42,11 @@ def nvmlSystemGetDriverVersion(): return "570.1"
 def probe_with(tmp_path: Path, code: str, *, no_driver: bool = False) -> str:
     """Return the output of a fresh process that imports that NVML."""
     (tmp_path / "pynvml.py").write_text(FAKE_NVML.replace("{no_driver}", str(no_driver)))
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(device.__file__).parents[2]}"}
+    library = tmp_path / "libnvidia-ml.so.1"
+    library.unlink(missing_ok=True)
+    library.symlink_to(_pydantic_core.__file__)  # any library: the module is the fake
+    path = f"{tmp_path}:{Path(device.__file__).parents[2]}"
+    environment = os.environ | {"PYTHONPATH": path, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
     return done.stdout.strip()
 
