@@ -90,7 +90,7 @@ def test_a_broken_configuration_is_refused_and_the_old_one_stays(honed: Machine)
     assert "50-test.toml: line 2: jobs.retry_delay" in text
     assert "1 queued" in text
     assert honed.property("honed.service", "ActiveState") == "active"
-    (entry,) = honed.journal(f"MESSAGE_ID={message.CONFIG_REFUSED.id}")
+    (entry,) = honed.journal(f"MESSAGE_ID={message.CONFIG_REFUSED}")
     assert entry["PRIORITY"] == "3"
     assert "Subject: The new configuration is wrong" in honed.run("journalctl", "-x", "-u", "honed", "--no-pager")
     found = {item["check"]: item for item in json.loads(honed.try_run("honectl", "doctor", "--json").stdout)}
@@ -131,8 +131,8 @@ def test_with_a_full_disk_it_starts_says_so_and_goes_on_when_there_is_room(honed
     wait_listed(honed, "on-a-full-disk")
     assert identity(honed) == before
     end(honed, "on-a-full-disk")
-    assert honed.journal(f"MESSAGE_ID={message.DEGRADED.id}")
-    assert honed.journal(f"MESSAGE_ID={message.RECOVERED.id}")
+    assert honed.journal(f"MESSAGE_ID={message.DEGRADED}")
+    assert honed.journal(f"MESSAGE_ID={message.RECOVERED}")
 
 
 def test_with_a_read_only_spool_it_waits_and_says_so(honed: Machine) -> None:
@@ -156,7 +156,7 @@ def test_a_damaged_database_is_set_aside_and_made_again(honed: Machine) -> None:
     honed.run("systemctl", "start", "honed")
     assert "remembered" in honed.run("honectl", "list")
     assert honed.exists("/var/lib/honed/honed.db.damaged")
-    (entry,) = honed.journal(f"MESSAGE_ID={message.DATABASE_DAMAGED.id}")
+    (entry,) = honed.journal(f"MESSAGE_ID={message.DATABASE_DAMAGED}")
     assert entry["PRIORITY"] == "3"
     end(honed, "remembered")
 

@@ -544,7 +544,7 @@ def _user_database() -> Finding:
 
 
 def _catalog() -> Finding:
-    if any(message.READY.id in line for line in _lines(["journalctl", "--list-catalog"])):
+    if any(message.READY in line for line in _lines(["journalctl", "--list-catalog"])):
         return Finding("journal catalog", "ok", "journalctl -x explains honed's entries")
     return Finding("journal catalog", "warning", "journalctl -x has no explanations", "journalctl --update-catalog")
 

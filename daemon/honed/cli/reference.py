@@ -1,5 +1,5 @@
-"""Generated files: docs/job-spec.md, docs/configuration.md and etc/honed.toml from the types, docs/database.md, the
-journal's catalog, units/honed.catalog, from message.py; man pages and completions, see manual.py.
+"""Generated files: docs/job-spec.md, docs/configuration.md and etc/honed.toml from the types; docs/database.md;
+man pages and completions, see manual.py.
 
 python -m honed.cli.reference --write docs/    writes them
 python -m honed.cli.reference --check docs/    exits with 1 if one is out of date
@@ -26,7 +26,6 @@ from honed.spec.config import Config
 from honed.spec.field import MANY, choices, describe, kinds, members
 from honed.spec.spec import JobSpec
 from honed.spec.training import OWNED
-from honed.system.message import catalog
 
 _SPEC_INTRODUCTION = """\
 # The job spec
@@ -154,7 +153,6 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs/configuration.md": configuration(),
         root / "docs/database.md": views.page(),
         root / "etc/honed.toml": configuration_sample(),
-        root / "units/honed.catalog": catalog(),
         **{
             root / "docs/man" / name: text
             for name, text in manual.man_pages(

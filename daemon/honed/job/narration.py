@@ -12,7 +12,6 @@ from honed.job.job import Job
 from honed.job.progress import figure, progress_text
 from honed.system import message
 from honed.system.log import about
-from honed.system.message import Message
 
 #: Seconds between progress lines of one job in the log.
 PROGRESS_LOG_INTERVAL_SEC = 30.0
@@ -115,6 +114,6 @@ class Narrator:
             words = progress_text(self.progress)
             self._say(job, logging.INFO, words, stage="train", step=data.get("step"), loss=data.get("loss"))
 
-    def _say(self, job: Job, level: int, words: str, kind: Message | None = None, **fields: object) -> None:
+    def _say(self, job: Job, level: int, words: str, kind: str | None = None, **fields: object) -> None:
         extra = about(job, kind, **fields)
         self.log.log(level, "job %d (%s): %s", job.id, job.name, words, extra=extra, stacklevel=2)

@@ -159,7 +159,7 @@ def tell(job: Job, outcome: Outcome, step: int, remedy: Remedy) -> None:
         )
 
 
-def _kind(job: Job, outcome: Outcome) -> message.Message:
+def _kind(job: Job, outcome: Outcome) -> str:
     """Return the message that explains the end of an attempt."""
     match job.state:
         case State.SUCCEEDED:

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TextIO
 from honed.system import journal, quote
 from honed.system.error import said
 from honed.system.journal import Journal
-from honed.system.message import Message
 from honed.system.printable import printable
 
 #: syslog(3) priorities.
@@ -43,7 +42,7 @@ class Subject(Protocol):
     def state(self) -> str: ...
 
 
-def about(job: Subject | int | None = None, message: Message | None = None, **fields: object) -> dict[str, Any]:
+def about(job: Subject | int | None = None, message: str | None = None, **fields: object) -> dict[str, Any]:
     """Return the `extra=` of a log call: the subject of the entry. `step=3` becomes HONED_STEP=3; None is left out.
 
     Fields for filtering: HONED_JOB, HONED_NAME, HONED_STATE, HONED_STAGE, HONED_STEP, HONED_LOSS, HONED_CODE,
@@ -54,7 +53,7 @@ def about(job: Subject | int | None = None, message: Message | None = None, **fi
     elif job is not None:
         fields = {"job": job.id, "name": job.name, "state": job.state, **fields}
     named = {f"HONED_{key.upper()}": _plain(str(value)) for key, value in fields.items() if value not in {None, ""}}
-    return {FIELDS: named | ({"MESSAGE_ID": message.id} if message else {})}
+    return {FIELDS: named | ({"MESSAGE_ID": message} if message else {})}
 
 
 def _plain(text: str) -> str:

@@ -62,7 +62,7 @@ def test_rows_are_counted_in_words(tell: Tell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "explained"), [("diverged", message.of_error("diverged").id), ("a worker's own", None), (None, None)]
+    ("code", "explained"), [("diverged", message.of_error("diverged")), ("a worker's own", None), (None, None)]
 )
 def test_a_code_is_explained_only_where_it_is_one_of_ours(tell: Tell, code: str | None, explained: str | None) -> None:
     [record] = tell("log", level="warning", message="careful", code=code)
