@@ -133,11 +133,11 @@ def test_completions_offer_numbers_and_no_names(told: Told, tmp_path: Path) -> N
     script.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HONED_ROOT": str(told.instance.root)}
     words = (
-        f"source {CHECKOUT}/etc/completions/honectl.bash; COMP_WORDS=(honectl show ''); COMP_CWORD=2; _honectl; "
-        "printf '%s\\n' \"${COMPREPLY[@]}\""
+        f"source {CHECKOUT}/etc/completions/honectl.bash; COMP_WORDS=(honectl show ''); COMP_CWORD=2; "
+        "_shtab_honectl honectl '' show; printf '%s\\n' \"${COMPREPLY[@]}\""
     )
     # What the other shells ask is the same line.
-    for command, offered in ((words, ["--json", str(JOB)]), (manual.JOBS, [str(JOB)])):
+    for command, offered in ((words, [str(JOB)]), (manual.JOBS, [str(JOB)])):
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
         )

@@ -55,7 +55,11 @@ def parser() -> argparse.ArgumentParser:
     )
     root = layouts.default_root()
     made.add_argument(
-        "--root", type=Path, default=root, help="root directory of the instance (default: $HONED_ROOT or /)"
+        "--root",
+        type=Path,
+        metavar="DIR",
+        default=root,
+        help="root directory of the instance (default: $HONED_ROOT or /)",
     )
     own = layouts.user_root()
     made.add_argument("--user", action="store_const", dest="root", const=own, help="your per-user instance")

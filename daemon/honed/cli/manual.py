@@ -1,8 +1,8 @@
 """Man pages and shell completions, generated from the commands' parsers and the types of the configuration and the
 spec.
 
-docs/man/    honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5 etc/completions/    honectl.bash  honectl.zsh
-honectl.fish
+docs/man/           honed.8  honed-web.8  honectl.1  honed.toml.5  honed-job.5
+etc/completions/    honectl.bash  honectl.zsh  honectl.fish
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import shtab
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -32,9 +33,6 @@ from honed.system.layout import Layout
 Section = tuple[str, str, type[BaseModel]]
 
 _MADE = "Made by `python -m honed.cli.reference --write docs`."
-#: The metavar of arguments that are jobs; all other positional arguments are files.
-_JOB_METAVAR = "ID"
-
 _HONED = """\
 .SH DESCRIPTION
 .B honed
@@ -204,7 +202,7 @@ def _honectl() -> str:
         *_options(parser),
         ".SH VERBS",
     ]
-    for name, words, verb in verbs():
+    for name, words, verb in verbs(parser):
         arguments = " ".join(_argument(action) for action in verb._actions if not action.option_strings)
         parts += [
             f'.SS "{_text(f"{name} {arguments}".strip())}"',
@@ -292,9 +290,9 @@ def _argument(action: argparse.Action) -> str:
     return {"+": f"{name}...", "?": f"[{name}]", "*": f"[{name}]..."}.get(str(action.nargs), name)
 
 
-def verbs() -> list[tuple[str, str, argparse.ArgumentParser]]:
+def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
     """Return each verb of honectl with its help text and its own parser."""
-    action = next(found for found in command_line.parser()._actions if isinstance(found, argparse._SubParsersAction))
+    action = next(found for found in parser._actions if isinstance(found, argparse._SubParsersAction))
     words = {choice.dest: str(choice.help) for choice in action._choices_actions}
     return [(name, words[name], parser) for name, parser in action.choices.items()]
 
@@ -302,96 +300,23 @@ def verbs() -> list[tuple[str, str, argparse.ArgumentParser]]:
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
-def completions() -> dict[str, str]:
-    """Return each shell's completion of honectl, by its file name."""
-    return {"honectl.bash": _bash(), "honectl.zsh": _zsh(), "honectl.fish": _fish()}
-
-
-def _long(parser: argparse.ArgumentParser) -> list[str]:
-    return [name for action in _shown(parser) for name in action.option_strings if name.startswith("--")]
-
-
-def _takes_job(parser: argparse.ArgumentParser) -> bool:
-    return any(action.metavar == _JOB_METAVAR for action in parser._actions)
-
-
 #: Prints the numbers of the jobs, one per line. Names may hold any character, and are not offered to a shell.
 JOBS = "honectl --job-numbers 2>/dev/null"
+_ZSH_JOBS = f"""\
+_honectl_jobs() {{
+  compadd "$@" -- $({JOBS})
+}}"""
 
 
-def _bash() -> str:
-    names = [name for name, _, _ in verbs()]
-    arms = [
-        f'        {name}) words="{" ".join(_long(parser))}{" $(_honectl_jobs)" if _takes_job(parser) else ""}" ;;'
-        for name, _, parser in verbs()
-    ]
-    return (
-        "\n".join(
-            [
-                f"# {_MADE}",
-                "_honectl_jobs() {",
-                f"    {JOBS}",
-                "}",
-                "_honectl() {",
-                "    local word words verb= current=${COMP_WORDS[COMP_CWORD]}",
-                '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
-                f"        case $word in {'|'.join(names)}) verb=$word; break ;; esac",
-                "    done",
-                "    case $verb in",
-                f'        "") words="{" ".join([*names, *_long(command_line.parser())])}" ;;',
-                *arms,
-                "    esac",
-                '    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")',
-                "}",
-                "complete -o default -F _honectl honectl",
-            ]
-        )
-        + "\n"
-    )
-
-
-def _zsh() -> str:
-    described = [f"        {_quoted(f'{name}:{words}')}" for name, words, _ in verbs()]
-    arms = [
-        f"        {name}) _arguments {' '.join(_quoted(word) for word in _long(parser))} "
-        + (f"'*:job:($({JOBS}))'" if _takes_job(parser) else "'*:file:_files'")
-        + " ;;"
-        for name, _, parser in verbs()
-    ]
-    return (
-        "\n".join(
-            [
-                "#compdef honectl",
-                f"# {_MADE}",
-                "local -a verbs",
-                "verbs=(",
-                *described,
-                ")",
-                "if (( CURRENT == 2 )); then",
-                "    _describe verb verbs",
-                "else",
-                "    local verb=$words[2]",
-                "    shift words; (( CURRENT-- ))",
-                "    case $verb in",
-                *arms,
-                "    esac",
-                "fi",
-            ]
-        )
-        + "\n"
-    )
-
-
-def _fish() -> str:
-    lines = [f"# {_MADE}", "function __honectl_jobs", f"    {JOBS}", "end"]
-    for name, words, parser in verbs():
-        seen = f"-n '__fish_seen_subcommand_from {name}'"
-        lines.append(f"complete -c honectl -n __fish_use_subcommand -f -a {name} -d {_quoted(words)}")
-        lines += [f"complete -c honectl {seen} -l {option.removeprefix('--')}" for option in _long(parser)]
-        if _takes_job(parser):
-            lines.append(f"complete -c honectl {seen} -f -a '(__honectl_jobs)'")
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+def completions() -> dict[str, str]:
+    """Return each shell's completion of honectl, by its file name."""
+    jobs: dict[str, Any] = {**shtab.cmd(JOBS)}
+    # shtab would ask once, when zsh loads the file.
+    jobs |= {"zsh": "_honectl_jobs", "preamble": jobs["preamble"] | {"zsh": _ZSH_JOBS}}
+    by_metavar = {"ID": jobs, "FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+    parser = command_line.parser()
+    for each in (parser, *(verb for _, _, verb in verbs(parser))):
+        for action in each._actions:
+            if action.metavar in by_metavar:
+                action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]
+    return {f"honectl.{shell}": f"{shtab.complete(parser, shell).rstrip()}\n" for shell in ("bash", "zsh", "fish")}

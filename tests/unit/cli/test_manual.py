@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from honed.cli import manual
+from honed.cli import command_line, manual
+from honed.job.job import State
 from honed.spec.config import Config
 
 CHECKOUT = Path(__file__).parents[3]
@@ -18,23 +19,37 @@ def complete(*words: str) -> list[str]:
     """Return bash's completions for the last word."""
     script = (
         f"source {CHECKOUT}/etc/completions/honectl.bash; COMP_WORDS=({' '.join(repr(word) for word in words)}); "
-        f"COMP_CWORD={len(words) - 1}; _honectl_jobs() {{ echo 7; }}; _honectl; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        f"COMP_CWORD={len(words) - 1}; honectl() {{ echo 7; echo 12; }}; "
+        f"_shtab_honectl honectl {words[-1]!r} {words[-2]!r}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=CHECKOUT / "etc")
     return done.stdout.split()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_verbs_options_and_jobs() -> None:
-    assert {name for name, _, _ in manual.verbs()} <= set(complete("honectl", ""))
+    assert {name for name, _, _ in manual.verbs(command_line.parser())} == set(complete("honectl", ""))
     assert complete("honectl", "su") == ["submit"]
     assert complete("honectl", "submit", "--w") == ["--wait"]
-    assert complete("honectl", "--root", "/srv", "show", "") == ["--json", "7"]
+    assert complete("honectl", "submit", "hon") == ["honed.toml"]
+    assert complete("honectl", "list", "--state", "") == [state.value for state in State]
+    assert complete("honectl", "--root", "/srv", "show", "") == ["7", "12"]
+    assert complete("honectl", "cancel", "7", "1") == ["12"]
+
+
+def test_each_shell_asks_for_the_numbers_of_jobs_at_each_tab() -> None:
+    texts = {shell: (CHECKOUT / f"etc/completions/honectl.{shell}").read_text() for shell in ("bash", "zsh", "fish")}
+    arguments = [action for _, _, verb in manual.verbs(command_line.parser()) for action in verb._actions]
+    num_places = sum(action.metavar == "ID" for action in arguments)
+    assert texts["fish"].count(f'"({manual.JOBS})"') == num_places
+    # Within double quotes, zsh would ask once, as it loads the file.
+    assert texts["zsh"].count(':_honectl_jobs"') == num_places
+    assert [texts[shell].count(f"$({manual.JOBS})") for shell in ("bash", "zsh")] == [1, 1]
 
 
 def test_every_verb_and_key_is_in_its_page() -> None:
     pages = manual.man_pages([("[jobs]", "", type(Config().jobs))], [])
-    for name, _, _ in manual.verbs():
+    for name, _, _ in manual.verbs(command_line.parser()):
         assert f'.SS "{name}' in pages["honectl.1"]
     assert all(f".BR {key} " in pages["honed.toml.5"] for key in type(Config().jobs).model_fields)
 
