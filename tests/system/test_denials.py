@@ -41,7 +41,7 @@ def honed(machine: Machine) -> Machine:
     machine.run("useradd", "--system", "--groups", "honed-submit", "--shell", "/bin/sh", "service")
     machine.write(
         "/etc/honed/honed.toml.d/50-test.toml",
-        "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_jobs = 100\ninterval_sec = 1\n",
+        "[spool]\nsettle_sec = 0.2\n[retention]\nmax_checkpoint_bytes = 1_000_000_000\n",
     )
     plain.write_base_model(machine.host_path("/srv/model"))
     plain.write_dataset(machine.host_path("/srv/rows.jsonl"))
@@ -134,6 +134,7 @@ def test_what_lies_in_the_place_of_a_report_or_of_checkpoints_is_in_nobody_elses
         user="mallory",
     )
     honed.run("honectl", "cancel", "her-own", user="mallory")
+    honed.run("systemctl", "reload", "honed")  # now it looks at all jobs' checkpoints
     drop(honed, "berta", "reported")
     [other] = accepted(honed, "reported")
     honed.run("honectl", "cancel", "reported", user="berta")

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from honed.job import removal, retention
-from honed.job.database import Database, timestamp
+from honed.job.database import Database
 from honed.job.job import Job, State
 from honed.job.query import Asker
 from honed.job.retention import DAY_SEC, Item, Needs, Wish
@@ -38,6 +38,8 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
+#: Seconds between looks at all jobs; and until the next one if sizes were not known.
+INTERVAL_SEC, REMEASURE_SEC = 3600.0, 1.0
 #: Seconds of one turn of the loop that may be spent on choosing what to remove.
 BITE_SEC = 0.02
 #: Rows removed from a table in one turn.
@@ -162,7 +164,7 @@ class Sweep:
         self._now = now
         self._calendar = Calendar(clock=clock, now=now)
         self._look: Iterator[None] | None = pruning.find_leftovers()
-        self.due_at = clock() + config().retention.interval_sec  #: the time of the next look
+        self.due_at = clock() + INTERVAL_SEC  #: the time of the next look
 
     @property
     def is_busy(self) -> bool:
@@ -172,7 +174,7 @@ class Sweep:
     def tend(self, now: float) -> None:
         """Continue the current look for a moment, or begin the next one."""
         if self._look is None and now >= self.due_at:
-            self._look, self.due_at = self._look_over(), now + self._config().retention.interval_sec
+            self._look, self.due_at = self._look_over(), now + INTERVAL_SEC
         until = time.monotonic() + BITE_SEC
         while self._look is not None and time.monotonic() < until:
             try:
@@ -197,13 +199,11 @@ class Sweep:
                     jobs.append(job)
                     yield
             yield from self._over_jobs(config, jobs)
-        if config.max_event_age_days is not None or config.max_events is not None:
-            yield from self._over_events(config)
         yield from self._pruning.find_leftovers()
 
     def _refused(self, config: RetentionConfig) -> Iterator[None]:
         limits = retention.refused_limits(config)
-        files = [self._as_of_now(item) for item in retention.refused_files(self._spool)] if limits else []
+        files = [self._as_of_now(item) for item in retention.refused_files(self._spool)]
         beyond = retention.excess(files, limits, now=self._now())
         yield
         num_removed = 0
@@ -229,7 +229,7 @@ class Sweep:
         if config.max_checkpoint_bytes is not None:
             are_missing = removals.measure(saved, removals.weights) or are_missing
         if are_missing:  # the rest at the next look: their sizes are known by then
-            self.due_at = self._clock() + min(config.interval_sec, 1.0)
+            self.due_at = self._clock() + REMEASURE_SEC
         yield
         items, by_id = [], {job.id: job for job in free}
         for job in free:
@@ -270,27 +270,6 @@ class Sweep:
             return False
         return not any(job.id in self._needs.of(other) for other in self._unfinished())
 
-    def _over_events(self, config: RetentionConfig) -> Iterator[None]:
-        finished = {job.id for state in retention.FINAL for job in self._spool.jobs(state) if not job.is_pinned}
-        yield
-        surplus = 0
-        if config.max_events is not None:
-            for first in range(1, self._database.last_event() + 1, BITE_ROWS):
-                surplus += len(self._database.events_of(first, BITE_ROWS, finished))
-                yield
-            surplus = max(0, surplus - config.max_events)
-        days = config.max_event_age_days
-        before = "" if days is None else timestamp(self._now() - days * DAY_SEC)
-        total = 0
-        for first in range(1, self._database.last_event() + 1, BITE_ROWS):
-            rows = self._database.events_of(first, BITE_ROWS, finished)
-            beyond = [number for rank, (number, when) in enumerate(rows) if when < before or total + rank < surplus]
-            self._database.forget_events(beyond)
-            total += len(beyond)
-            yield
-        if total:
-            log.info("honed.db: removed %d events", total)
-
 
 class Housekeeper:
     """Prunes for the retention limits and for people who ask.
@@ -309,7 +288,7 @@ class Housekeeper:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.config = config
+        self._config = config
         self._spool = spool
         self._clock = clock
         self._now = now
@@ -317,7 +296,7 @@ class Housekeeper:
         self._removals = RemovalProcess(spool, clock=clock)
         self._pruning = Pruning(spool, database, self._removals)
         self._sweep = Sweep(
-            lambda: self.config,
+            lambda: self._config,
             spool,
             database,
             self._pruning,
@@ -344,6 +323,10 @@ class Housekeeper:
         self._sweep.tend(now)
         self._pruning.tend(now)
         self._removals.tend(now)
+
+    def reload(self, config: Config) -> None:
+        """Apply a new configuration, with a look at all jobs now."""
+        self._config, self._sweep.due_at = config, self._clock()
 
     def close(self) -> None:
         """Kill the child: the next start finds its unfinished work."""

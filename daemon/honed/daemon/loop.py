@@ -256,7 +256,8 @@ class Daemon:
     def _reload(self) -> None:
         self._notifier.reloading()
         if self._configuration.reload():
-            self._attempts.config = self._housekeeper.config = self._configuration.get()
+            self._attempts.config = self._configuration.get()
+            self._housekeeper.reload(self._configuration.get())
             self._intake.reload()
             self._answers.reload()
             self._publishing.reload(self._configuration.get())

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import sqlite3
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -278,21 +278,6 @@ class Database:
                 return False
         self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
         return True
-
-    def last_event(self) -> int:
-        """Return the number of the newest row in `events`."""
-        return int(self._db.execute("SELECT coalesce(max(rowid), 0) FROM events").fetchone()[0])
-
-    def events_of(self, first: int, count: int, jobs: Container[int]) -> list[tuple[int, str]]:
-        """Return (number, time) of these jobs' rows among `count` rows of `events` that start at `first`."""
-        sql = "SELECT rowid, job_id, created_at FROM events WHERE rowid >= ? AND rowid < ?"
-        found = self._db.execute(sql, (first, first + count))
-        return [(rowid, created_at) for rowid, job_id, created_at in found if job_id in jobs]
-
-    def forget_events(self, numbers: Iterable[int]) -> None:
-        """Delete rows of `events`."""
-        with self._transaction():
-            self._db.executemany("DELETE FROM events WHERE rowid = ?", [(number,) for number in numbers])
 
     def _apply_event(self, job: Job, attempt: int, event: Event) -> None:
         data, when = event.data, timestamp(event.time)

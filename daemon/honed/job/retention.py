@@ -28,6 +28,8 @@ from honed.system.layout import Layout
 log = logging.getLogger(__name__)
 
 DAY_SEC = 86400.0
+#: Files in rejected/; the oldest are removed.
+MAX_REJECTED = 10_000
 FINAL = tuple(state for state in State if state.is_final)
 
 
@@ -310,11 +312,11 @@ def job_limits(config: RetentionConfig) -> Limits:
 
 def checkpoint_limits(config: RetentionConfig) -> Limits:
     """Return the limits on checkpoints of all finished jobs, without the age limits, which depend on the outcome."""
-    return Limits(None, config.max_checkpoint_jobs, config.max_checkpoint_bytes)
+    return Limits(max_bytes=config.max_checkpoint_bytes)
 
 
 def refused_limits(config: RetentionConfig) -> Limits:
-    return Limits(_days(config.max_rejected_age_days), config.max_rejected)
+    return Limits(_days(config.max_rejected_age_days), MAX_REJECTED)
 
 
 def _days(value: float | None) -> float | None:

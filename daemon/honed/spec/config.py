@@ -223,9 +223,9 @@ class HubConfig(_Section):
 
 
 class RetentionConfig(_Section):
-    """[retention]: automatic removal. By default finished jobs are kept forever; rejected files are not. Pinned jobs
-    (`honectl pin`) and everything that an unfinished job needs are always kept. An output_dir outside of the job's own
-    directory is never touched.
+    """[retention]: automatic removal, once an hour and after a reload. By default finished jobs are kept forever;
+    rejected files are not. Pinned jobs (`honectl pin`) and everything that an unfinished job needs are always kept. An
+    output_dir outside of the job's own directory is never touched.
     """
 
     max_job_age_days: Annotated[float, Field(ge=0)] | None = None
@@ -239,22 +239,12 @@ class RetentionConfig(_Section):
     max_failed_checkpoint_age_days: Annotated[float, Field(ge=0)] | None = None
     """Days after which the checkpoints of failed and cancelled jobs are removed; requeued later, they start from the
     beginning."""
-    max_checkpoint_jobs: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of finished jobs with checkpoints, failed and cancelled ones included; those of the oldest are
-    removed."""
     max_checkpoint_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Maximum bytes of all finished jobs' checkpoints; those of the oldest are removed."""
+    """Maximum bytes of all finished jobs' checkpoints, failed and cancelled ones included; those of the oldest are
+    removed."""
     max_rejected_age_days: Annotated[float, Field(ge=0)] | None = 30.0
-    """Days after which a rejected file is removed from rejected/, with its reason."""
-    max_rejected: Annotated[int, Field(ge=0)] | None = 10_000
-    """Maximum number of rejected files; the oldest are removed."""
-    max_event_age_days: Annotated[float, Field(ge=0)] | None = None
-    """Days after which events from the workers of finished jobs are removed from the table `events`; their metrics and
-    predictions stay. A rebuilt database has them again, until the next removal."""
-    max_events: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of rows of finished jobs in the table `events`; the oldest are removed."""
-    interval_sec: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds between checks of all these limits."""
+    """Days after which a rejected file is removed from rejected/, with its reason. The newest 10,000 are kept at
+    most."""
 
 
 class NotifyConfig(_Section):

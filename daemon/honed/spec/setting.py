@@ -12,6 +12,16 @@ from honed.spec import toml_lines
 from honed.spec.field import describe, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
+_STAYS = "delete this line: events stay as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
+#: Keys that an earlier honed read, and what to write instead.
+GONE = {
+    "retention.max_checkpoint_jobs": "write max_checkpoint_bytes = 200_000_000_000, or another number of bytes",
+    "retention.max_rejected": "delete this line: the newest 10,000 rejected files are kept",
+    "retention.max_event_age_days": _STAYS,
+    "retention.max_events": _STAYS,
+    "retention.interval_sec": "delete this line: honed looks once an hour, and after a reload",
+}
+
 
 def lines_of(text: str) -> dict[KeyPath, int]:
     """Return the line of each key, as far as the text is valid TOML."""
@@ -37,6 +47,8 @@ def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyP
 
 
 def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type[BaseModel]) -> Problem:
+    if instead := GONE.get(dotted(path)):
+        return Problem(dotted(path), line, "no longer a key", instead)
     if details["type"] == "extra_forbidden":
         return Problem(dotted(path), line, "unknown key", _hint(path, model))
     got = shown(details["input"])

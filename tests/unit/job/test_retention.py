@@ -12,6 +12,7 @@ import pytest
 from test_spool import Crash, Faults
 
 from honed.cli import pruning
+from honed.daemon import housekeeper
 from honed.daemon.housekeeper import Housekeeper
 from honed.job import removal, retention
 from honed.job.arrival import Arrivals
@@ -179,12 +180,27 @@ def test_a_kill_between_any_two_operations_leaves_a_job_whole_or_gone(
     assert (point > 20, seen) == (True, {True, False})
 
 
-def test_a_clock_that_was_set_ages_nothing(spool: Spool) -> None:
+def test_a_flood_of_refused_files_is_removed_after_a_while(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MAX_REJECTED", 2)
+    for number in range(4):
+        (spool.rejected_dir / f"{number}.yaml").touch()
+    database = Database(spool.layout.database_path)
+    keeper = Housekeeper(spool.layout, Config(), spool, database, list)
+    keeper.reload(Config())
+    for _ in range(20):
+        keeper.tend()
+    assert len(list(spool.rejected_dir.iterdir())) == 2
+    keeper.close()
+    database.close()
+
+
+def test_a_clock_that_was_set_ages_nothing(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that boots in 2035, until its clock is corrected, must not delete jobs as older than thirty days."""
     layout = spool.layout
     entry(spool, 1, State.SUCCEEDED)
     ticks, wall = [0.0], [spool.changed_at(Job(1, "", 0, "", 0, "", state=State.SUCCEEDED))]
-    config = Config(retention=RetentionConfig(max_job_age_days=30, interval_sec=100))
+    monkeypatch.setattr(housekeeper, "INTERVAL_SEC", 100.0)
+    config = Config(retention=RetentionConfig(max_job_age_days=30))
     database = Database(layout.database_path)
     keeper = Housekeeper(layout, config, spool, database, list, clock=lambda: ticks[0], now=lambda: wall[0])
 

@@ -31,6 +31,20 @@ from honed.system.layout import Layout
         ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: a directory is named from / on"),
         ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an http or https address, got"),
         ("[jobs]\nmax_running = 1\n[jobs]\n", "Cannot declare"),
+        (
+            "[retention]\nmax_checkpoint_jobs = 3",
+            "line 2: retention.max_checkpoint_jobs: no longer a key (write max_checkpoint_bytes = 200_000_000_000, or",
+        ),
+        (
+            "[retention]\nmax_rejected = 99",
+            "retention.max_rejected: no longer a key (delete this line: the newest 10,000",
+        ),
+        (
+            "[retention]\nmax_events = 99",
+            "retention.max_events: no longer a key (delete this line: events stay as long",
+        ),
+        ("[retention]\nmax_event_age_days = 9", "max_event_age_days: no longer a key (delete this line: events stay"),
+        ("[retention]\ninterval_sec = 9", "interval_sec: no longer a key (delete this line: honed looks once an hour"),
         ("a = " + "[" * 5000, "nested too deeply"),
     ],
 )
