@@ -27,7 +27,7 @@ from pathlib import Path
 
 import demonstration
 
-from honed.system.control import Client
+from honed.system.client import Client
 from honed.system.layout import Layout
 
 IDLE_SEC = 20.0

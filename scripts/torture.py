@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from honed.job.job import Job, State
 from honed.job.spool import Spool
-from honed.system.control import Client
+from honed.system.client import Client
 from honed.system.error import HonedError
 from honed.system.layout import Layout
 

@@ -8,6 +8,8 @@ from honed.system.error import HonedError
 
 #: Seconds that a TAB may take.
 TIMEOUT_SEC = 2.0
+#: Those of job.State, whose module takes longer to import than all else here.
+STATES = ("queued", "held", "running", "succeeded", "failed", "cancelled")
 
 
 def job_numbers() -> list[str]:
@@ -16,5 +18,4 @@ def job_numbers() -> list[str]:
     try:
         return [str(number) for number in Client(layout.control_path, timeout_sec=TIMEOUT_SEC).ask("numbers")]
     except HonedError:
-        states = ("queued", "held", "running", "succeeded", "failed", "cancelled")
-        return [path.stem for state in states for path in layout.spool_dir.glob(f"{state}/*.json")]
+        return [path.stem for state in STATES for path in layout.spool_dir.glob(f"{state}/*.json")]

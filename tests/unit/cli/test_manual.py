@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.cli import command_line, manual
+from honed.cli import command_line, job_numbers, manual
 from honed.job.job import State
 from honed.spec.config import Config
 
@@ -39,6 +39,7 @@ def test_bash_completes_verbs_options_and_jobs() -> None:
 
 def test_each_shell_asks_for_the_numbers_of_jobs_at_each_tab() -> None:
     texts = {shell: (CHECKOUT / f"etc/completions/honectl.{shell}").read_text() for shell in ("bash", "zsh", "fish")}
+    assert set(job_numbers.STATES) == set(State)
     arguments = [action for _, _, verb in manual.verbs(command_line.parser()) for action in verb._actions]
     num_places = sum(action.metavar == "ID" for action in arguments)
     assert texts["fish"].count(f'"({manual.JOBS})"') == num_places

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from honed.system import durable
-from honed.system.control import Client, Request, Rows, Server
+from honed.system.client import Client
+from honed.system.control import Request, Rows, Server
 from honed.system.durable import Steps
 from honed.system.error import EnvironmentInvalidError
 
