@@ -30,9 +30,9 @@ class Reading:
         choice = query.Choice.of(request.arguments)
         return Rows(self.with_reasons(query.rows(self.spool, self.layout, choice, asker), asker))
 
-    def numbers(self, request: Request, asker: Asker) -> list[int]:
+    def numbers(self, *_: object) -> list[int]:
         """Answer `numbers`: those of all jobs, for completions."""
-        return [job.id for job in self.spool.catalog.ordered()]
+        return [job.id for job in self.spool.all().ordered()]
 
     def overview(self, request: Request, asker: Asker) -> dict[str, Any]:
         """Answer `overview`."""
