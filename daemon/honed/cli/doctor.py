@@ -96,7 +96,9 @@ def examine(layout: Layout, config: Config | None = None) -> list[Finding]:
     """Run all checks, in the order in which a person would fix their findings. Takes as long as importing torch,
     seconds."""
     try:
-        config, configured = config or configs.load(layout), [Finding("configuration", "ok", f"{layout.config_path}")]
+        config = config or configs.load(layout)
+        configured = [Finding("configuration", "warning", words) for words in config.outdated]
+        configured = configured or [Finding("configuration", "ok", f"{layout.config_path}")]
     except HonedError as error:
         config, configured = Config(), [Finding("configuration", "error", error.message, error.hint)]
     with ThreadPoolExecutor() as pool:

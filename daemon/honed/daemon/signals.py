@@ -24,6 +24,7 @@ class Configuration:
         self._layout = layout
         self._current = current
         self.fault = ""  #: why the last reload was refused
+        self._warn()
 
     def get(self) -> Config:
         return self._current
@@ -41,7 +42,12 @@ class Configuration:
             self.fault = error.message
             return False
         self.fault = ""
+        self._warn()
         return True
+
+    def _warn(self) -> None:
+        for words in self._current.outdated:
+            log.warning("%s", words)
 
 
 class Shutdown:

@@ -324,16 +324,26 @@ class Config(_Section):
     retention: RetentionConfig = RetentionConfig()
     notify: NotifyConfig = NotifyConfig()
 
+    #: A warning for each key that an earlier honed read and this one ignores.
+    _outdated: tuple[str, ...] = ()
+
+    @property
+    def outdated(self) -> tuple[str, ...]:
+        return self._outdated
+
 
 def load(layout: Layout) -> Config:
     """Load the current configuration, with defaults for missing files. Raises SpecError, which names file and key."""
     merged: dict[str, Any] = {}
+    outdated: list[str] = []
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
-        merged = _merge(merged, _read(path))
-    return Config.model_validate(merged)
+        merged = _merge(merged, _read(path, outdated))
+    config = Config.model_validate(merged)
+    config._outdated = tuple(outdated)
+    return config
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, outdated: list[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         data = tomllib.loads(text)
@@ -344,6 +354,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else error
         raise SpecError(f"{path}: {words}", hint="honed.toml is TOML; see `man honed.toml`") from error
+    outdated += [f"{path}: {problem}" for problem in setting.take_gone(data, text)]
     try:
         Config.model_validate(data)
     except ValidationError as error:

@@ -13,7 +13,7 @@ from honed.spec.field import describe, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
 _STAYS = "delete this line: events stay as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
-#: Keys that an earlier honed read, and what to write instead.
+#: Keys that an earlier honed read, and what to write instead; they are ignored with a warning.
 GONE = {
     "retention.max_checkpoint_jobs": "write max_checkpoint_bytes = 200_000_000_000, or another number of bytes",
     "retention.max_rejected": "delete this line: the newest 10,000 rejected files are kept",
@@ -34,6 +34,19 @@ def lines_of(text: str) -> dict[KeyPath, int]:
     return lines
 
 
+def take_gone(data: dict[str, Any], text: str) -> list[Problem]:
+    """Remove the keys that an earlier honed read. Returns a problem for each."""
+    found = []
+    for key, instead in GONE.items():
+        section, name = key.split(".")
+        table = data.get(section)
+        if isinstance(table, dict) and name in table:
+            del table[name]
+            line = lines_of(text).get((section, name))
+            found.append(Problem(key, line, "no longer a key, and ignored", instead))
+    return found
+
+
 def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyPath, int]) -> list[Problem]:
     """Return all problems that a validation found, in line order."""
     found: dict[KeyPath, Problem] = {}
@@ -47,8 +60,6 @@ def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyP
 
 
 def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type[BaseModel]) -> Problem:
-    if instead := GONE.get(dotted(path)):
-        return Problem(dotted(path), line, "no longer a key", instead)
     if details["type"] == "extra_forbidden":
         return Problem(dotted(path), line, "unknown key", _hint(path, model))
     got = shown(details["input"])

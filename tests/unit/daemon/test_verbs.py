@@ -40,6 +40,7 @@ READS, CHANGES = Use(Right.ANYBODY, (OWNER, ADMINISTRATOR)), Use(Right.OWNER, (O
 FILE = {"name": "a.json", "data": base64.b64encode(b"{}").decode()}
 USES = {
     "list": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "numbers": Use(Right.ANYBODY, EVERYBODY, arguments={}),
     "overview": Use(Right.ANYBODY, EVERYBODY, arguments={}),
     "show": READS,
     "glance": READS,

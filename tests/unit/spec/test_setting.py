@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from honed.daemon.signals import Configuration
 from honed.spec import config
 from honed.system.error import SpecError
 from honed.system.layout import Layout
@@ -31,20 +32,6 @@ from honed.system.layout import Layout
         ("[policy]\nallowed_paths = ['/srv',\n 'srv']", "line 3: policy.allowed_paths: a directory is named from / on"),
         ("[reporting]\nmetrics_api_url = 'ftp://x'", "reporting.metrics_api_url: not an http or https address, got"),
         ("[jobs]\nmax_running = 1\n[jobs]\n", "Cannot declare"),
-        (
-            "[retention]\nmax_checkpoint_jobs = 3",
-            "line 2: retention.max_checkpoint_jobs: no longer a key (write max_checkpoint_bytes = 200_000_000_000, or",
-        ),
-        (
-            "[retention]\nmax_rejected = 99",
-            "retention.max_rejected: no longer a key (delete this line: the newest 10,000",
-        ),
-        (
-            "[retention]\nmax_events = 99",
-            "retention.max_events: no longer a key (delete this line: events stay as long",
-        ),
-        ("[retention]\nmax_event_age_days = 9", "max_event_age_days: no longer a key (delete this line: events stay"),
-        ("[retention]\ninterval_sec = 9", "interval_sec: no longer a key (delete this line: honed looks once an hour"),
         ("a = " + "[" * 5000, "nested too deeply"),
     ],
 )
@@ -57,6 +44,34 @@ def test_what_is_wrong_is_told_with_its_key_its_line_and_the_right_name(text: st
     assert raised.value.message.startswith(f"{layout.config_path}: ")
     assert told in raised.value.message
     assert raised.value.message.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("max_checkpoint_jobs = 3", "write max_checkpoint_bytes = 200_000_000_000, or another number of bytes"),
+        ("max_rejected = 99", "delete this line: the newest 10,000 rejected files are kept"),
+        ("max_events = 99", "delete this line: events stay as long as their job"),
+        ("max_event_age_days = 9", "delete this line: events stay as long as their job"),
+        ("interval_sec = 9", "delete this line: honed looks once an hour"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_ignored_with_a_warning(
+    line: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = Layout(tmp_path)
+    layout.config_dropin_dir.mkdir(parents=True)
+    path = layout.config_dropin_dir / "50-mine.toml"
+    path.write_text(f"[retention]\nmax_jobs = 7\n{line}\n")
+    loaded = config.load(layout)
+    assert loaded.retention.max_jobs == 7
+    key = line.split(" ", maxsplit=1)[0]
+    assert [each.split(" (")[0] for each in loaded.outdated] == [
+        f"{path}: line 3: retention.{key}: no longer a key, and ignored"
+    ]
+    assert told in loaded.outdated[0]
+    assert Configuration(layout, loaded).reload()
+    assert [record.getMessage() for record in caplog.records] == 2 * list(loaded.outdated), "at the start and a reload"
 
 
 def test_everything_wrong_is_told_at_once_in_the_order_of_the_lines(tmp_path: Path) -> None:
