@@ -39,7 +39,7 @@ def _move_after_removal(self: Any, job: Any, to: Any, **changes: Any) -> Any:
     from honed.system import durable
 
     with self._changed(job, to, changes) as moved:
-        old, new = self._entry_path(job.id, job.state), self._entry_path(job.id, to)
+        old, new = self.entries.path(job.id, job.state), self.entries.path(job.id, to)
         made = durable.write_beside(old, moved.to_json())
         with contextlib.suppress(FileNotFoundError):
             old.unlink()
