@@ -111,8 +111,10 @@ def test_journalctl_x_explains_what_happened_and_what_to_do(honed: Machine) -> N
 
 def test_every_explanation_is_in_the_machines_catalog(honed: Machine) -> None:
     listed = honed.run("journalctl", "--list-catalog")
-    catalog = (CHECKOUT / "units/honed.catalog").read_text()
-    for number, subject in re.findall("^-- (.*)\nSubject: (.*)$", catalog, re.MULTILINE):
+    catalog = honed.sh(f"cat {CHECKOUT}/units/honed.catalog")
+    explanations = re.findall("^-- (.*)\nSubject: (.*)$", catalog, re.MULTILINE)
+    assert len(explanations) > 20
+    for number, subject in explanations:
         assert f"{number} honed: {subject}" in listed
 
 
