@@ -37,7 +37,7 @@ def test_the_daemon_and_honectl_load_no_web_server_and_no_templates() -> None:
     web = {"jinja2", "markupsafe", "starlette", "fastapi", "uvicorn", "prometheus_client"}
     assert modules_of("import honed.daemon.loop, honed.send.sender").isdisjoint(web)
     assert modules_of(
-        f"from honed.cli import honectl\nfor place in {sorted(places())!r}: honectl.find(place)"
+        f"from honed.cli import command_line\nfor place in {sorted(places())!r}: command_line.find(place)"
     ).isdisjoint(web)
 
 
