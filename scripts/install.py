@@ -218,7 +218,8 @@ class Installer:
         digest = hashlib.sha256()
         package = [path for path in CHECKOUT.glob("daemon/honed/**/*.*") if path.suffix != ".pyc"]
         paths = [*sorted(package), CHECKOUT / "pyproject.toml"]
-        for path in [*paths, CHECKOUT / "constraints.txt", CHECKOUT / "scripts/setup"]:
+        names = ("constraints.txt", "scripts/setup", "scripts/uv_settings.py")
+        for path in [*paths, *map(CHECKOUT.joinpath, names)]:
             digest.update(f"{path.relative_to(CHECKOUT)}\0".encode() + path.read_bytes() + b"\0")
         digest.update(str(self._options.environment or "").encode())
         return digest.hexdigest()

@@ -293,3 +293,7 @@ def test_a_shell_completes_the_numbers_of_jobs_with_honed_up_and_down(instance: 
     assert numbers() == ["1", "2"], "held jobs before finished ones, as in the list"
     instance.stop()
     assert numbers() == ["1", "2"]
+    # bash would run it.
+    (instance.layout.spool_dir / "queued/$(id>owned).json").touch()
+    (instance.layout.spool_dir / "queued/\N{ARABIC-INDIC DIGIT THREE}.json").touch()
+    assert numbers() == ["1", "2"]

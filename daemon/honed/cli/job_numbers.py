@@ -13,9 +13,13 @@ STATES = ("queued", "held", "running", "succeeded", "failed", "cancelled")
 
 
 def job_numbers() -> list[str]:
-    """Return the numbers of all jobs, in the order of `honectl list`; while honed is down, of those in its spool."""
+    """Return the numbers of all jobs, in the order of `honectl list`; while honed is down, of those in its spool.
+
+    Digits alone: bash expands the words that it is offered (`compgen -W`), and would run a `$(command)` among them.
+    """
     layout = layouts.of(layouts.default_root())
     try:
-        return [str(number) for number in Client(layout.control_path, timeout_sec=TIMEOUT_SEC).ask("numbers")]
+        found = [str(number) for number in Client(layout.control_path, timeout_sec=TIMEOUT_SEC).ask("numbers")]
     except HonedError:
-        return [path.stem for state in STATES for path in layout.spool_dir.glob(f"{state}/*.json")]
+        found = [path.stem for state in STATES for path in layout.spool_dir.glob(f"{state}/*.json")]
+    return [number for number in found if number.isascii() and number.isdecimal()]

@@ -171,6 +171,10 @@ class Sweep:
         """True during a look."""
         return self._look is not None
 
+    def begin_anew(self, now: float) -> None:
+        """End the current look, which goes by limits that no longer hold; the next one is due now."""
+        self._look, self.due_at = None, now
+
     def tend(self, now: float) -> None:
         """Continue the current look for a moment, or begin the next one."""
         if self._look is None and now >= self.due_at:
@@ -187,6 +191,10 @@ class Sweep:
 
     def _look_over(self) -> Iterator[None]:
         """Find and remove what exceeds the configured retention, a piece at a time."""
+        if not self._config().may_remove:
+            log.warning("nothing is removed: honed.toml has keys of retention that are ignored; see honectl doctor")
+            yield from self._pruning.find_leftovers()
+            return
         config = self._config().retention
         if jump := self._calendar.look():
             log.warning("the clock was set by %.0f s: nothing is removed for its age this time", jump)
@@ -326,7 +334,8 @@ class Housekeeper:
 
     def reload(self, config: Config) -> None:
         """Apply a new configuration, with a look at all jobs now."""
-        self._config, self._sweep.due_at = config, self._clock()
+        self._config = config
+        self._sweep.begin_anew(self._clock())
 
     def close(self) -> None:
         """Kill the child: the next start finds its unfinished work."""

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class Right(Enum):
     """The users who may use a verb."""
 
-    ANYBODY = auto()  #: the answer leaves out what its asker may not read
+    ANYBODY = auto()  #: every user; the verb itself checks or leaves out the rest
     OWNER = auto()  #: the owner of the job or arrival that is named, and administrators
     ADMINISTRATOR = auto()  #: root, honed's own user, and the members of policy.admin_group
 

@@ -19,7 +19,7 @@ import logging
 import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -82,7 +82,7 @@ class Progress:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Progress:
         """Return the progress in a `step` event, or in a job's row."""
-        return cls(*(_number(data.get(each.name)) for each in fields(cls)))
+        return cls(*(_number(data.get(name)) for name in cls.__dataclass_fields__))
 
 
 def timestamp(seconds: float) -> str:
@@ -286,7 +286,7 @@ class Database:
         self._db.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         match event.kind:
             case "step":
-                progress = json.dumps(asdict(Progress.of(data)))
+                progress = json.dumps(vars(Progress.of(data)))
                 self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", (progress, job.id))
             case "evaluation":
                 pass

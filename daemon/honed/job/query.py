@@ -205,7 +205,7 @@ def summary(job: Job, progress: Progress = NO_PROGRESS) -> dict[str, Any]:
         "source": job.source,
         "is_pinned": job.is_pinned,
         "waiting_for": _waiting_for(job),
-        "progress": asdict(progress),
+        "progress": dict(vars(progress)),
         "needs_bytes": job.needs_bytes or None,
     }
 

@@ -41,7 +41,7 @@ class Entries:
     """The entries as they are on disk, for readers beside the daemon and for recovery.
 
     During a move an entry exists in two directories: the newer copy counts. It may also move into a directory that was
-    already listed, so all directories are listed twice.
+    already listed, so `all`, `ids` and `get` list them twice.
     """
 
     def __init__(self, spool_dir: Path) -> None:

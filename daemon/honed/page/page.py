@@ -69,7 +69,13 @@ def source(name: str) -> str:
 
 _LOADER = PackageLoader("honed.page")
 _ENVIRONMENT = Environment(
-    loader=_LOADER, autoescape=True, finalize=text, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    loader=_LOADER,
+    autoescape=True,
+    finalize=text,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    auto_reload=False,
 )
 # Paper does not scroll, and browsers print no backgrounds: texts are printed in full, and highlighted passages are
 # underlined.
@@ -86,3 +92,6 @@ _ENVIRONMENT.globals |= {
     "timestamp": timestamp,
     "version": __version__,
 }
+# Now, and not after an upgrade: honed-web renders with the templates of its own version.
+for _name in _ENVIRONMENT.list_templates(extensions=["html"]):
+    _ENVIRONMENT.get_template(_name)

@@ -17,7 +17,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -336,7 +336,7 @@ class Source:
         with self.database() as db:
             for job_id in job_ids if db else ():
                 found[job_id] = {
-                    **asdict(_progress(db, job_id)),
+                    **vars(_progress(db, job_id)),
                     "num_tokens": _last_event(db, job_id, "data").get("num_tokens"),
                     "num_trained": _last_metric(db, job_id, "eval_num_tokens"),
                 }

@@ -12,15 +12,19 @@ from honed.spec import toml_lines
 from honed.spec.field import describe, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
+_HELD = "; until then nothing is removed"
 _STAYS = "delete this line: events stay as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
 #: Keys that an earlier honed read, and what to write instead; they are ignored with a warning.
 GONE = {
-    "retention.max_checkpoint_jobs": "write max_checkpoint_bytes = 200_000_000_000, or another number of bytes",
-    "retention.max_rejected": "delete this line: the newest 10,000 rejected files are kept",
+    "retention.max_checkpoint_jobs": "delete this line; max_checkpoint_bytes limits checkpoints: `honectl prune "
+    "--checkpoints --max-size SIZE --dry-run` shows what a size would remove",
+    "retention.max_rejected": f"delete this line: the newest 10,000 rejected files are kept{_HELD}",
     "retention.max_event_age_days": _STAYS,
     "retention.max_events": _STAYS,
-    "retention.interval_sec": "delete this line: honed looks once an hour, and after a reload",
+    "retention.interval_sec": f"delete this line: honed looks once an hour, and after a reload{_HELD}",
 }
+#: Those that may have kept what the limits of today would remove.
+PROTECTING = frozenset({"retention.max_rejected", "retention.interval_sec"})
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:

@@ -49,7 +49,7 @@ def test_what_is_wrong_is_told_with_its_key_its_line_and_the_right_name(text: st
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("max_checkpoint_jobs = 3", "write max_checkpoint_bytes = 200_000_000_000, or another number of bytes"),
+        ("max_checkpoint_jobs = 3", "`honectl prune --checkpoints --max-size SIZE --dry-run` shows what"),
         ("max_rejected = 99", "delete this line: the newest 10,000 rejected files are kept"),
         ("max_events = 99", "delete this line: events stay as long as their job"),
         ("max_event_age_days = 9", "delete this line: events stay as long as their job"),
@@ -70,6 +70,8 @@ def test_a_key_of_an_earlier_version_is_ignored_with_a_warning(
         f"{path}: line 3: retention.{key}: no longer a key, and ignored"
     ]
     assert told in loaded.outdated[0]
+    assert loaded.may_remove is (key not in {"max_rejected", "interval_sec"})
+    assert ("until then nothing is removed" in loaded.outdated[0]) is not loaded.may_remove
     assert Configuration(layout, loaded).reload()
     assert [record.getMessage() for record in caplog.records] == 2 * list(loaded.outdated), "at the start and a reload"
 
