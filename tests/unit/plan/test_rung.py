@@ -259,6 +259,14 @@ def test_a_plan_that_is_made_again_keeps_the_rung(size: str, first: Device, then
     assert chosen(make(model(size), then)) != chosen(before), "which it would not be, were it planned anew"
 
 
+def test_a_rung_is_shown_with_who_chose_it() -> None:
+    planned = make(model("1B"), H100)
+    assert planned.precision.reasons["master_weights"] == "the best that fits into the device's memory"
+    assert make(model("1B"), H100, master_weights="float32").precision.reasons["master_weights"] == "as the job asks"
+    again = make(model("1B"), H100, pinned=rung.pinned(planned.precision))
+    assert "kept for its life" in again.precision.reasons["master_weights"]
+
+
 def test_a_job_planned_with_bfloat16_weights_does_not_move_to_a_gpu_without() -> None:
     before = make(model("8B"), H100)
     assert before.precision.load_dtype == "bfloat16"

@@ -95,6 +95,31 @@ def test_a_result_that_the_disk_keeps_back_is_not_taken_for_none(tmp_path: Path)
         assert judge(path, Exit(0, None), is_readable=False).code == "killed"
 
 
+@pytest.mark.parametrize(("status", "words"), [(226, "could not start the worker (exit status 226)"), (None, "worker")])
+def test_a_unit_that_did_not_start_is_reported_with_its_status_if_it_has_one(
+    tmp_path: Path, status: int | None, words: str
+) -> None:
+    found = judge(tmp_path / "result.json", Exit(status, None, ran=False)).error
+    assert found is not None
+    assert found.message.endswith(words)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (2**62 - 1, 2**62 - 1), (2**62, None), (-1, None), ("3", None)])
+def test_a_step_that_no_database_keeps_is_none(tmp_path: Path, step: Any, kept: int | None) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**SUCCESS, "step": step}))
+    assert judge(path, Exit(0, None)).step == kept
+
+
+def test_a_result_says_the_phase_that_the_worker_was_in(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**FAILURE, "phase": "predictions", "needed_bytes": 4096}))
+    outcome = judge(path, Exit(81, None))
+    assert (outcome.phase, outcome.needed_bytes) == ("predictions", 4096)
+    path.write_text(json.dumps({**FAILURE, "needed_bytes": 2**62}))
+    assert (judge(path, Exit(81, None)).phase, judge(path, Exit(81, None)).needed_bytes) == ("", 0)
+
+
 def _fails(*_arguments: Any, **_keys: Any) -> int:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -60,6 +60,26 @@ def test_an_acl_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.parametrize(("is_shared", "everybody"), [(False, 0), (True, READ | ENTER)])
+def test_a_job_directory_is_its_workers_group_and_its_submitters(
+    open_dir: Path, is_shared: bool, everybody: int
+) -> None:
+    access.open_job_dir(open_dir, STRANGER.uid, is_shared=is_shared, administrators=42)
+    found = access.acl_of(open_dir)
+    if found is None:
+        pytest.skip("no ACLs on this file system")
+    everything = READ | WRITE | ENTER
+    submitter = everything if access.is_person(STRANGER.uid) else READ | ENTER
+    assert (found.owner, found.group, found.mask, found.other) == (everything, everything, everything, everybody)
+    assert (found.users, found.groups) == ({STRANGER.uid: submitter}, {42: READ | ENTER})
+    below = open_dir / "below"
+    below.mkdir()
+    inherited = access.acl_of(below)
+    assert inherited is not None
+    assert (inherited.group, inherited.users, inherited.groups) == (found.group, found.users, found.groups)
+
+
+@needs_root
 @pytest.mark.parametrize("wanted", [READ, WRITE, READ | ENTER])
 def test_modes_and_acls_are_weighed_as_the_kernel_does(open_dir: Path, wanted: int) -> None:
     cases = []
