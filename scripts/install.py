@@ -25,6 +25,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +38,8 @@ VIEW_LOCK = Path("/run/honed-view.lock")
 HUB_TOKEN = Path("/etc/credstore/hf-token")
 #: The first systemd version with `Type=notify-reload`.
 NOTIFY_RELOAD_SINCE = 253
+#: The group of entry points that makes a function a metric.
+METRICS = "honed.metrics"
 #: Written last into an environment: a hash of its inputs. Without it the environment is incomplete.
 STAMP = "honed-content"
 
@@ -207,6 +210,7 @@ class Installer:
             self._build_environment(version_dir)
         self._point_scripts(version_dir)
         packages = next(at.glob("lib/python3.*/site-packages"))
+        self._take_over_metrics(packages)
         # Tracebacks must name the files' final paths.
         lies_at = ["-s", at, "-p", version_dir]
         subprocess.run([at / "bin/python", "-I", "-m", "compileall", "-q", *lies_at, packages / "honed"], check=True)
@@ -256,6 +260,23 @@ class Installer:
         at.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHON": str(self._python(None))}
         subprocess.run([CHECKOUT / "scripts/setup", "--into", at], env=environment, check=True)
+
+    def _take_over_metrics(self, packages: Path) -> None:
+        """Copy packages with the administrator's metrics from the environment in use: jobs in the queue name them."""
+        there = {package.name for package in metadata.distributions(path=[str(packages)])}
+        for before in self._at(self._places.versions_dir / "current").resolve().glob("lib/python3.*/site-packages"):
+            for package in metadata.distributions(path=[str(before)]):
+                if package.name in there or not package.entry_points.select(group=METRICS):
+                    continue
+                if package.files is None:
+                    self._say(f"warning: {package.name} has metrics but no list of its files: install it again")
+                    continue
+                self._say(f"{package.name} {package.version}: copied, as it has metrics; not so what it depends on")
+                for file in package.files:
+                    if ".." not in file.parts:
+                        target = packages / file
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copy2(before / file, target)
 
     def _point_scripts(self, version_dir: Path) -> None:
         """Make scripts name the environment's final path, and never `current`: a running worker keeps its files."""
