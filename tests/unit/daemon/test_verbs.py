@@ -1,9 +1,10 @@
-"""The table of verbs: a stranger, a job's owner and an administrator use each of them."""
+"""The table of verbs: a stranger, a job's owner, root and a member of the administrators' group use each of them."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,10 @@ from honed.system.control import Request, Rows
 from honed.system.error import NotPermittedError, UsageError
 from honed.system.layout import Layout
 
-STRANGER, OWNER, ADMINISTRATOR = 4243, 4242, 0
-EVERYBODY = (STRANGER, OWNER, ADMINISTRATOR)
+STRANGER, OWNER, ADMINISTRATOR, MEMBER = 4243, 4242, 0, 4244
+EVERYBODY = (STRANGER, OWNER, ADMINISTRATOR, MEMBER)
+#: A group that exists everywhere, as policy.admin_group: root's.
+ADMINISTRATORS = 0
 
 
 @dataclass(frozen=True)
@@ -34,32 +37,35 @@ class Use:
     may: tuple[int, ...]
     state: State = State.QUEUED
     arguments: dict[str, Any] = field(default_factory=lambda: {"id": "1"})
+    becomes: State | None = None  #: the job's state after the verb
+    sees: tuple[int, ...] = ()  #: the users whose answer names the job or file
 
 
-READS, CHANGES = Use(Right.ANYBODY, (OWNER, ADMINISTRATOR)), Use(Right.OWNER, (OWNER, ADMINISTRATOR))
+OWN, THEIRS = (OWNER, ADMINISTRATOR, MEMBER), (ADMINISTRATOR, MEMBER)
+READS, CHANGES = Use(Right.ANYBODY, OWN, sees=OWN), Use(Right.OWNER, OWN)
 FILE = {"name": "a.json", "data": base64.b64encode(b"{}").decode()}
 USES = {
-    "list": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "list": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
     "numbers": Use(Right.ANYBODY, EVERYBODY, arguments={}),
-    "overview": Use(Right.ANYBODY, EVERYBODY, arguments={}),
+    "overview": Use(Right.ANYBODY, EVERYBODY, arguments={}, sees=OWN),
     "show": READS,
     "glance": READS,
-    "predictions": READS,
-    "losses": READS,
-    "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}),
-    "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "refused-secret.json"}),
+    "predictions": Use(Right.ANYBODY, OWN),
+    "losses": Use(Right.ANYBODY, OWN),
+    "accepted": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "secret.json", "number": 1}, sees=OWN),
+    "refusal": Use(Right.ANYBODY, EVERYBODY, arguments={"id": "bad-secret.json"}, sees=OWN),
     "status": Use(Right.ANYBODY, EVERYBODY, arguments={}),
     "submit": Use(Right.ANYBODY, (ADMINISTRATOR,), arguments=FILE),  # incoming/ is closed to the others
-    "prune": Use(Right.ANYBODY, (OWNER, ADMINISTRATOR), State.FAILED, {"ids": ["1"], "dry_run": False}),
+    "prune": Use(Right.ANYBODY, OWN, State.FAILED, {"ids": ["1"], "dry_run": False}),
     "pruned": Use(Right.ANYBODY, EVERYBODY, State.FAILED, {"ids": [1]}),
-    "cancel": CHANGES,
-    "hold": CHANGES,
-    "release": Use(Right.OWNER, (OWNER, ADMINISTRATOR), State.HELD),
-    "requeue": Use(Right.OWNER, (OWNER, ADMINISTRATOR), State.FAILED),
+    "cancel": Use(Right.OWNER, OWN, becomes=State.CANCELLED),
+    "hold": Use(Right.OWNER, OWN, becomes=State.HELD),
+    "release": Use(Right.OWNER, OWN, State.HELD, becomes=State.QUEUED),
+    "requeue": Use(Right.OWNER, OWN, State.FAILED, becomes=State.QUEUED),
     "pin": CHANGES,
     "unpin": CHANGES,
-    "pause": Use(Right.ADMINISTRATOR, (ADMINISTRATOR,), arguments={}),
-    "resume": Use(Right.ADMINISTRATOR, (ADMINISTRATOR,), arguments={}),
+    "pause": Use(Right.ADMINISTRATOR, THEIRS, arguments={}),
+    "resume": Use(Right.ADMINISTRATOR, THEIRS, arguments={}),
 }
 
 
@@ -70,6 +76,13 @@ def honed(tmp_path: Path) -> Iterator[Daemon]:
     made._spool.recover()
     made._backlog.recover()
     made._spool.incoming_dir.chmod(0o700)
+    refused = made._spool.rejected_dir / "bad-secret.json"
+    reason = refused.with_name(refused.name + ".reason")
+    refused.write_text("{}")
+    reason.write_text("bad-secret.json was refused")
+    for path in (refused, reason):
+        if os.geteuid() == 0:
+            os.chown(path, OWNER, -1)
     yield made
     made._close()
 
@@ -91,7 +104,8 @@ def admit(honed: Daemon, state: State) -> Job:
 
 def answered(honed: Daemon, verb: str, uid: int, arguments: dict[str, Any]) -> str:
     """Return an answer as JSON."""
-    answer = honed._answers.answer(Request(verb, dict(arguments), uid))
+    gids = frozenset({4000, ADMINISTRATORS} if uid == MEMBER else {4000})
+    answer = honed._answers.answer(Request(verb, dict(arguments), uid, gids))
     return json.dumps(list(answer.rows) if isinstance(answer, Rows) else answer)
 
 
@@ -103,16 +117,28 @@ def test_the_table_has_these_verbs_with_these_rights(honed: Daemon) -> None:
         answered(honed, "drop", ADMINISTRATOR, {})
 
 
-@pytest.mark.parametrize("uid", EVERYBODY, ids=["a stranger", "the owner", "an administrator"])
+@pytest.mark.parametrize("uid", EVERYBODY, ids=["a stranger", "the owner", "an administrator", "a member"])
 @pytest.mark.parametrize("verb", USES)
 def test_a_verb_is_answered_for_those_who_may_use_it_and_changes_nothing_for_the_others(
     honed: Daemon, caplog: pytest.LogCaptureFixture, verb: str, uid: int
 ) -> None:
+    if verb == "refusal" and os.geteuid() != 0:
+        pytest.skip("needs root, to give a rejected file to another user")
     use = USES[verb]
     job = admit(honed, use.state)
     if uid in use.may:
+        if verb in {"resume", "unpin"}:
+            answered(honed, verb.removeprefix("un").replace("resume", "pause"), ADMINISTRATOR, use.arguments)
         answer = answered(honed, verb, uid, use.arguments)
-        assert uid != STRANGER or "secret" not in answer
+        assert ("secret" in answer) is (uid in use.sees) or (uid != STRANGER and not use.sees)
+        after = honed._spool.job(job.id)
+        if use.becomes is not None:
+            assert after is not None
+            assert after.state is use.becomes
+        if verb in {"pin", "unpin"}:
+            assert after is not None
+            assert after.is_pinned is (verb == "pin")
+        assert honed._spool.is_paused is (verb == "pause")
         return
     with pytest.raises(NotPermittedError) as caught:
         answered(honed, verb, uid, use.arguments)
