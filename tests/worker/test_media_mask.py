@@ -144,8 +144,7 @@ def conversations(draw: Any) -> list[tuple[str, list[Any]]]:
 @pytest.mark.parametrize("name", IMAGE_FAMILIES)
 @settings(
     max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(turns=conversations(), cut=st.floats(0, 1))
 def test_what_is_trained_decodes_to_what_the_assistant_says(

@@ -6,12 +6,12 @@ import http.client
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from honed.send import outbox
 from honed.send.delivery import Verdict
-from honed.send.endpoint import Answer, Endpoint
+from honed.send.endpoint import Answer
 from honed.send.outbox import Row
 from honed.spec.config import ReportingConfig
 from honed.system import durable, quote
@@ -31,13 +31,11 @@ class RefusedRows:
         self,
         path: Path,
         config: Callable[[], ReportingConfig],
-        endpoint: Endpoint,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dir = outbox.refused_dir(path)
         self._config = config
-        self._endpoint = endpoint
         self._clock = clock
         self._said_at: dict[str, float] = {}  # when a response was last logged, by its text
         self._num_bytes: int | None = None  # the total; computed at the first refused row
@@ -71,24 +69,24 @@ class RefusedRows:
         record = {"status": answer.status, "answer": quote.show(answer.text), "row": row.data}
         durable.write_json(self._dir / f"{row.key}.json", record, mode=0o640)
 
-    def send_again(self) -> bool:
-        """Send each row once more, one per request. Returns True if none remains.
+    @property
+    def has_any(self) -> bool:
+        return any(True for _ in self._dir.glob("*.json"))
 
-        Stops as soon as the server is down; the rest then remains.
-        """
+    def send_again(self, send: Callable[[Sequence[Row]], Answer]) -> bool:
+        """Send each row once more, one per request. Returns False if `send` gave up before all were answered."""
         self._num_bytes = None
         num_sent, paths = 0, sorted(self._dir.glob("*.json"))
         for path in paths:
             data = json.loads(path.read_bytes())["row"]
-            answer = self._endpoint.post([Row(data, outbox.Position(0, 0), 0)])
+            answer = send([Row(data, outbox.Position(0, 0), 0)])
             if answer.verdict is Verdict.TAKEN or answer.status == http.client.CONFLICT:
                 path.unlink()
                 num_sent += 1
             elif answer.verdict is Verdict.LATER:
-                log.warning("not delivered: %s", answer.text)
-                break
+                return False
             else:
                 log.warning("%s: %s", path.name, answer.text)
         if paths:
             log.info("%d of %d rows that had been refused are delivered", num_sent, len(paths))
-        return num_sent == len(paths)
+        return True

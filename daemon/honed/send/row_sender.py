@@ -83,7 +83,7 @@ class RowSender:
             self._obey_reload()
             if self._must_send_refused and self._config().address() is not None:
                 self._must_send_refused = False
-                self._refused.send_again()
+                self._must_send_refused |= not self._refused.send_again(self._send_until_answered)
             if self._config().address() is None:
                 if self._lifetime.is_flushing:
                     return

@@ -50,7 +50,7 @@ class Sender:
         self._notifier = Notifier()
         self._lifetime = Lifetime(self._notifier, flush_sec=lambda: self._reporting.flush_sec, stdin=stdin, clock=clock)
         self._endpoint = Endpoint(lambda: self._reporting, ping=self._notifier.watchdog)
-        self._refused = RefusedRows(self._path, lambda: self._reporting, self._endpoint, clock=clock)
+        self._refused = RefusedRows(self._path, lambda: self._reporting, clock=clock)
         self._rows = RowSender(
             self._path,
             lambda: self._reporting,
@@ -90,7 +90,8 @@ class Sender:
             raise EnvironmentInvalidError(
                 "no metrics API is configured", hint="reporting.metrics_api_url in honed.toml"
             )
-        return 0 if self._refused.send_again() else 1
+        self._refused.send_again(self._endpoint.post)
+        return 1 if self._refused.has_any else 0
 
     def _load(self) -> None:
         configured = config.load(self._layout)

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from honed.spec import setting
-from honed.spec.problem import MAX_PROBLEMS, Problem
+from honed.spec.problem import MAX_PROBLEMS
+from honed.spec.setting import Gone
 from honed.system import quote
 from honed.system.error import SpecError
 from honed.system.layout import Layout
@@ -324,23 +325,23 @@ class Config(_Section):
     retention: RetentionConfig = RetentionConfig()
     notify: NotifyConfig = NotifyConfig()
 
-    _outdated: tuple[tuple[Path, Problem], ...] = ()
+    _outdated: tuple[tuple[Path, Gone], ...] = ()
 
     @property
     def outdated(self) -> tuple[str, ...]:
         """A warning for each key that an earlier honed read and this one ignores."""
-        return tuple(f"{path}: {problem}" for path, problem in self._outdated)
+        return tuple(f"{path}: {gone.problem}" for path, gone in self._outdated)
 
     @property
     def may_remove(self) -> bool:
         """False while a key that is ignored may have kept what this version's limits would remove."""
-        return not any(problem.key in setting.PROTECTING for _, problem in self._outdated)
+        return not any(gone.has_protected for _, gone in self._outdated)
 
 
 def load(layout: Layout) -> Config:
     """Load the current configuration, with defaults for missing files. Raises SpecError, which names file and key."""
     merged: dict[str, Any] = {}
-    outdated: list[tuple[Path, Problem]] = []
+    outdated: list[tuple[Path, Gone]] = []
     for path in [layout.config_path, *sorted(layout.config_dropin_dir.glob("*.toml"))]:
         merged = _merge(merged, _read(path, outdated))
     config = Config.model_validate(merged)
@@ -348,7 +349,7 @@ def load(layout: Layout) -> Config:
     return config
 
 
-def _read(path: Path, outdated: list[tuple[Path, Problem]]) -> dict[str, Any]:
+def _read(path: Path, outdated: list[tuple[Path, Gone]]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         data = tomllib.loads(text)
@@ -359,7 +360,7 @@ def _read(path: Path, outdated: list[tuple[Path, Problem]]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else error
         raise SpecError(f"{path}: {words}", hint="honed.toml is TOML; see `man honed.toml`") from error
-    outdated += [(path, problem) for problem in setting.take_gone(data, text)]
+    outdated += [(path, gone) for gone in setting.take_gone(data, text)]
     try:
         Config.model_validate(data)
     except ValidationError as error:

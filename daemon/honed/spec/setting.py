@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,19 +14,18 @@ from honed.spec import toml_lines
 from honed.spec.field import describe, kinds
 from honed.spec.problem import MAX_PROBLEMS, KeyPath, Problem, dotted, shown
 
-_HELD = "; until then nothing is removed"
 _STAYS = "delete this line: events stay as long as their job, which max_job_age_days, max_jobs and max_job_bytes limit"
 #: Keys that an earlier honed read, and what to write instead; they are ignored with a warning.
 GONE = {
     "retention.max_checkpoint_jobs": "delete this line; max_checkpoint_bytes limits checkpoints: `honectl prune "
     "--checkpoints --max-size SIZE --dry-run` shows what a size would remove",
-    "retention.max_rejected": f"delete this line: the newest 10,000 rejected files are kept{_HELD}",
+    "retention.max_rejected": "delete this line: the newest 10,000 rejected files are kept",
     "retention.max_event_age_days": _STAYS,
     "retention.max_events": _STAYS,
-    "retention.interval_sec": f"delete this line: honed looks once an hour, and after a reload{_HELD}",
+    "retention.interval_sec": "delete this line: honed looks once an hour, and after a reload",
 }
-#: Those that may have kept what the limits of today would remove.
-PROTECTING = frozenset({"retention.max_rejected", "retention.interval_sec"})
+#: Values of them beyond which they kept what the limits of today would remove.
+_KEEPS_MORE = {"retention.max_rejected": 10_000, "retention.interval_sec": 3600}
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
@@ -38,16 +39,26 @@ def lines_of(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-def take_gone(data: dict[str, Any], text: str) -> list[Problem]:
-    """Remove the keys that an earlier honed read. Returns a problem for each."""
+@dataclass(frozen=True)
+class Gone:
+    """A key that an earlier honed read and this one ignores."""
+
+    problem: Problem
+    has_protected: bool  #: True if it kept what the limits of today would remove
+
+
+def take_gone(data: dict[str, Any], text: str) -> list[Gone]:
+    """Remove the keys that an earlier honed read, and return them."""
     found = []
     for key, instead in GONE.items():
         section, name = key.split(".")
         table = data.get(section)
         if isinstance(table, dict) and name in table:
-            del table[name]
+            value, limit = table.pop(name), _KEEPS_MORE.get(key, math.inf)
+            has_protected = key in _KEEPS_MORE and not (isinstance(value, int | float) and value <= limit)
             line = lines_of(text).get((section, name))
-            found.append(Problem(key, line, "no longer a key, and ignored", instead))
+            hint = f"{instead}; until then nothing is removed" if has_protected else instead
+            found.append(Gone(Problem(key, line, "no longer a key, and ignored", hint), has_protected))
     return found
 
 

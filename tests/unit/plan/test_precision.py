@@ -429,7 +429,7 @@ def test_the_whole_product_fits_together(device: str) -> None:
             check_invariants(job, model(stored, family), DEVICES[device])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     device=st.sampled_from(list(DEVICES.values()))
     | st.builds(lambda *it: Device("cuda", "a GPU", 0, "GPU-0", it), st.integers(3, 12), st.integers(0, 9)),

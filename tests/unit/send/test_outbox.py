@@ -71,7 +71,7 @@ def test_a_number_is_never_used_again_though_all_files_are_gone(tmp_path: Path) 
     assert read_all(tmp_path) == [3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     cut=st.integers(1, 400), junk=st.sampled_from([b"", b"\0" * 50, b"\n\n{}\n[1]\nnull\n", b"\xff\xfe\n", b'{"a": '])
 )

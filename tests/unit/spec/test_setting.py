@@ -50,7 +50,10 @@ def test_what_is_wrong_is_told_with_its_key_its_line_and_the_right_name(text: st
     ("line", "told"),
     [
         ("max_checkpoint_jobs = 3", "`honectl prune --checkpoints --max-size SIZE --dry-run` shows what"),
-        ("max_rejected = 99", "delete this line: the newest 10,000 rejected files are kept"),
+        ("max_rejected = 10_001", "10,000 rejected files are kept; until then nothing is removed"),
+        ("max_rejected = 'many'", "until then nothing is removed"),
+        ("interval_sec = 3600.5", "and after a reload; until then nothing is removed"),
+        ("max_rejected = 10_000", "delete this line: the newest 10,000 rejected files are kept"),
         ("max_events = 99", "delete this line: events stay as long as their job"),
         ("max_event_age_days = 9", "delete this line: events stay as long as their job"),
         ("interval_sec = 9", "delete this line: honed looks once an hour"),
@@ -70,8 +73,8 @@ def test_a_key_of_an_earlier_version_is_ignored_with_a_warning(
         f"{path}: line 3: retention.{key}: no longer a key, and ignored"
     ]
     assert told in loaded.outdated[0]
-    assert loaded.may_remove is (key not in {"max_rejected", "interval_sec"})
-    assert ("until then nothing is removed" in loaded.outdated[0]) is not loaded.may_remove
+    assert loaded.may_remove is ("nothing is removed" not in told)
+    assert ("nothing is removed" in loaded.outdated[0]) is not loaded.may_remove
     assert Configuration(layout, loaded).reload()
     assert [record.getMessage() for record in caplog.records] == 2 * list(loaded.outdated), "at the start and a reload"
 
