@@ -49,7 +49,7 @@ _shtab_honectl_defaults_added=0
 _shtab_honectl_cancel_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
-  "(*):ID:_honectl_jobs"
+  "*:ID:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -58,7 +58,7 @@ _shtab_honectl_cancel_defaults_added=0
 _shtab_honectl_check_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
-  "(*):FILE:_files"
+  "*:FILE:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -75,7 +75,7 @@ _shtab_honectl_doctor_defaults_added=0
 _shtab_honectl_hold_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
-  "(*):ID:_honectl_jobs"
+  "*:ID:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -88,7 +88,7 @@ _shtab_honectl_list_options=(
   "--all[list all jobs]"
   "--limit[list at most N of all jobs]:N:"
   "--after[list only jobs after this one in the list of all jobs]:ID:_honectl_jobs"
-  "(*)::list only these jobs:_honectl_jobs"
+  "*:list only these jobs:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -116,7 +116,7 @@ _shtab_honectl_pause_defaults_added=0
 _shtab_honectl_pin_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
-  "(*):ID:_honectl_jobs"
+  "*:ID:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -164,7 +164,7 @@ _shtab_honectl_prune_options=(
   "--checkpoints[remove only checkpoints\; without ID or --state, those of succeeded jobs]"
   "--rejected[remove rejected files instead of jobs]"
   "--dry-run[show what would be removed\; remove nothing]"
-  "(*)::jobs to remove\; without ID, all jobs beyond a limit:_honectl_jobs"
+  "*:jobs to remove\; without ID, all jobs beyond a limit:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -173,7 +173,7 @@ _shtab_honectl_prune_defaults_added=0
 _shtab_honectl_release_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
-  "(*):ID:_honectl_jobs"
+  "*:ID:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -193,7 +193,7 @@ _shtab_honectl_requeue_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
   "--from-start[discard its checkpoints and start over]"
-  "(*):ID:_honectl_jobs"
+  "*:ID:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -229,7 +229,7 @@ _shtab_honectl_submit_options=(
   "--hold[hold the jobs until \`honectl release\`]"
   "--stage[copy models and data that the worker cannot read to a directory that it can]"
   "--wait[show progress until the jobs end\; exit with 1 unless all succeeded]"
-  "(*):FILE:_files"
+  "*:FILE:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -247,7 +247,7 @@ _shtab_honectl_trial_defaults_added=0
 _shtab_honectl_unpin_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print JSON]"
-  "(*):ID:_honectl_jobs"
+  "*:ID:_honectl_jobs"
 )
 
 # guard to ensure default positional specs are added only once per session

@@ -12,6 +12,7 @@ import ast
 import inspect
 import itertools
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -123,7 +124,8 @@ def man_pages(config: Iterable[Section], spec: Iterable[Section]) -> dict[str, s
             "configuration of honed",
             "honed reads @/etc/honed/honed.toml@, then @/etc/honed/honed.toml.d/*.toml@ by name; later files win. "
             "`systemctl reload honed` reloads them. An unknown key or an invalid value is rejected, and the current "
-            "configuration stays in force. A per-user instance (--user) reads ~/.config/honed/honed.toml.",
+            "configuration stays in force; a key that only an earlier version read is ignored with a warning. A "
+            "per-user instance (--user) reads ~/.config/honed/honed.toml.",
             config,
         ),
         "honed-job.5": _keys(
@@ -319,4 +321,7 @@ def completions() -> dict[str, str]:
         for action in each._actions:
             if action.metavar in by_metavar:
                 action.complete = by_metavar[action.metavar]  # type: ignore[attr-defined]
-    return {f"honectl.{shell}": f"{shtab.complete(parser, shell).rstrip()}\n" for shell in ("bash", "zsh", "fish")}
+    made = {f"honectl.{shell}": f"{shtab.complete(parser, shell).rstrip()}\n" for shell in ("bash", "zsh", "fish")}
+    # shtab 1.13 writes `(*):ID:`, which is one argument, for any number of them.
+    made["honectl.zsh"] = re.sub(r'"\(\*\)::?', '"*:', made["honectl.zsh"])
+    return made

@@ -56,7 +56,8 @@ _CONFIG_INTRODUCTION = """\
 <!-- Made by `python -m honed.cli.reference --write docs/`; change daemon/honed/spec/config.py instead. -->
 
 honed reads `/etc/honed/honed.toml`, then `/etc/honed/honed.toml.d/*.toml` by name; later files win. An unknown key or
-an invalid value is rejected, and the current configuration stays in force. `systemctl reload honed` reloads the files.
+an invalid value is rejected, and the current configuration stays in force; a key that only an earlier version read is
+ignored with a warning. `systemctl reload honed` reloads the files.
 """
 
 _TOML_INTRODUCTION = """\

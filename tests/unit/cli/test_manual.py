@@ -43,6 +43,9 @@ def test_each_shell_asks_for_the_numbers_of_jobs_at_each_tab() -> None:
     arguments = [action for _, _, verb in manual.verbs(command_line.parser()) for action in verb._actions]
     num_places = sum(action.metavar == "ID" for action in arguments)
     assert texts["fish"].count(f'"({manual.JOBS})"') == num_places
+    # zsh reads `(*):` as one argument, and `*:` as any number of them.
+    assert '"(*)' not in texts["zsh"]
+    assert texts["zsh"].count('"*:ID:_honectl_jobs"') > 5
     # Within double quotes, zsh would ask once, as it loads the file.
     assert texts["zsh"].count(':_honectl_jobs"') == num_places
     assert [texts[shell].count(f"$({manual.JOBS})") for shell in ("bash", "zsh")] == [1, 1]
