@@ -296,11 +296,13 @@ def test_a_stop_of_honed_ends_its_checks(honed: Machine) -> None:
 
 
 def test_a_flood_of_one_persons_leaves_room_for_another(honed: Machine) -> None:
-    stage = f"{SHARED}/flood"
+    # On the file system of incoming/: a copy would be there before its owner and mode are.
+    stage = "/var/spool/flood"
     honed.run(
         "sh",
         "-ec",
-        f"mkdir {stage} && cat >{stage}/beside-the-flood.json && chown berta {stage}/* && "
+        f"mkdir {stage} && test $(stat -c %d {stage}) = $(stat -c %d {INCOMING}) && "
+        f"cat >{stage}/beside-the-flood.json && chown berta {stage}/* && "
         f"for i in $(seq 300); do cp {stage}/beside-the-flood.json {stage}/flood-$i.json; done && "
         f"chown anna {stage}/flood-*",
         stdin=spec(),
